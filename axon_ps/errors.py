@@ -1,0 +1,111 @@
+"""The whole error tree of axon_ps, and nothing else.
+
+This module imports nothing of ours and nothing of gRPC; `transport.status` is the one place that maps these errors
+to gRPC statuses and back. Blame is in the class:
+
+    AxonError
+    ├── InvalidRequest (ValueError)          the data you gave is wrong: shape, range, name, dtype
+    │   ├── LayoutMismatch                   this rank's model or optimizer differs from the job's
+    │   └── ConfigurationError               an option, environment variable or file is wrong
+    ├── Misuse (RuntimeError)                calls in the wrong order
+    │   └── Closed                           you closed it, and use it still
+    ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
+    ├── Broken (ConnectionError)             the peer's fault: it died or the network did
+    │   ├── Unreachable                      nobody answers at the address
+    │   └── MemberLost                       a worker or shard server of the job has gone
+    ├── Timeout (TimeoutError)               the caller's deadline passed
+    ├── Busy                                 a bounded resource is used up; retrying later may succeed
+    ├── GenerationChanged                    the membership changed; `.generation` is the new one
+    ├── StepAborted                          the step did not commit; version and parameters are unchanged
+    ├── CheckpointError                      a checkpoint cannot be written or read
+    │   ├── CheckpointNotFound
+    │   ├── CheckpointCorrupt                a file is truncated, altered or not ours
+    │   └── StorageFull                      no space left; nothing half-written remains visible
+    └── InternalError                        our bug
+"""
+
+from __future__ import annotations
+
+
+class AxonError(Exception):
+    """Base of every error that axon_ps raises on purpose."""
+
+
+class InvalidRequest(AxonError, ValueError):
+    """The data given is wrong; the message says what was given, what was needed and what to do."""
+
+
+class LayoutMismatch(InvalidRequest):
+    """The model or optimizer of this rank differs from the one the job was registered with."""
+
+
+class ConfigurationError(InvalidRequest):
+    """An option, an environment variable or a configuration file holds a value that cannot work."""
+
+
+class Misuse(AxonError, RuntimeError):
+    """Calls came in an order that has no meaning."""
+
+
+class Closed(Misuse):
+    """The object was closed by its owner and cannot be used any more."""
+
+
+class PermissionDenied(AxonError, PermissionError):
+    """The peer refused us: wrong or missing job token, wrong job name, or a certificate it does not trust."""
+
+
+class Broken(AxonError, ConnectionError):
+    """The peer or the network failed; it may have done some, all or none of what was asked."""
+
+
+class Unreachable(Broken):
+    """Nobody answered at the address."""
+
+
+class MemberLost(Broken):
+    """A worker or a shard server that this call needs has left the job."""
+
+
+class Timeout(AxonError, TimeoutError):
+    """The caller's deadline passed; the peer may have done some, all or none of what was asked."""
+
+
+class Busy(AxonError):
+    """A bounded resource is used up; the same call may succeed later."""
+
+
+class GenerationChanged(AxonError):
+    """The membership changed while the call was under way, or before it.
+
+    Attributes:
+        generation: the current generation, as the peer knew it.
+    """
+
+    def __init__(self, message: str, generation: int = 0) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
+class StepAborted(AxonError):
+    """The step did not commit: the parameters are those of before, the gradients of this step are dropped."""
+
+
+class CheckpointError(AxonError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint at the place given."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file of the checkpoint is missing, truncated, altered or not of this format."""
+
+
+class StorageFull(CheckpointError):
+    """The store has no space left; what was half-written has been removed."""
+
+
+class InternalError(AxonError):
+    """A bug of axon_ps; please report it with the message."""

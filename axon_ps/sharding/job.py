@@ -1,0 +1,60 @@
+"""What a job is registered with: the layout, and how it is cut and travels. Equal on every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.layout import Layout, first_difference
+from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
+from axon_ps.types import WIRE_DTYPES, WirePrecision
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """Everything about a job's parameters that all members must agree on.
+
+    Attributes:
+        layout: units and parameters.
+        precision: dtypes on the wire.
+        options: chunk and slice sizes.
+        replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
+    """
+
+    layout: Layout
+    precision: WirePrecision = field(default_factory=WirePrecision)
+    options: PlanOptions = field(default_factory=PlanOptions)
+    replica_is_node: bool = False
+
+    def __post_init__(self) -> None:
+        for what, dtype in (("parameters", self.precision.param), ("gradients", self.precision.grad)):
+            if dtype not in WIRE_DTYPES:
+                raise InvalidRequest(
+                    f"{what} cannot travel as {dtype.value}; use one of {', '.join(d.value for d in WIRE_DTYPES)}"
+                )
+
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        return {}
+
+    def plan(self, num_servers: int) -> Plan:
+        """The plan over `num_servers` shard servers (computed once)."""
+        if num_servers not in self._plans:
+            self._plans[num_servers] = make_plan(self.layout, num_servers, self.options)
+        return self._plans[num_servers]
+
+    def difference(self, job: JobSpec) -> str:
+        """Say in words where this spec first differs from the one the job has; empty when they are equal."""
+        if difference := first_difference(self.layout, job.layout):
+            return difference
+        for what, ours, theirs in (
+            ("wire dtype of parameters", self.precision.param.value, job.precision.param.value),
+            ("wire dtype of gradients", self.precision.grad.value, job.precision.grad.value),
+            ("chunk_numel", self.options.chunk_numel, job.options.chunk_numel),
+            ("min_slice_numel", self.options.min_slice_numel, job.options.min_slice_numel),
+            ("replica_is_node", self.replica_is_node, job.replica_is_node),
+        ):
+            if ours != theirs:
+                return f"{what} is {ours} here and {theirs} in the job"
+        return ""

@@ -1,0 +1,213 @@
+"""The layout of a job: which parameters there are, in which unit each lives, and at which flat offset.
+
+A *unit* is gathered together; its parameters lie one behind the other in one 1-D array, without gaps, in the order
+given. A unit is all trainable or all frozen, so that gradients, moments and traffic are per unit questions. Tied
+parameters appear once, under their first name, with the other names as aliases. Padding is nowhere here: slices cut
+units where they like and nothing is ever rounded up, so nothing has to be stripped when a checkpoint is written.
+
+Invariants of a `Layout`: unit and parameter names are unique (aliases included), offsets are the running sum of the
+numels, every parameter has at least one element.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter tensor.
+
+    Attributes:
+        name: its fully qualified name in the user's module.
+        shape: its shape; () for a scalar.
+        offset: index of its first element in its unit.
+        dtype: the dtype the user's model holds it in; masters are f32 whatever it is.
+        aliases: further names of the same tensor (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    dtype: DType = DType.F32
+    aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past its last element in its unit."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, flattened into one array of `numel` elements."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    trainable: bool = True
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the unit."""
+        return sum(p.numel for p in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All units of a job, in forward order."""
+
+    units: tuple[Unit, ...]
+
+    def __post_init__(self) -> None:
+        names: set[str] = set()
+        if len({u.name for u in self.units}) != len(self.units):
+            raise InvalidRequest("a layout needs unique unit names; two units share one")
+        for unit in self.units:
+            offset = 0
+            for p in unit.parameters:
+                for name in (p.name, *p.aliases):
+                    if name in names:
+                        raise InvalidRequest(
+                            f"parameter name {name!r} appears twice in the layout; names must be unique"
+                        )
+                    names.add(name)
+                if any(d < 1 for d in p.shape):
+                    raise InvalidRequest(
+                        f"parameter {p.name!r} has shape {p.shape}; every dimension must be at least 1"
+                    )
+                if p.offset != offset:
+                    raise InvalidRequest(
+                        f"parameter {p.name!r} is at offset {p.offset} of unit {unit.name!r}; it must be at {offset}, "
+                        "since the parameters of a unit lie one behind the other"
+                    )
+                offset = p.end
+            if not unit.parameters:
+                raise InvalidRequest(f"unit {unit.name!r} has no parameters; leave it out of the layout")
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all units."""
+        return sum(u.numel for u in self.units)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        """Elements of the trainable units."""
+        return sum(u.numel for u in self.units if u.trainable)
+
+    def parameters(self) -> Iterator[tuple[int, Parameter]]:
+        """Every parameter with the index of its unit, in layout order; `OptimizerSpec.group_of` follows this order."""
+        for i, unit in enumerate(self.units):
+            for p in unit.parameters:
+                yield i, p
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over everything in the layout; equal digests mean equal layouts."""
+        return hashlib.sha256(json.dumps(layout_to_json(self), sort_keys=True).encode()).hexdigest()
+
+
+def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True) -> Unit:
+    """A unit with its parameters packed in the order given.
+
+    Args:
+        name: the unit's name.
+        parameters: (name, shape, dtype) of each.
+        trainable: whether the optimizer moves them.
+    """
+    packed: list[Parameter] = []
+    offset = 0
+    for parameter_name, shape, dtype in parameters:
+        packed.append(Parameter(name=parameter_name, shape=tuple(shape), offset=offset, dtype=dtype))
+        offset = packed[-1].end
+    return Unit(name=name, parameters=tuple(packed), trainable=trainable)
+
+
+def first_difference(ours: Layout, theirs: Layout) -> str:
+    """Say in words where two layouts first differ; empty when they are equal."""
+    for i, (a, b) in enumerate(zip(ours.units, theirs.units, strict=False)):
+        if a.name != b.name:
+            return f"unit {i} is called {a.name!r} here and {b.name!r} in the job"
+        if a.trainable != b.trainable:
+            words = {True: "trainable", False: "frozen"}
+            return f"unit {a.name!r} is {words[a.trainable]} here and {words[b.trainable]} in the job"
+        for p, q in zip(a.parameters, b.parameters, strict=False):
+            if p.name != q.name:
+                return f"unit {a.name!r} holds parameter {p.name!r} here where the job has {q.name!r}"
+            if p.shape != q.shape:
+                return f"parameter {p.name!r} has shape {p.shape} here and {q.shape} in the job"
+            if p.dtype != q.dtype:
+                return f"parameter {p.name!r} has dtype {p.dtype.value} here and {q.dtype.value} in the job"
+            if p.aliases != q.aliases:
+                return f"parameter {p.name!r} is tied to {list(p.aliases)} here and to {list(q.aliases)} in the job"
+        if len(a.parameters) != len(b.parameters):
+            return f"unit {a.name!r} has {len(a.parameters)} parameters here and {len(b.parameters)} in the job"
+    if len(ours.units) != len(theirs.units):
+        return f"there are {len(ours.units)} units here and {len(theirs.units)} in the job"
+    return ""
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """The layout as plain JSON values (what a checkpoint's manifest holds)."""
+    return {
+        "units": [
+            {
+                "name": u.name,
+                "trainable": u.trainable,
+                "parameters": [
+                    {
+                        "name": p.name,
+                        "shape": list(p.shape),
+                        "offset": p.offset,
+                        "dtype": p.dtype.value,
+                        "aliases": list(p.aliases),
+                    }
+                    for p in u.parameters
+                ],
+            }
+            for u in layout.units
+        ]
+    }
+
+
+def layout_from_json(value: dict[str, Any]) -> Layout:
+    """The inverse of `layout_to_json`.
+
+    Raises:
+        InvalidRequest: a field is missing or of the wrong type, or the layout breaks an invariant.
+    """
+    try:
+        return Layout(
+            units=tuple(
+                Unit(
+                    name=str(u["name"]),
+                    trainable=bool(u["trainable"]),
+                    parameters=tuple(
+                        Parameter(
+                            name=str(p["name"]),
+                            shape=tuple(int(d) for d in p["shape"]),
+                            offset=int(p["offset"]),
+                            dtype=DType.parse(p["dtype"]),
+                            aliases=tuple(str(a) for a in p["aliases"]),
+                        )
+                        for p in u["parameters"]
+                    ),
+                )
+                for u in value["units"]
+            )
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidRequest(f"a layout in JSON lacks or mistypes a field: {error!r}") from error

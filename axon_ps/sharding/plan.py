@@ -1,0 +1,176 @@
+"""Which shard server owns which range of which unit, and how ranges move when that changes.
+
+The plan is a pure function of (layout, number of servers, options), so coordinator, servers and workers compute it
+alone and agree. A large unit is cut into one slice per server, of equal size to one alignment step; a small one goes
+whole to fewer servers, chosen by turns so that every server ends with about the same number of elements.
+
+A slice is cut into *chunks* of `chunk_numel` elements (the last may be shorter); chunk boundaries are part of the
+plan, so a chunk is named by its offset and a server can keep a counter per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.layout import Layout
+
+ALIGN_NUMEL = 64
+"""Slices begin at multiples of this many elements: a cache line of bf16 and two of f32."""
+
+DEFAULT_CHUNK_NUMEL = 1 << 18
+"""Elements of a chunk: 1 MiB of f32, the size at which one gRPC stream is fastest."""
+
+DEFAULT_MIN_SLICE_NUMEL = 1 << 13
+"""A unit is not cut into slices shorter than this: below it a request costs more than the bytes it carries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Elements [begin, end) of unit number `unit`, owned by shard server number `server`."""
+
+    unit: int
+    server: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.end - self.begin
+
+    def chunks(self, chunk_numel: int) -> Iterator[tuple[int, int]]:
+        """The (begin, end) of each chunk, as offsets in the unit."""
+        for begin in range(self.begin, self.end, chunk_numel):
+            yield begin, min(begin + chunk_numel, self.end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How finely units are cut.
+
+    Attributes:
+        chunk_numel: elements of a chunk.
+        min_slice_numel: no slice is shorter, except of a unit that is shorter itself.
+    """
+
+    chunk_numel: int = DEFAULT_CHUNK_NUMEL
+    min_slice_numel: int = DEFAULT_MIN_SLICE_NUMEL
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_numel <= 1 << 22:
+            raise InvalidRequest(f"chunk_numel is {self.chunk_numel}; it must be from 1 to {1 << 22} (4 Mi elements)")
+        if self.min_slice_numel < 1:
+            raise InvalidRequest(f"min_slice_numel is {self.min_slice_numel}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The slices of every unit.
+
+    Attributes:
+        num_servers: shard servers of the job.
+        options: chunk and slice sizes.
+        slices: per unit of the layout, its slices in ascending order; together they cover the unit exactly.
+    """
+
+    num_servers: int
+    options: PlanOptions
+    slices: tuple[tuple[Slice, ...], ...]
+
+    @cached_property
+    def by_server(self) -> tuple[tuple[Slice, ...], ...]:
+        """Per server, the slices it owns, in unit order."""
+        owned: list[list[Slice]] = [[] for _ in range(self.num_servers)]
+        for unit in self.slices:
+            for s in unit:
+                owned[s.server].append(s)
+        return tuple(tuple(o) for o in owned)
+
+    def slice_of(self, unit: int, server: int) -> Slice | None:
+        """The slice of `unit` that `server` owns, if it owns one."""
+        return next((s for s in self.slices[unit] if s.server == server), None)
+
+
+def make_plan(layout: Layout, num_servers: int, options: PlanOptions | None = None) -> Plan:
+    """Cut every unit of `layout` over `num_servers` servers.
+
+    Raises:
+        InvalidRequest: there is no server.
+    """
+    if num_servers < 1:
+        raise InvalidRequest(f"a plan needs at least one shard server; {num_servers} given")
+    options = options or PlanOptions()
+    load = [0] * num_servers
+    slices: list[tuple[Slice, ...]] = []
+    for index, unit in enumerate(layout.units):
+        parts = max(1, min(num_servers, unit.numel // options.min_slice_numel))
+        owners = sorted(range(num_servers), key=lambda s: (load[s], s))[:parts]
+        slices.append(_cut(index, unit.numel, sorted(owners), options))
+        for s in slices[-1]:
+            load[s.server] += s.numel
+    return Plan(num_servers=num_servers, options=options, slices=tuple(slices))
+
+
+def _cut(unit: int, numel: int, owners: list[int], options: PlanOptions) -> tuple[Slice, ...]:
+    align = min(ALIGN_NUMEL, options.min_slice_numel)
+    bounds = [numel * i // len(owners) // align * align for i in range(len(owners))] + [numel]
+    return tuple(
+        Slice(unit=unit, server=server, begin=begin, end=end)
+        for server, begin, end in zip(owners, bounds[:-1], bounds[1:], strict=True)
+        if end > begin
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Copy `numel` elements from (source_unit, source_begin) of an old layout to (unit, begin) of a new one."""
+
+    source_unit: int
+    source_begin: int
+    unit: int
+    begin: int
+    numel: int
+
+
+def moves_into(target: Slice, new: Layout, old: Layout) -> tuple[Move, ...]:
+    """What `target`, a slice under the layout `new`, is filled from when the data lies in the layout `old`.
+
+    Parameters are matched by name, so units may have been drawn differently and the model may have been wrapped
+    otherwise; neighbouring moves are joined.
+
+    Raises:
+        InvalidRequest: `old` lacks a parameter, or has it in another shape.
+    """
+    home = {name: (u, p) for u, p in old.parameters() for name in (p.name, *p.aliases)}
+    moves: list[Move] = []
+    for p in new.units[target.unit].parameters:
+        begin, end = max(p.offset, target.begin), min(p.end, target.end)
+        if begin >= end:
+            continue
+        source_unit, q = home.get(p.name, (-1, p))
+        if source_unit < 0:
+            raise InvalidRequest(f"the checkpoint has no parameter {p.name!r}; it was saved from another model")
+        if q.shape != p.shape:
+            raise InvalidRequest(
+                f"parameter {p.name!r} has shape {q.shape} in the checkpoint and {p.shape} in the model"
+            )
+        source_begin = q.offset + begin - p.offset
+        numel = end - begin
+        if moves and _continues(moves[-1], source_unit, source_begin, begin):
+            last = moves.pop()
+            source_begin, begin, numel = last.source_begin, last.begin, last.numel + numel
+        moves.append(
+            Move(source_unit=source_unit, source_begin=source_begin, unit=target.unit, begin=begin, numel=numel)
+        )
+    return tuple(moves)
+
+
+def _continues(last: Move, source_unit: int, source_begin: int, begin: int) -> bool:
+    return (last.source_unit, last.source_begin + last.numel, last.begin + last.numel) == (
+        source_unit,
+        source_begin,
+        begin,
+    )

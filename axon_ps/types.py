@@ -1,0 +1,199 @@
+"""Value types that every room shares: dtypes, roles, members, decisions. Pure data; imports only numpy and errors."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axon_ps.errors import InvalidRequest
+
+Array = NDArray[Any]
+Hyper = Mapping[str, float]
+
+
+class DType(enum.Enum):
+    """An element type on the wire. `.numpy` is how numpy stores it: bf16 has no numpy type and is held as uint16."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+    F64 = "f64"
+    I64 = "i64"
+    I32 = "i32"
+    U8 = "u8"
+    BOOL = "bool"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype that stores one element (uint16 for BF16)."""
+        return _STORAGE[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(_STORAGE[self].itemsize)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether this is a floating-point type."""
+        return self in (DType.F32, DType.BF16, DType.F16, DType.F64)
+
+    @classmethod
+    def parse(cls, name: str) -> DType:
+        """The dtype called `name` ("f32", "bf16", ...).
+
+        Raises:
+            InvalidRequest: no dtype has that name.
+        """
+        try:
+            return cls(name.lower())
+        except ValueError:
+            raise InvalidRequest(f"dtype {name!r} is unknown; use one of {', '.join(d.value for d in cls)}") from None
+
+
+_STORAGE: dict[DType, np.dtype[Any]] = {
+    DType.F32: np.dtype(np.float32),
+    DType.BF16: np.dtype(np.uint16),
+    DType.F16: np.dtype(np.float16),
+    DType.F64: np.dtype(np.float64),
+    DType.I64: np.dtype(np.int64),
+    DType.I32: np.dtype(np.int32),
+    DType.U8: np.dtype(np.uint8),
+    DType.BOOL: np.dtype(np.bool_),
+}
+
+WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
+"""The dtypes in which parameters and gradients travel."""
+
+
+class Role(enum.Enum):
+    """What a member of a job is."""
+
+    WORKER = "worker"
+    SHARD = "shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One live process of the job.
+
+    Attributes:
+        role: worker or shard server.
+        rank: stable for the life of the process; workers and shard servers are numbered apart.
+        incarnation: random id of this life of the process, 32 hex digits.
+        node: the host (or container) it runs on; workers of one node share it.
+        address: "host:port" where a shard server listens; empty for workers.
+        local_rank: position among the workers of its node.
+        replica: position of the replica this worker contributes to, dense from 0; -1 for shard servers.
+    """
+
+    role: Role
+    rank: int
+    incarnation: str
+    node: str
+    address: str = ""
+    local_rank: int = 0
+    replica: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The members of one generation, each list sorted by rank.
+
+    Attributes:
+        generation: its number.
+        step: the step attempt that this generation starts with.
+        version: committed optimizer steps so far.
+        workers: live workers.
+        shards: live shard servers.
+        num_replicas: how many replicas contribute gradients.
+        complete: whether there are as many workers and shard servers as the job needs to make a step.
+        waiting_for: what is missing when it is not complete, in words.
+    """
+
+    generation: int
+    step: int
+    version: int
+    workers: tuple[Member, ...]
+    shards: tuple[Member, ...]
+    num_replicas: int
+    complete: bool
+    waiting_for: str = ""
+
+
+class Outcome(enum.Enum):
+    """How a step ended."""
+
+    COMMIT = "commit"
+    SKIP = "skip"  # non-finite gradients: nothing applied, the version stays
+    ABORT = "abort"  # the membership changed, or the votes disagreed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The coordinator's word on one step.
+
+    Attributes:
+        step: the attempt decided.
+        generation: the generation it ran in.
+        outcome: commit, skip or abort.
+        version: the version after it.
+        grad_norm: global L2 norm of the gradients, before clipping; NaN or inf when non-finite, 0 on abort.
+        clip_factor: what every gradient is multiplied by.
+        hyper: per parameter group, the hyperparameters of this step.
+        reason: why it was skipped or aborted, in words.
+    """
+
+    step: int
+    generation: int
+    outcome: Outcome
+    version: int
+    grad_norm: float = 0.0
+    clip_factor: float = 1.0
+    hyper: tuple[Hyper, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """The optimizer that runs on the servers.
+
+    Attributes:
+        name: registry name ("adamw").
+        groups: per parameter group, hyperparameter values by name (flags as 0.0 or 1.0).
+        group_of: per parameter of the layout (by its index), the index of its group; -1 for frozen parameters.
+    """
+
+    name: str
+    groups: tuple[Hyper, ...]
+    group_of: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WirePrecision:
+    """Dtypes of what travels between workers and servers: `param` outwards, `grad` inwards."""
+
+    param: DType = DType.F32
+    grad: DType = DType.F32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What `optimizer.step()` returns.
+
+    Attributes:
+        committed: whether the parameters moved.
+        version: committed steps so far.
+        grad_norm: global L2 norm before clipping (0 when aborted).
+        reason: why it did not commit, in words.
+    """
+
+    committed: bool
+    version: int
+    grad_norm: float
+    reason: str = ""

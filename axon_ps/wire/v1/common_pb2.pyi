@@ -1,0 +1,153 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    D_TYPE_UNSPECIFIED: _ClassVar[DType]
+    D_TYPE_F32: _ClassVar[DType]
+    D_TYPE_BF16: _ClassVar[DType]
+    D_TYPE_F16: _ClassVar[DType]
+    D_TYPE_F64: _ClassVar[DType]
+    D_TYPE_I64: _ClassVar[DType]
+    D_TYPE_I32: _ClassVar[DType]
+    D_TYPE_U8: _ClassVar[DType]
+    D_TYPE_BOOL: _ClassVar[DType]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+    ROLE_SHARD: _ClassVar[Role]
+D_TYPE_UNSPECIFIED: DType
+D_TYPE_F32: DType
+D_TYPE_BF16: DType
+D_TYPE_F16: DType
+D_TYPE_F64: DType
+D_TYPE_I64: DType
+D_TYPE_I32: DType
+D_TYPE_U8: DType
+D_TYPE_BOOL: DType
+ROLE_UNSPECIFIED: Role
+ROLE_WORKER: Role
+ROLE_SHARD: Role
+
+class CallContext(_message.Message):
+    __slots__ = ("job", "generation", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    generation: int
+    incarnation: str
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("role", "rank", "incarnation", "node", "address", "local_rank", "replica")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    rank: int
+    incarnation: str
+    node: str
+    address: str
+    local_rank: int
+    replica: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+
+class Parameter(_message.Message):
+    __slots__ = ("name", "shape", "offset", "dtype", "aliases")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    dtype: DType
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Unit(_message.Message):
+    __slots__ = ("name", "parameters", "trainable")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
+    trainable: bool
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., trainable: bool = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("units",)
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    units: _containers.RepeatedCompositeFieldContainer[Unit]
+    def __init__(self, units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
+
+class Hyper(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class OptimizerSpec(_message.Message):
+    __slots__ = ("name", "groups", "group_of")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_OF_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    groups: _containers.RepeatedCompositeFieldContainer[Hyper]
+    group_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "payload")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    context: CallContext
+    step: int
+    version: int
+    unit: int
+    offset: int
+    numel: int
+    dtype: DType
+    replica: int
+    absent: bool
+    payload: bytes
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("kind", "message", "generation")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    generation: int
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...

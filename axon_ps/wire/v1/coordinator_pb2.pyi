@@ -1,0 +1,166 @@
+from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import session_pb2 as _session_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class KVOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_OP_UNSPECIFIED: _ClassVar[KVOp]
+    KV_OP_PUT: _ClassVar[KVOp]
+    KV_OP_GET: _ClassVar[KVOp]
+    KV_OP_WAIT: _ClassVar[KVOp]
+    KV_OP_ADD: _ClassVar[KVOp]
+    KV_OP_COMPARE_AND_SET: _ClassVar[KVOp]
+    KV_OP_DELETE: _ClassVar[KVOp]
+KV_OP_UNSPECIFIED: KVOp
+KV_OP_PUT: KVOp
+KV_OP_GET: KVOp
+KV_OP_WAIT: KVOp
+KV_OP_ADD: KVOp
+KV_OP_COMPARE_AND_SET: KVOp
+KV_OP_DELETE: KVOp
+
+class BarrierRequest(_message.Message):
+    __slots__ = ("context", "name", "ranks", "timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    name: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class BarrierReply(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class KVRequest(_message.Message):
+    __slots__ = ("context", "op", "key", "value", "expected", "amount", "timeout_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    op: KVOp
+    key: str
+    value: bytes
+    expected: bytes
+    amount: int
+    timeout_s: float
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., op: _Optional[_Union[KVOp, str]] = ..., key: _Optional[str] = ..., value: _Optional[bytes] = ..., expected: _Optional[bytes] = ..., amount: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class KVReply(_message.Message):
+    __slots__ = ("found", "value", "sum")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    value: bytes
+    sum: int
+    def __init__(self, found: bool = ..., value: _Optional[bytes] = ..., sum: _Optional[int] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("context", "spec", "optimizer")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    spec: _session_pb2.JobSpec
+    optimizer: _common_pb2.OptimizerSpec
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_session_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("first", "initialized", "version", "upload", "generation")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    first: bool
+    initialized: bool
+    version: int
+    upload: bool
+    generation: int
+    def __init__(self, first: bool = ..., initialized: bool = ..., version: _Optional[int] = ..., upload: bool = ..., generation: _Optional[int] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ("context", "uri", "extra_json")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    uri: str
+    extra_json: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ...) -> None: ...
+
+class RestoreCheckpointRequest(_message.Message):
+    __slots__ = ("context", "uri")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    uri: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ...) -> None: ...
+
+class CheckpointReply(_message.Message):
+    __slots__ = ("uri", "version", "bytes", "extra_json")
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    version: int
+    bytes: int
+    extra_json: str
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    membership: _session_pb2.MembershipEvent
+    version: int
+    step: int
+    registered: bool
+    initialized: bool
+    parameters: int
+    uptime_s: float
+    counters: _containers.ScalarMap[str, float]
+    pending: _containers.RepeatedScalarFieldContainer[str]
+    lease_s: float
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_session_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,253 @@
+from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_COMMIT: _ClassVar[Outcome]
+    OUTCOME_SKIP: _ClassVar[Outcome]
+    OUTCOME_ABORT: _ClassVar[Outcome]
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_COMMIT: Outcome
+OUTCOME_SKIP: Outcome
+OUTCOME_ABORT: Outcome
+
+class JobSpec(_message.Message):
+    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
+    MIN_SLICE_NUMEL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IS_NODE_FIELD_NUMBER: _ClassVar[int]
+    layout: _common_pb2.Layout
+    param_dtype: _common_pb2.DType
+    grad_dtype: _common_pb2.DType
+    chunk_numel: int
+    min_slice_numel: int
+    replica_is_node: bool
+    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., grad_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    heartbeat: Heartbeat
+    vote: Vote
+    ready: Ready
+    initialized: Initialized
+    snapshot: SnapshotReport
+    restore: RestoreReport
+    leave: Leave
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    role: _common_pb2.Role
+    incarnation: str
+    node: str
+    address: str
+    requested_rank: int
+    world_size: int
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("metrics",)
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("generation", "step", "max_norm", "hyper")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_NORM_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    max_norm: float
+    hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("generation", "step", "sum_of_squares")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    sum_of_squares: float
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ...) -> None: ...
+
+class Initialized(_message.Message):
+    __slots__ = ("version", "epoch")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SnapshotFile(_message.Message):
+    __slots__ = ("name", "sha256", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class SnapshotReport(_message.Message):
+    __slots__ = ("id", "files", "error")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
+    error: _common_pb2.ErrorDetail
+    def __init__(self, id: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class RestoreReport(_message.Message):
+    __slots__ = ("epoch", "error")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    error: _common_pb2.ErrorDetail
+    def __init__(self, epoch: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class SessionEvent(_message.Message):
+    __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    membership: MembershipEvent
+    job: JobEvent
+    decision: DecisionEvent
+    snapshot: SnapshotOrder
+    restore: RestoreOrder
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("rank", "lease_s", "world_size", "num_shards")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    lease_s: float
+    world_size: int
+    num_shards: int
+    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
+
+class MembershipEvent(_message.Message):
+    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Member]
+    shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.Member]
+    num_replicas: int
+    step: int
+    version: int
+    complete: bool
+    waiting_for: str
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class JobEvent(_message.Message):
+    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    spec: JobSpec
+    optimizer: _common_pb2.OptimizerSpec
+    initialized: bool
+    version: int
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DecisionEvent(_message.Message):
+    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    generation: int
+    outcome: Outcome
+    version: int
+    grad_norm: float
+    clip_factor: float
+    hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    reason: str
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SnapshotOrder(_message.Message):
+    __slots__ = ("id", "uri", "version")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    uri: str
+    version: int
+    def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class RestoreOrder(_message.Message):
+    __slots__ = ("epoch", "uri", "version")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    uri: str
+    version: int
+    def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,57 @@
+from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AllGatherRequest(_message.Message):
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    unit: int
+    begin: int
+    end: int
+    min_version: int
+    dtype: _common_pb2.DType
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ...) -> None: ...
+
+class ReduceScatterReply(_message.Message):
+    __slots__ = ("step", "chunks")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    chunks: int
+    def __init__(self, step: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+
+class UploadReply(_message.Message):
+    __slots__ = ("complete",)
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    complete: bool
+    def __init__(self, complete: bool = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, float]
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...

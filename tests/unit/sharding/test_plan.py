@@ -1,0 +1,129 @@
+"""Plans: every element has one owner, servers are balanced, and resharding moves each element to its new place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, Unit, build_unit
+from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, Slice, make_plan, moves_into
+from axon_ps.types import DType, WirePrecision
+
+F32 = DType.F32
+
+shapes = st.lists(st.lists(st.integers(1, 40), max_size=2).map(tuple), min_size=1, max_size=4)
+options_strategy = st.builds(PlanOptions, chunk_numel=st.integers(1, 100), min_slice_numel=st.integers(1, 200))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    units: list[Unit] = []
+    for i in range(draw(st.integers(1, 5))):
+        parameters = [(f"{i}.{j}", shape, F32) for j, shape in enumerate(draw(shapes))]
+        units.append(build_unit(f"u{i}", parameters, trainable=draw(st.booleans())))
+    return Layout(units=tuple(units))
+
+
+@given(layouts(), st.integers(1, 6), options_strategy)
+def test_slices_cover_each_unit_exactly_and_chunks_each_slice(
+    layout: Layout, servers: int, options: PlanOptions
+) -> None:
+    plan = make_plan(layout, servers, options)
+    for index, (unit, slices) in enumerate(zip(layout.units, plan.slices, strict=True)):
+        assert [s.begin for s in slices] == [0, *(s.end for s in slices[:-1])]
+        assert slices[-1].end == unit.numel
+        assert len({s.server for s in slices}) == len(slices)
+        for s in slices:
+            assert plan.slice_of(index, s.server) == s
+            bounds = list(s.chunks(options.chunk_numel))
+            assert [b for b, _ in bounds] == [s.begin, *(e for _, e in bounds[:-1])]
+            assert bounds[-1][1] == s.end
+    assert sum(s.numel for owned in plan.by_server for s in owned) == layout.numel
+
+
+@given(layouts(), st.integers(1, 6), options_strategy)
+def test_no_slice_is_much_shorter_than_asked(layout: Layout, servers: int, options: PlanOptions) -> None:
+    for unit, slices in zip(layout.units, make_plan(layout, servers, options).slices, strict=True):
+        for s in slices:
+            assert s.numel + ALIGN_NUMEL > min(options.min_slice_numel, unit.numel)
+
+
+def test_small_units_go_round_the_servers() -> None:
+    layout = Layout(units=tuple(build_unit(f"u{i}", [(f"w{i}", (10,), F32)]) for i in range(6)))
+    plan = make_plan(layout, 3)
+    assert [sum(s.numel for s in owned) for owned in plan.by_server] == [20, 20, 20]
+
+
+def test_a_large_unit_is_cut_evenly_on_cache_lines() -> None:
+    plan = make_plan(Layout(units=(build_unit("u", [("w", (1_000_003,), F32)]),)), 4)
+    sizes = [s.numel for s in plan.slices[0]]
+    assert max(sizes) - min(sizes) <= 2 * ALIGN_NUMEL
+    assert all(s.begin % ALIGN_NUMEL == 0 for s in plan.slices[0])
+
+
+def test_nonsense_is_refused() -> None:
+    layout = Layout(units=(build_unit("u", [("w", (4,), F32)]),))
+    with pytest.raises(InvalidRequest, match="at least one shard server"):
+        make_plan(layout, 0)
+    with pytest.raises(InvalidRequest, match="chunk_numel is 0"):
+        PlanOptions(chunk_numel=0)
+    with pytest.raises(InvalidRequest, match="min_slice_numel"):
+        PlanOptions(min_slice_numel=0)
+    with pytest.raises(InvalidRequest, match="gradients cannot travel as i64"):
+        JobSpec(layout=layout, precision=WirePrecision(grad=DType.I64))
+
+
+def test_job_specs_differ_in_words() -> None:
+    layout = Layout(units=(build_unit("u", [("w", (4,), F32)]),))
+    spec = JobSpec(layout=layout)
+    assert spec.difference(JobSpec(layout=layout)) == ""
+    other = JobSpec(layout=layout, precision=WirePrecision(grad=DType.BF16))
+    assert spec.difference(other) == "wire dtype of gradients is f32 here and bf16 in the job"
+    assert spec.plan(3) is spec.plan(3)
+
+
+def regroup(layout: Layout, cuts: list[bool]) -> Layout:
+    """The same parameters in the opposite order, in units cut elsewhere."""
+    units: list[list[tuple[str, tuple[int, ...], DType]]] = [[]]
+    for i, (_, p) in enumerate(reversed(list(layout.parameters()))):
+        if units[-1] and cuts[i % len(cuts)]:
+            units.append([])
+        units[-1].append((p.name, p.shape, p.dtype))
+    return Layout(units=tuple(build_unit(f"v{i}", parameters) for i, parameters in enumerate(units)))
+
+
+@given(layouts(), st.integers(1, 5), st.lists(st.booleans(), min_size=1, max_size=8))
+def test_moves_bring_every_element_of_every_parameter_home(layout: Layout, servers: int, cuts: list[bool]) -> None:
+    new = regroup(layout, cuts)
+    rng = np.random.default_rng(0)
+    values = {p.name: rng.random(p.numel) for _, p in layout.parameters()}
+    old_flats = [np.concatenate([values[p.name] for p in u.parameters]) for u in layout.units]
+    new_flats = [np.full(u.numel, np.nan) for u in new.units]
+    for slices in make_plan(new, servers, PlanOptions(min_slice_numel=7)).slices:
+        for s in slices:
+            for m in moves_into(s, new, layout):
+                assert s.begin <= m.begin
+                assert m.begin + m.numel <= s.end
+                source = old_flats[m.source_unit][m.source_begin : m.source_begin + m.numel]
+                new_flats[m.unit][m.begin : m.begin + m.numel] = source
+    for unit, flat in zip(new.units, new_flats, strict=True):
+        np.testing.assert_array_equal(flat, np.concatenate([values[p.name] for p in unit.parameters]))
+
+
+def test_moves_of_an_unchanged_unit_are_one() -> None:
+    layout = Layout(units=(build_unit("u", [(f"w{i}", (10,), F32) for i in range(5)]),))
+    (move,) = moves_into(Slice(unit=0, server=0, begin=5, end=45), layout, layout)
+    assert (move.source_begin, move.begin, move.numel) == (5, 5, 40)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
+    new = Layout(units=(build_unit("u", [("w", (4,), F32)]),))
+    whole = Slice(unit=0, server=0, begin=0, end=4)
+    with pytest.raises(InvalidRequest, match="no parameter 'w'"):
+        moves_into(whole, new, Layout(units=(build_unit("u", [("v", (4,), F32)]),)))
+    with pytest.raises(InvalidRequest, match=r"\(2, 2\) in the checkpoint"):
+        moves_into(whole, new, Layout(units=(build_unit("u", [("w", (2, 2), F32)]),)))
