@@ -1,0 +1,373 @@
+"""A worker's half of a training step: gather parameters, push gradients, vote, and learn what was decided.
+
+`StepClient` joins the two things a step needs, the coordinator's session and the shard servers, and keeps the one piece
+of state that a worker has about the job: which generation, step and version it is in. Gathers and pushes run on the
+background loop and give `Work` handles; votes block until the decision.
+
+Invariants:
+- A *ticket* (generation, step, replica, number of replicas) is taken when the first gradient of a step is pushed and
+  used for all of that step. When the membership changes, the ticket is void: its pushes are dropped and the vote
+  returns an aborted decision without having been cast.
+- The version moves only by a decision or by a membership event, never by what a gather happened to return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from axon_ps.collectives.work import Work
+from axon_ps.coordinator.client import (
+    CoordinatorClient,
+    Event,
+    JobState,
+    Registered,
+    SessionLost,
+)
+from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
+from axon_ps.shard.client import ShardGroup
+from axon_ps.sharding.job import JobSpec
+from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome
+from axon_ps.wire.v1.common_pb2 import CallContext
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """What every push of one step attempt is named by."""
+
+    generation: int
+    step: int
+    replica: int
+    num_replicas: int
+
+
+class StepClient:
+    """Gather, push, vote; thread-safe.
+
+    Args:
+        loop: the background loop that everything runs on.
+        coordinator: the joined session; its events must be passed to `on_event`.
+        shards: the connections to the shard servers.
+        timeout_s: default deadline of every operation, in seconds.
+    """
+
+    def __init__(
+        self, loop: BackgroundLoop, coordinator: CoordinatorClient, shards: ShardGroup, *, timeout_s: float
+    ) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._shards = shards
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._membership: Membership | None = None
+        self._job: JobState | None = None
+        self._decisions: dict[int, Decision] = {}
+        self._step = 0
+        self._version = 0
+        self._failure: AxonError | None = None
+        self._pushes: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ what the job looks like
+
+    @property
+    def membership(self) -> Membership:
+        """The current members.
+
+        Raises:
+            Misuse: the session has not been told yet.
+        """
+        if self._membership is None:
+            raise Misuse("the membership is not known before the session has joined; call World.init() first")
+        return self._membership
+
+    @property
+    def version(self) -> int:
+        """Committed steps, as this worker knows it."""
+        return self._version
+
+    @property
+    def epoch(self) -> int:
+        """How often the job was restored from a checkpoint; a change makes every copy of parameters stale."""
+        return self._job.epoch if self._job else 0
+
+    @property
+    def me(self) -> Member:
+        """This worker in the current membership.
+
+        Raises:
+            MemberLost: the coordinator does not count us as a member (it lost sight of us).
+        """
+        for member in self.membership.workers:
+            if member.incarnation == self._coordinator.incarnation:
+                return member
+        raise MemberLost(
+            f"worker {self._coordinator.rank} is not a member of generation {self.membership.generation}; the "
+            "coordinator lost sight of it and it has not been able to join again"
+        )
+
+    def ticket(self) -> Ticket:
+        """The names of the step attempt that starts now."""
+        with self._changed:
+            membership = self.membership
+            return Ticket(
+                generation=membership.generation,
+                step=self._step,
+                replica=self.me.replica,
+                num_replicas=membership.num_replicas,
+            )
+
+    def valid(self, ticket: Ticket) -> bool:
+        """Whether the step that `ticket` names can still commit."""
+        return self._membership is not None and self._membership.generation == ticket.generation
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the data plane: bytes, streams, retries."""
+        return self._shards.statistics()
+
+    # ------------------------------------------------------------------ events from the coordinator
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the session, in order, on the loop's thread."""
+        with self._changed:
+            if isinstance(event, Membership):
+                self._membership = event
+                self._step = max(self._step, event.step)
+                self._version = event.version
+                self._shards.set_members(event)
+                self._cancel_stale_pushes(event.generation)
+            elif isinstance(event, JobState):
+                if self._job is not None and event.epoch != self._job.epoch:
+                    self._version = event.version
+                self._job = event
+                if event.spec is not None:
+                    self._shards.set_spec(event.spec)
+            elif isinstance(event, Decision):
+                self._decisions = {event.step: event}
+                self._step = max(self._step, event.step + 1)
+                self._version = event.version
+            elif isinstance(event, SessionLost) and event.final:
+                self._failure = event.error
+            self._changed.notify_all()
+
+    def _cancel_stale_pushes(self, generation: int) -> None:
+        for task in self._pushes:
+            if getattr(task, "generation", generation) != generation:
+                task.cancel()
+
+    def _wait(self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str]) -> T:
+        """Block until `ready` gives something, the session fails for good, or the time is over."""
+        with self._changed:
+            result: list[T] = []
+
+            def check() -> bool:
+                if self._failure is not None:
+                    raise self._failure
+                value = ready()
+                if value is not None:
+                    result.append(value)
+                return value is not None
+
+            if not self._changed.wait_for(check, timeout_s):
+                raise Timeout(f"{what()} after {timeout_s:g} s")
+            return result[0]
+
+    def wait_complete(self, timeout_s: float | None = None) -> Membership:
+        """Block until the job has the members it needs.
+
+        Raises:
+            Timeout: it has not; the message says what is missing.
+            AxonError: the session ended for good.
+        """
+        return self._wait(
+            lambda: self._membership if self._membership is not None and self._membership.complete else None,
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: (
+                "the job is still waiting for "
+                + (self._membership.waiting_for if self._membership else "the coordinator's first word")
+            ),
+        )
+
+    # ------------------------------------------------------------------ registration
+
+    def register(self, spec: JobSpec) -> Registered:
+        """Give the job its layout, or check ours against the one it has.
+
+        Raises:
+            LayoutMismatch: another rank registered something else; the message says where they first differ.
+        """
+        reply = self._loop.run(self._coordinator.register(spec=spec, timeout_s=self.timeout_s), self.timeout_s)
+        with self._changed:
+            self._shards.set_spec(spec)
+            self._version = max(self._version, reply.version)
+        return reply
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the job its optimizer, or check ours against the one it has.
+
+        Raises:
+            LayoutMismatch: another rank registered other groups or hyperparameters.
+        """
+        self._loop.run(self._coordinator.register(optimizer=optimizer, timeout_s=self.timeout_s), self.timeout_s)
+
+    def wait_initialized(self) -> None:
+        """Block until every shard server holds its parameters.
+
+        Raises:
+            Timeout: they do not; usually because the rank that uploads has died.
+        """
+        self._wait(
+            lambda: True if self._job is not None and self._job.initialized else None,
+            self.timeout_s,
+            lambda: "the shard servers still lack first values from the rank that uploads them",
+        )
+
+    # ------------------------------------------------------------------ data
+
+    def upload(self, unit: int, values: Array) -> None:
+        """Store first values of a unit.
+
+        Args:
+            unit: its number.
+            values: f32[unit_numel].
+
+        After an error: some slices may be stored; uploading again is harmless.
+        """
+        self._loop.run(
+            self._shards.upload(unit, values, context=self._coordinator.context, timeout_s=self.timeout_s),
+            self.timeout_s,
+        )
+
+    def gather(self, unit: int, out: Array, *, begin: int = 0, end: int | None = None) -> Work[int]:
+        """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            begin: first element wanted.
+            end: one past the last element wanted; None = the unit's end.
+
+        Returns:
+            A handle whose result is the version gathered.
+
+        After an error: `out` holds anything.
+        """
+        return Work(
+            self._loop,
+            self._shards.gather(
+                unit,
+                out,
+                min_version=self._version,
+                context=self._coordinator.context,
+                timeout_s=self.timeout_s,
+                begin=begin,
+                end=end,
+            ),
+            f"gathering unit {unit}",
+        )
+
+    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Work[None]:
+        """Send one replica's gradient of a unit; None when it has none.
+
+        Args:
+            unit: its number.
+            grad: wire[unit_numel]; must stay alive and untouched until the work is done.
+            ticket: the step it belongs to.
+            done: called on the loop's thread when the buffer is free again, however it ended.
+
+        After an error: the step cannot commit; `vote` says so.
+        """
+        return Work(self._loop, self._push(unit, grad, ticket, done), f"pushing unit {unit}")
+
+    async def _push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.generation = ticket.generation  # type: ignore[attr-defined]
+        self._pushes.add(task)
+        try:
+            if not self.valid(ticket):
+                raise GenerationChanged("the membership changed before the push", self.membership.generation)
+            await self._shards.reduce_scatter(
+                unit,
+                grad,
+                step=ticket.step,
+                replica=ticket.replica,
+                context=lambda: self._context_of(ticket),
+                timeout_s=self.timeout_s,
+            )
+        except asyncio.CancelledError:
+            if self.valid(ticket):
+                raise
+            raise GenerationChanged("the membership changed during the push", self.membership.generation) from None
+        finally:
+            self._pushes.discard(task)
+            if done is not None:
+                done()
+
+    def _context_of(self, ticket: Ticket) -> CallContext:
+        context = self._coordinator.context()
+        context.generation = ticket.generation
+        return context
+
+    # ------------------------------------------------------------------ the decision
+
+    def vote(
+        self, ticket: Ticket, pushes: Sequence[Work[None]], *, max_norm: float, hyper: Sequence[Hyper]
+    ) -> Decision:
+        """Say that this worker has pushed everything, and wait for the decision.
+
+        Args:
+            ticket: the step.
+            pushes: its pushes; they are waited for first.
+            max_norm: global L2 norm to clip to; 0 = do not clip.
+            hyper: per parameter group, this step's hyperparameters.
+
+        Returns:
+            What was decided; an abort when the membership changed meanwhile.
+
+        Raises:
+            Timeout: no decision came; the step may still commit.
+            AxonError: a push failed for another reason than a membership change.
+        """
+        try:
+            for work in pushes:
+                work.wait(self.timeout_s)
+        except (GenerationChanged, StepAborted) as error:
+            return self._aborted(ticket, str(error))
+        if not self.valid(ticket):
+            return self._aborted(ticket, "the membership changed")
+        self._coordinator.vote(generation=ticket.generation, step=ticket.step, max_norm=max_norm, hyper=tuple(hyper))
+        return self._wait(
+            lambda: self._decided(ticket),
+            self.timeout_s,
+            lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
+        )
+
+    def _decided(self, ticket: Ticket) -> Decision | None:
+        decision = self._decisions.get(ticket.step)
+        if decision is not None and decision.generation == ticket.generation:
+            return decision
+        if not self.valid(ticket):
+            return self._aborted(ticket, "the membership changed")
+        return None
+
+    def _aborted(self, ticket: Ticket, reason: str) -> Decision:
+        """An abort in this worker's own words, once the coordinator has told it of the new membership."""
+        if self.valid(ticket):
+            self._wait(
+                lambda: None if self.valid(ticket) else True,
+                self.timeout_s,
+                lambda: f"a shard server says that generation {ticket.generation} is over; the coordinator does not",
+            )
+        return Decision(
+            step=ticket.step,
+            generation=ticket.generation,
+            outcome=Outcome.ABORT,
+            version=self._version,
+            reason=reason,
+        )

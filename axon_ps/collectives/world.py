@@ -1,0 +1,356 @@
+"""`World`: a worker's membership in a job, from joining to leaving, and the groups of workers in it.
+
+A process has one background loop, one session with the coordinator and one set of connections to the shard servers;
+`World` owns all three and closes them. It is made by `World.init()`, which returns once every member that the job
+needs has joined.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from axon_ps.collectives.environment import WorkerConfig, worker_config
+from axon_ps.collectives.steps import StepClient
+from axon_ps.coordinator.client import CoordinatorClient
+from axon_ps.errors import Closed, InvalidRequest, Misuse
+from axon_ps.shard.client import ShardGroup
+from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.types import Membership, Role
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint that was written or read.
+
+    Attributes:
+        uri: where it is.
+        version: the version it holds.
+        bytes: bytes of all its files.
+        extra: what was saved with it.
+    """
+
+    uri: str
+    version: int
+    bytes: int
+    extra: Mapping[str, Any]
+
+
+class ProcessGroup:
+    """Some workers of the world, by rank.
+
+    Attributes:
+        ranks: their world ranks, ascending.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int], name: str) -> None:
+        self._world = world
+        self._name = name
+        self.ranks = tuple(ranks)
+
+    @property
+    def world(self) -> World:
+        """The world it belongs to."""
+        return self._world
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group.
+
+        Raises:
+            Misuse: this worker is not a member.
+        """
+        if not self.contains(self._world.rank):
+            raise Misuse(
+                f"rank {self._world.rank} is not a member of group {self._name!r}, which has ranks {self.ranks}"
+            )
+        return self.ranks.index(self._world.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    size = world_size
+
+    def contains(self, rank: int) -> bool:
+        """Whether a world rank is a member."""
+        return rank in self.ranks
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return when every member has called it.
+
+        Raises:
+            Timeout: some have not; the message names them.
+        """
+        _ = self.rank
+        self._world._barrier(f"group/{self._name}", self.ranks, timeout_s)
+
+
+class World:
+    """One worker's membership in a job. Made by `World.init()`; a context manager.
+
+    Args:
+        config: how to join.
+        timeout_s: default deadline of every operation, in seconds.
+    """
+
+    def __init__(self, config: WorkerConfig, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._loop = BackgroundLoop(name="axon-ps")
+        self._shards = ShardGroup(config.security)
+        self._coordinator = CoordinatorClient(
+            config.coordinator,
+            job=config.job,
+            role=Role.WORKER,
+            node=config.node,
+            security=config.security,
+            requested_rank=config.rank,
+            world_size=config.world_size,
+            on_event=lambda event: self.steps.on_event(event),
+        )
+        self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
+
+    @classmethod
+    def init(
+        cls,
+        config: WorkerConfig | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        join_timeout_s: float = 300.0,
+    ) -> World:
+        """Join the job and wait until every member it needs is there.
+
+        Args:
+            config: how to join; None = from the environment (see `collectives.environment.worker_config`).
+            timeout_s: default deadline of every operation on this world, in seconds.
+            join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
+
+        Raises:
+            ConfigurationError: the environment does not say how to join.
+            Unreachable: nobody answers at the coordinator's address.
+            PermissionDenied: wrong job name or token.
+            Timeout: members are missing; the message says which.
+
+        After an error: this process is not a member.
+        """
+        world = cls(config if config is not None else worker_config(os.environ), timeout_s=timeout_s)
+        try:
+            world._loop.run(world._coordinator.start(join_timeout_s), join_timeout_s + 5.0)
+            world.steps.wait_complete(join_timeout_s)
+        except BaseException:
+            world.close()
+            raise
+        atexit.register(world.close)
+        return world
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank: stable while it lives."""
+        return self._coordinator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the current generation."""
+        return len(self.membership.workers)
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the workers of this node, as the launcher gave it."""
+        return self._config.local_rank
+
+    @property
+    def replica(self) -> int:
+        """Position of this worker's replica, dense from 0: what a sampler divides the data by."""
+        return self.steps.me.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas contribute gradients."""
+        return self.membership.num_replicas
+
+    @property
+    def generation(self) -> int:
+        """Number of the current membership."""
+        return self.membership.generation
+
+    @property
+    def version(self) -> int:
+        """Committed optimizer steps."""
+        return self.steps.version
+
+    @property
+    def membership(self) -> Membership:
+        """Everybody in the current generation."""
+        return self.steps.membership
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the worker of lowest rank: the one that logs and saves."""
+        return self.rank == self.membership.workers[0].rank
+
+    @property
+    def default_group(self) -> ProcessGroup:
+        """All workers of the current generation."""
+        return ProcessGroup(self, [m.rank for m in self.membership.workers], "default")
+
+    def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
+        """Return when every worker has called it.
+
+        Args:
+            name: tells concurrent barriers apart.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            Timeout: some workers have not come; the message names them.
+        """
+        self._barrier(name, (), timeout_s)
+
+    def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
+        limit_s = self._limit(timeout_s)
+        self._loop.run(self._coordinator.barrier(name, ranks, limit_s))
+
+    def _limit(self, timeout_s: float | None) -> float:
+        if self._closed:
+            raise Closed("this World is closed; make another with World.init()")
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    # ------------------------------------------------------------------ the key-value store
+
+    def kv_put(self, key: str, value: bytes) -> None:
+        """Store a value (at most 1 MiB) under a key of the job."""
+        self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._limit(None)))
+
+    def kv_get(self, key: str) -> bytes | None:
+        """The value of a key; None when there is none."""
+        return self._loop.run(self._coordinator.kv_get(key, timeout_s=self._limit(None)))
+
+    def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
+        """The value of a key as soon as there is one.
+
+        Raises:
+            Timeout: nobody stored it in time.
+        """
+        return self._loop.run(self._coordinator.kv_wait(key, timeout_s=self._limit(timeout_s)))
+
+    def kv_add(self, key: str, amount: int) -> int:
+        """Add to an integer (0 when absent) and return the sum."""
+        return self._loop.run(self._coordinator.kv_add(key, amount, timeout_s=self._limit(None)))
+
+    def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
+        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored."""
+        return self._loop.run(self._coordinator.kv_compare_and_set(key, expected, value, timeout_s=self._limit(None)))
+
+    def kv_delete(self, key: str) -> bool:
+        """Remove a key; whether it existed."""
+        return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
+
+    def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
+        """Give every worker what every worker gave, in rank order. For small things: losses, settings.
+
+        Args:
+            value: anything JSON can hold, at most 1 MiB of it.
+            name: tells concurrent gathers apart.
+            timeout_s: how long to wait for the others, in seconds.
+
+        Raises:
+            InvalidRequest: JSON cannot hold `value`.
+            Timeout: a worker did not come; the message names it.
+        """
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"gather_json was given {type(value).__name__}, which JSON cannot hold: {error}"
+            ) from error
+        ranks = [m.rank for m in self.membership.workers]
+        self.kv_put(f"{name}/{self.rank}", text.encode())
+        self._barrier(f"{name}/put", ranks, timeout_s)
+        values = [json.loads(self.kv_wait(f"{name}/{rank}", timeout_s)) for rank in ranks]
+        self._barrier(f"{name}/got", ranks, timeout_s)
+        return values
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self, uri: str, *, extra: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> CheckpointInfo:
+        """Have the shard servers write parameters and optimizer state at the current version; training may go on.
+
+        Call it on one worker. Returns when the checkpoint is complete.
+
+        Args:
+            uri: directory or fsspec URI that every shard server reaches.
+            extra: what you want back on restore (sampler, schedule), as JSON values.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            CheckpointError: it could not be written; `StorageFull` when there is no space. Nothing half-written
+                counts as a checkpoint.
+
+        After an error: earlier checkpoints are untouched.
+        """
+        limit_s = self._limit(timeout_s)
+        try:
+            extra_json = json.dumps(dict(extra or {}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"extra must be JSON values: {error}") from error
+        info = self._loop.run(self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
+        return _info(info)
+
+    def restore_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> CheckpointInfo:
+        """Have the shard servers load a checkpoint; the step under way aborts on every worker.
+
+        Call it on one worker, after the model has been wrapped.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            CheckpointError: it cannot be read; the servers keep what they had.
+            InvalidRequest: it was saved from another model.
+        """
+        info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))
+        return _info(info)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Leave the job. The others learn of it at once. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self._loop.run(self._coordinator.close("closed by its owner"), 10.0)
+            self._loop.run(self._shards.close(), 10.0)
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _info(reply: Any) -> CheckpointInfo:
+    return CheckpointInfo(
+        uri=reply.uri,
+        version=reply.version,
+        bytes=reply.bytes,
+        extra=json.loads(reply.extra_json) if reply.extra_json else {},
+    )

@@ -1,0 +1,211 @@
+"""`FlatUnit`: one unit's parameters as views of one flat tensor whose memory comes and goes.
+
+Note: [Memory that comes and goes]
+    While a unit is gathered its parameters are views of `flat`. Freeing resizes flat's *storage* to zero bytes;
+    gathering resizes it back and fills it. What autograd saved in forward is either the parameter itself or a view of
+    the same storage, so it is whole again when backward reads it, without autograd knowing that it was away. (FSDP2
+    resizes storages for the same reason.)
+
+    While a unit is freed, its parameters are NaN expanded to their shape: the shape can be asked for, reading gives
+    NaN and never a plausible value, and what is written to it is lost. (A view of the emptied storage would crash.)
+
+    `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through `_window`, a raw view of the
+    memory that lives only while a gather is under way and the storage cannot be resized.
+
+A unit gathers *directly* into `flat` when what travels is what is computed with, on the host, and the old values are
+not needed meanwhile; else into a host buffer that `unshard` copies (and casts) from.
+
+Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from axon_ps.collectives.steps import StepClient
+from axon_ps.collectives.work import Work
+from axon_ps.errors import StepAborted
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.sharding.layout import Unit
+from axon_ps.types import Array, DType
+
+_STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
+
+
+def array_of(buffer: torch.Tensor, wire: DType) -> Array:
+    """A host buffer as numpy sees it (bf16 as uint16), without a copy."""
+    array: Array = buffer.view(_STORAGE_VIEW[wire]).numpy()
+    return array
+
+
+def _window(tensor: torch.Tensor, wire: DType) -> Array:
+    """The memory of a host tensor as numpy, without torch knowing; see Note: [Memory that comes and goes]."""
+    raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    array: Array = np.frombuffer(memoryview(raw), dtype=wire.numpy)
+    return array
+
+
+class FlatUnit:
+    """One unit of the layout in this worker's memory.
+
+    Args:
+        index: number of the unit in the layout.
+        unit: its layout.
+        params: its parameters, in layout order; their data is taken over.
+        device: where they compute.
+        dtype: what they compute in.
+        wire: what travels.
+        resident: keep the values between uses (SHARD_GRAD_OP).
+        meter: counts the bytes of parameters.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        unit: Unit,
+        params: Sequence[nn.Parameter],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        wire: DType,
+        resident: bool,
+        meter: Meter,
+    ) -> None:
+        self.index = index
+        self.unit = unit
+        self.params = tuple(params)
+        self.wire = wire
+        self.resident = resident
+        self._meter = meter
+        self.flat = torch.empty(unit.numel, dtype=dtype, device=device)
+        self._nbytes = self.flat.nbytes
+        self._storage = self.flat.untyped_storage()
+        self._nan = torch.empty((), dtype=dtype, device=device)
+        self._views = [self.flat[p.offset : p.end].view(p.shape) for p in unit.parameters]
+        self._absent = [self._nan.expand(p.shape) for p in unit.parameters]
+        self._hide()  # what they held before is let go
+        self._direct = device.type == "cpu" and TORCH_DTYPES[wire] == dtype and not resident
+        self._work: Work[int] | None = None
+        self._buffer: torch.Tensor | None = None
+        self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
+        self._coming: tuple[int, int] | None = None  # of those under way
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the optimizer moves it."""
+        return self.unit.trainable
+
+    @property
+    def gather_bytes(self) -> int:
+        """Memory that a gather takes until `unshard`."""
+        return self._nbytes if self._direct else self.unit.numel * self.wire.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the gathered unit."""
+        return self._nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of parameters that come and go: what `flat` takes now (0 when it is kept) plus what is under way."""
+        held = 0 if self.resident else self._storage.nbytes()
+        return held + (self._buffer.nbytes if self._buffer is not None else 0)
+
+    def wanted(self, steps: StepClient) -> tuple[int, int]:
+        """(epoch, version) that the values must have now; a frozen unit never changes with the version."""
+        return steps.epoch, steps.version if self.trainable else 0
+
+    def fresh(self, steps: StepClient) -> bool:
+        """Whether `flat` holds current values."""
+        return self._held == self.wanted(steps)
+
+    def coming(self, steps: StepClient) -> bool:
+        """Whether current values are under way."""
+        return self._work is not None and self._coming == self.wanted(steps)
+
+    def start_gather(self, steps: StepClient, pool: BufferPool) -> None:
+        """Begin to gather, unless the values are here or under way."""
+        if self.fresh(steps) or self.coming(steps):
+            return
+        self.abandon(pool)
+        self._coming = self.wanted(steps)
+        if self._direct:
+            self._allocate()
+            out = _window(self.flat, self.wire)
+        else:
+            self._buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
+            out = array_of(self._buffer, self.wire)
+        self._work = steps.gather(self.index, out)
+
+    def unshard(self, steps: StepClient, pool: BufferPool) -> None:
+        """Block until the parameters hold current values."""
+        while not self.fresh(steps):
+            self.start_gather(steps, pool)
+            assert self._work is not None
+            try:
+                self._work.wait()
+            except StepAborted:  # the job was restored to an older version: gather that
+                stale = self._coming != self.wanted(steps)
+                self.abandon(pool)
+                if not stale:
+                    raise
+                continue
+            except BaseException:
+                self.abandon(pool)
+                raise
+            self._work = None
+            if self._buffer is not None:
+                self._allocate()
+                with torch.no_grad():
+                    self.flat.copy_(self._buffer, non_blocking=False)
+                pool.give(self._buffer)
+                self._buffer = None
+            self._show(self._views)
+            self._held, self._coming = self._coming, None
+
+    def free(self, pool: BufferPool) -> None:
+        """Give the memory back, unless the values are to be kept."""
+        self.abandon(pool)
+        if not self.resident:
+            self.release()
+
+    def release(self) -> None:
+        """Give the memory back whatever the strategy."""
+        self._held = None
+        if self._storage.nbytes():
+            self._hide()
+            self._meter.add(-self._nbytes)
+
+    def abandon(self, pool: BufferPool) -> None:
+        """Stop a gather under way; its memory is not touched afterwards."""
+        if self._work is None:
+            return
+        self._work.cancel()
+        self._work = None
+        self._coming = None
+        if self._buffer is not None:
+            pool.give(self._buffer)
+            self._buffer = None
+        elif self._direct:
+            self.release()
+
+    def _allocate(self) -> None:
+        if not self._storage.nbytes():
+            self._storage.resize_(self._nbytes)
+            self._meter.add(self._nbytes)
+
+    def _hide(self) -> None:
+        self._nan.fill_(float("nan"))  # somebody may have written to it
+        self._show(self._absent)
+        self._storage.resize_(0)
+
+    def _show(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the parameters be `values`."""
+        for param, value in zip(self.params, values, strict=True):
+            param.data = value

@@ -1,0 +1,88 @@
+"""Host buffers and a count of the bytes they take, so that memory promises can be tested."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class Meter:
+    """Bytes held now and at most; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, amount_bytes: int) -> None:
+        """Count `amount_bytes` more (or fewer, when negative)."""
+        with self._lock:
+            self.current_bytes += amount_bytes
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def reset_peak(self) -> None:
+        """Measure the peak from here on."""
+        with self._lock:
+            self.peak_bytes = self.current_bytes
+
+
+class BufferPool:
+    """Host buffers for what travels. Idle ones are kept for reuse while everything stays within the limit.
+
+    Args:
+        limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
+        meter: counts the memory, idle buffers included.
+        pinned: page-lock the buffers, for copies to and from a GPU.
+    """
+
+    def __init__(self, limit_bytes: int, meter: Meter, *, pinned: bool = False) -> None:
+        self._limit_bytes = limit_bytes
+        self._pinned = pinned
+        self._changed = threading.Condition()
+        self._idle: list[torch.Tensor] = []
+        self._idle_bytes = 0
+        self._out_bytes = 0
+        self._meter = meter
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether a buffer of this size stays within the limit; one buffer always does."""
+        return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
+
+    def wait_for_room(self, size_bytes: int) -> None:
+        """Block until there is room; another thread must be giving buffers back."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_room(size_bytes))
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of exactly `numel` elements, room or not."""
+        size_bytes = numel * dtype.itemsize
+        with self._changed:
+            self._out_bytes += size_bytes
+            for i, buffer in enumerate(self._idle):
+                if buffer.numel() == numel and buffer.dtype == dtype:
+                    self._idle_bytes -= size_bytes
+                    return self._idle.pop(i)
+            self._shrink(self._limit_bytes - self._out_bytes)
+            self._meter.add(size_bytes)
+        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer that nobody uses any more."""
+        with self._changed:
+            self._out_bytes -= buffer.nbytes
+            self._idle.append(buffer)
+            self._idle_bytes += buffer.nbytes
+            self._shrink(self._limit_bytes - self._out_bytes)
+            self._changed.notify_all()
+
+    def trim(self) -> None:
+        """Drop idle buffers."""
+        with self._changed:
+            self._shrink(0)
+
+    def _shrink(self, most_bytes: int) -> None:
+        while self._idle and self._idle_bytes > most_bytes:
+            size_bytes = self._idle.pop(0).nbytes
+            self._idle_bytes -= size_bytes
+            self._meter.add(-size_bytes)

@@ -1,0 +1,262 @@
+"""Optimizers whose state lives on the shard servers, as real `torch.optim.Optimizer`s.
+
+`param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged.
+`step()` sends what is left of the gradients, votes, and returns what was decided. State (moments, momentum) never
+exists on a worker: `state` is empty, and checkpoints are written by the servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.optim.registry import create
+from axon_ps.parallel.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.runtime import Runtime
+from axon_ps.types import Hyper, OptimizerSpec, StepResult
+
+Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that run on the servers.
+
+    Args:
+        params: a wrapped model, or its parameters, or parameter groups of them (dicts with "params").
+        defaults: hyperparameters of groups that do not name their own.
+
+    Raises:
+        InvalidRequest: a parameter is not of a wrapped model, a trainable one is in no group, or a hyperparameter is
+            out of range.
+        LayoutMismatch: another worker made another optimizer.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+        self._runtime: Runtime | None = None
+        groups = params.parameters() if isinstance(params, FullyShardedDataParallel) else params
+        super().__init__(groups, defaults)
+        owner = _owner_of(params, self.param_groups)
+        self._rules = create(self.kind)
+        spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
+        owner.process_group.world.steps.register_optimizer(spec)
+        self._runtime = owner.runtime
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; only while the optimizer is being made, since the servers then know its groups.
+
+        Raises:
+            Misuse: the optimizer is made already.
+        """
+        if self._runtime is not None:
+            raise Misuse("the servers know this optimizer's groups already; give all groups when you make it")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """Vote for this step and wait for what the coordinator decides.
+
+        Args:
+            closure: computes the loss and runs backward; called once, before the step.
+
+        Returns:
+            Whether the step committed, the version, the gradient norm before clipping. When it did not commit
+            (non-finite gradients, or a worker left or joined), the parameters are those of before and the gradients
+            are gone; go on with the next batch.
+
+        Raises:
+            Timeout: no decision came in time.
+            Broken: the coordinator or a shard server is lost for good.
+
+        After an error: the step may or may not have committed; `World.version` tells once the session is back.
+        """
+        assert self._runtime is not None
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return self._runtime.step(self._hyper())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter groups' hyperparameters. Moments are in the servers' checkpoints."""
+        return super().state_dict()
+
+    def _hyper(self) -> tuple[Hyper, ...]:
+        return tuple(self._rules.validate(_flatten(group)) for group in self.param_groups)
+
+    def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
+        group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
+        result = []
+        for unit in owner.runtime.units:
+            for flat in unit.flats:
+                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                    if flat.trainable and param not in group_of:
+                        raise InvalidRequest(
+                            f"parameter {spec.name!r} is trainable and in no parameter group; put it in one, or call "
+                            "requires_grad_(False) on it before wrapping the model"
+                        )
+                    result.append((flat.index, group_of[param] if flat.trainable else -1))
+                    group_of.pop(param, None)
+        if group_of:
+            raise InvalidRequest(
+                f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
+                "from model.parameters() after wrapping"
+            )
+        return tuple(group for _, group in sorted(result, key=lambda item: item[0]))
+
+
+def _owner_of(params: Params, groups: list[dict[str, Any]]) -> FullyShardedDataParallel:
+    if isinstance(params, FullyShardedDataParallel):
+        return params
+    for group in groups:
+        for param in group["params"]:
+            owner = getattr(param, "_axon_owner", None)
+            if owner is not None and owner() is not None:
+                model: FullyShardedDataParallel = owner()
+                return model
+    raise InvalidRequest(
+        "none of the parameters belongs to a wrapped model; wrap it first and take model.parameters() from the wrapper"
+    )
+
+
+def _flatten(group: dict[str, Any]) -> dict[str, float]:
+    """torch's hyperparameters by our names: betas become beta1 and beta2, flags 0 and 1."""
+    values: dict[str, float] = {}
+    for name, value in group.items():
+        if name == "betas":
+            values["beta1"], values["beta2"] = map(float, value)
+        elif name not in ("params", "initial_lr", "param_names"):
+            values[name] = float(value)
+    return values
+
+
+class SGD(ServerOptimizer):
+    """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
+
+    kind = "sgd"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+        )
+
+
+class Adam(ServerOptimizer):
+    """Adam (Kingma and Ba, 2015) with L2 weight decay, as `torch.optim.Adam`."""
+
+    kind = "adam"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class AdamW(ServerOptimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `torch.optim.AdamW`."""
+
+    kind = "adamw"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class Adagrad(ServerOptimizer):
+    """Adagrad (Duchi et al., 2011), as `torch.optim.Adagrad`."""
+
+    kind = "adagrad"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "weight_decay": weight_decay,
+                "initial_accumulator_value": initial_accumulator_value,
+                "eps": eps,
+            },
+        )
+
+
+class RMSprop(ServerOptimizer):
+    """RMSprop (Tieleman and Hinton, 2012), as `torch.optim.RMSprop`."""
+
+    kind = "rmsprop"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "centered": centered,
+            },
+        )
+
+
+class Lion(ServerOptimizer):
+    """Lion (Chen et al., 2023) with decoupled weight decay."""
+
+    kind = "lion"
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "ServerOptimizer"]

@@ -1,0 +1,345 @@
+"""What happens when, in one wrapped model: gather before use, free after, push when complete, step at the end.
+
+The hooks (`hooks.py`) tell the runtime what autograd does; the runtime decides; `FlatUnit` moves the bytes.
+
+Note: [When a gradient is complete]
+    Autograd runs a parameter's AccumulateGrad once per backward, after every use of the parameter in that backward
+    has contributed. So a unit's gradient is complete when each of its parameters has fired. Reentrant activation
+    checkpointing is the exception: each checkpointed call is a backward of its own. A unit that was used more than
+    once since the last backward is therefore pushed when the whole backward ends, not before.
+
+Note: [When memory may be freed in backward]
+    Once all trainable parameters of a module have fired, every operation that reads them has run. That says nothing of
+    frozen parameters beside them (an adapter's gradient is complete while the weights it adapts are still to be read),
+    so a module with frozen parameters is freed when the gradient of its inputs is there, or when backward ends.
+
+Note: [Memory]
+    Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
+    its memory plus what is held stays within two of the largest unit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from axon_ps.collectives.steps import StepClient, Ticket
+from axon_ps.collectives.work import Work
+from axon_ps.errors import Misuse
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.flat import FlatUnit, array_of
+from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.parallel.order import GatherOrder
+from axon_ps.types import DType, Hyper, Outcome, StepResult
+
+_BUFFERS = 2
+"""How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
+
+
+@dataclass(eq=False)
+class ModuleUnit:
+    """A module whose parameters are gathered together: its trainable and its frozen flat unit.
+
+    Attributes:
+        number: position in module order; 0 is the root.
+        name: name of the module; "" for the root.
+        module: the module.
+        flats: one or two flat units.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    flats: list[FlatUnit]
+    depth: int = 0  # forwards of it under way
+    uses: int = 0  # forwards with gradients since the last backward
+    fired: set[nn.Parameter] = field(default_factory=set)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it stays whole between forward and backward."""
+        return self.number == 0
+
+    @property
+    def trainable(self) -> FlatUnit | None:
+        """The part that the optimizer moves."""
+        return next((f for f in self.flats if f.trainable), None)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether a part of it is frozen."""
+        return any(not f.trainable for f in self.flats)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of it when gathered."""
+        return sum(f.nbytes for f in self.flats)
+
+
+@dataclass
+class Counters:
+    """What `statistics()` reports beside memory."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    pushed_bytes: int = 0
+    gather_wait_s: float = 0.0
+    push_wait_s: float = 0.0
+    step_wait_s: float = 0.0
+    steps_committed: int = 0
+    steps_not_committed: int = 0
+
+
+class Runtime:
+    """The order of events in one wrapped model.
+
+    Args:
+        steps: the worker's half of a step.
+        units: module units; the first is the root.
+        grad_wire: what gradients travel as.
+        meter: counts the bytes of gathered parameters.
+        pinned: page-lock host buffers.
+    """
+
+    def __init__(
+        self, steps: StepClient, units: Sequence[ModuleUnit], *, grad_wire: DType, meter: Meter, pinned: bool
+    ) -> None:
+        self._steps = steps
+        self.units = tuple(units)
+        self._grad_wire = grad_wire
+        self.meter = meter
+        numbers = [u.number for u in self.units]
+        self._orders = {
+            True: GatherOrder(numbers + numbers[::-1]),
+            False: GatherOrder(numbers),
+        }
+        largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
+        self._budget_bytes = _BUFFERS * largest
+        flats = [f for u in self.units for f in u.flats]
+        self.gather_buffers = BufferPool(_BUFFERS * max(f.gather_bytes for f in flats), meter, pinned=pinned)
+        self._grad_meter = Meter()
+        most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
+        self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned)
+        self._training = True
+        self._callback_queued = False
+        self._ticket: Ticket | None = None
+        self._pushes: dict[int, Work[None]] = {}
+        self.syncing = True
+        self.max_norm = 0.0
+        self.counters = Counters()
+
+    # ------------------------------------------------------------------ forward
+
+    def before_forward(self, unit: ModuleUnit) -> None:
+        """A module is about to run: its parameters must be whole."""
+        recomputing = in_backward()
+        if unit.is_root and not recomputing:
+            self._training = torch.is_grad_enabled()
+            self._callback_queued = False
+            self._orders[not self._training].restart()
+            for other in self.units:  # a forward that raised may have left some behind
+                other.depth = 0
+        if not recomputing:
+            unit.depth += 1
+            unit.uses += torch.is_grad_enabled()
+        self._need(unit)
+
+    def after_forward(self, unit: ModuleUnit) -> None:
+        """A module has run: free it, unless it is needed again at once."""
+        if in_backward():
+            return
+        unit.depth -= 1
+        if unit.depth > 0:
+            return
+        if not self._training:
+            self._free(unit)
+            if unit.is_root:
+                self._orders[False].finish()
+        elif not unit.is_root and self._next_needed() != unit.number:
+            self._free(unit)
+        self._prefetch()
+
+    def _next_needed(self) -> int | None:
+        return next((n for n in self._orders[self._training].upcoming() if not self.units[n].is_root), None)
+
+    # ------------------------------------------------------------------ backward
+
+    def before_backward(self, unit: ModuleUnit) -> None:
+        """The gradient of a module's output is there: its parameters must be whole again."""
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        self._need(unit)
+
+    def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
+        """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete]."""
+        unit.fired.add(param)
+        flat = unit.trainable
+        assert flat is not None
+        if len(unit.fired) < len(flat.params):
+            return
+        if not unit.has_frozen and not unit.is_root:
+            self._free(unit)
+        if self.syncing and unit.uses <= 1:
+            self._push(flat)
+            unit.fired.clear()
+        self._prefetch()
+
+    def inputs_done(self, unit: ModuleUnit) -> None:
+        """The gradients of a module's inputs are there: nothing in backward reads it any more."""
+        flat = unit.trainable
+        complete = flat is None or len(unit.fired) in (0, len(flat.params))
+        if not unit.is_root and complete:
+            self._free(unit)
+            self._prefetch()
+
+    def _after_backward(self) -> None:
+        """The whole backward is done: push what is left, free everything."""
+        self._callback_queued = False
+        for unit in reversed(self.units):
+            flat = unit.trainable
+            if self.syncing and flat is not None and unit.fired:
+                self._push(flat)
+            unit.fired.clear()
+            unit.uses = 0
+            self._free(unit)
+        self._orders[True].finish()
+
+    # ------------------------------------------------------------------ memory
+
+    def _need(self, unit: ModuleUnit) -> None:
+        self._orders[self._training].visit(unit.number)
+        began = time.perf_counter()
+        for flat in unit.flats:
+            self._gather(flat)
+        for flat in unit.flats:
+            flat.unshard(self._steps, self.gather_buffers)
+        self.counters.gather_wait_s += time.perf_counter() - began
+        self._prefetch()
+
+    def _gather(self, flat: FlatUnit) -> None:
+        if not flat.fresh(self._steps) and not flat.coming(self._steps):
+            self.counters.gathers += 1
+            self.counters.gathered_bytes += flat.unit.numel * flat.wire.itemsize
+            flat.start_gather(self._steps, self.gather_buffers)
+
+    def _prefetch(self) -> None:
+        """Start gathering the next units expected, as far as Note: [Memory] allows."""
+        for number in self._orders[self._training].upcoming():
+            unit = self.units[number]
+            missing = [f for f in unit.flats if not f.fresh(self._steps) and not f.coming(self._steps)]
+            if not missing:
+                continue
+            for flat in missing:
+                if not unit.is_root and self._held_bytes() + flat.gather_bytes > self._budget_bytes:
+                    return
+                if not self.gather_buffers.has_room(flat.gather_bytes):
+                    return
+                self._gather(flat)
+
+    def _held_bytes(self) -> int:
+        """Memory of parameters beside the root: gathered, and under way."""
+        return sum(f.held_bytes for u in self.units[1:] for f in u.flats)
+
+    def _free(self, unit: ModuleUnit) -> None:
+        for flat in unit.flats:
+            flat.free(self.gather_buffers)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _push(self, flat: FlatUnit) -> None:
+        """Flatten, scale, cast and send a unit's gradient; a parameter without one counts as zero."""
+        if flat.index in self._pushes:
+            raise Misuse(
+                f"unit {flat.unit.name!r} got a second gradient before optimizer.step(); run all backwards but the "
+                "last one of a step inside model.no_sync(), and do not drop a gradient that was already sent"
+            )
+        ticket = self._current_ticket()
+        began = time.perf_counter()
+        self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
+        self.counters.push_wait_s += time.perf_counter() - began
+        buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
+        with torch.no_grad():
+            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                _scale_into(buffer[spec.offset : spec.end].view(spec.shape), param.grad, 1.0 / ticket.num_replicas)
+                param.grad = None
+        self.counters.pushed_bytes += buffer.nbytes
+        self._pushes[flat.index] = self._steps.push(
+            flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
+        )
+
+    def _current_ticket(self) -> Ticket:
+        if self._ticket is None:
+            self._ticket = self._steps.ticket()
+        return self._ticket
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, hyper: Sequence[Hyper]) -> StepResult:
+        """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
+        began = time.perf_counter()
+        try:
+            ticket = self._current_ticket()
+            for unit in self.units:
+                flat = unit.trainable
+                if flat is None or flat.index in self._pushes:
+                    continue
+                if any(p.grad is not None for p in flat.params):
+                    self._push(flat)
+                else:
+                    self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
+            decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=self.max_norm, hyper=hyper)
+            if decision.outcome is Outcome.ABORT:
+                self._steps.wait_complete()
+        finally:
+            self._ticket = None
+            self._pushes = {}
+            self.max_norm = 0.0
+            self.counters.step_wait_s += time.perf_counter() - began
+        committed = decision.outcome is Outcome.COMMIT
+        self.counters.steps_committed += committed
+        self.counters.steps_not_committed += not committed
+        self._training = True
+        self._prefetch()
+        return StepResult(
+            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
+        )
+
+    def reset(self) -> None:
+        """Free everything; for code that wants the memory, and at the end."""
+        for unit in self.units:
+            unit.depth = 0
+            self._free(unit)
+        self.gather_buffers.trim()
+        self._out.trim()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters and memory of this worker; bytes and seconds."""
+        return {
+            **{k: float(v) for k, v in vars(self.counters).items()},
+            "param_memory_bytes": float(self.meter.current_bytes),
+            "peak_param_memory_bytes": float(self.meter.peak_bytes),
+            "grad_buffer_bytes": float(self._grad_meter.current_bytes),
+            "peak_grad_buffer_bytes": float(self._grad_meter.peak_bytes),
+        }
+
+
+def _scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
+    """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
+    if grad is None:
+        target.zero_()
+    elif grad.device == target.device and grad.dtype.itemsize >= target.dtype.itemsize:
+        torch.mul(grad, scale, out=target)
+    else:
+        target.copy_(grad)
+        target.mul_(scale)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (a forward now is a recomputation)."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1

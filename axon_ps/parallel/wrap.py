@@ -1,0 +1,101 @@
+"""Which parameters form which unit: from a module tree to a `Layout`.
+
+The unit of a parameter is the innermost module around it that is a unit; what is in none belongs to the root. A
+parameter that is reachable from two units (tied weights) belongs to the root, which is whole during all of forward and
+backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
+exist only for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.dtypes import dtype_from_torch
+from axon_ps.sharding.layout import Layout, Parameter, Unit
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One unit of the layout and where it comes from.
+
+    Attributes:
+        owner: name of the module it belongs to; "" for the root.
+        unit: its layout.
+        params: the parameters, in layout order.
+    """
+
+    owner: str
+    unit: Unit
+    params: tuple[nn.Parameter, ...]
+
+
+def partition(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> tuple[Part, ...]:
+    """Cut a module into units, the root first, the others in module order.
+
+    Raises:
+        InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
+    """
+    owners = [""] + [name for name, child in module.named_modules() if name and is_unit(child)]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    if not names:
+        raise InvalidRequest("the module has no parameters; there is nothing to shard")
+    members: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for param, aliases in names.items():
+        homes = {_owner(name, owners) for name in aliases}
+        home = homes.pop() if len(homes) == 1 else ""
+        members.setdefault((home, param.requires_grad), []).append(param)
+    parts = []
+    for owner in owners:
+        for trainable in (True, False):
+            params = members.get((owner, trainable))
+            if params:
+                name = (owner or ROOT) + ("" if trainable else " (frozen)")
+                parts.append(Part(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params)))
+    return tuple(parts)
+
+
+def layout_of(parts: tuple[Part, ...]) -> Layout:
+    """The layout that the parts make up."""
+    return Layout(units=tuple(p.unit for p in parts))
+
+
+def _owner(parameter_name: str, owners: list[str]) -> str:
+    return max((o for o in owners if not o or parameter_name.startswith(o + ".")), key=len)
+
+
+def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[str]], trainable: bool) -> Unit:
+    packed = []
+    offset = 0
+    for param in params:
+        first, *aliases = names[param]
+        if isinstance(param, nn.UninitializedParameter):
+            raise InvalidRequest(f"parameter {first!r} has no shape yet; run a lazy module once before wrapping it")
+        if param.layout != torch.strided:
+            raise InvalidRequest(f"parameter {first!r} has layout {param.layout}; only dense parameters can be sharded")
+        packed.append(
+            Parameter(
+                name=first,
+                shape=tuple(param.shape),
+                offset=offset,
+                dtype=dtype_from_torch(param.dtype, f"parameter {first!r}"),
+                aliases=tuple(aliases),
+            )
+        )
+        offset += param.numel()
+    dtypes = {p.dtype for p in packed}
+    if len(dtypes) > 1:
+        held = ", ".join(sorted(d.value for d in dtypes))
+        raise InvalidRequest(
+            f"unit {name!r} holds parameters of several dtypes ({held}); make them one dtype, or wrap them as units of "
+            "their own"
+        )
+    return Unit(name=name, parameters=tuple(packed), trainable=trainable)

@@ -1,0 +1,135 @@
+"""A small transformer, its batches, and how it is trained: once by plain torch, once by workers on shard servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.sharding.plan import PlanOptions
+
+VOCAB, WIDTH, HEADS, CONTEXT, BATCH = 31, 16, 2, 12, 4
+STEPS = 20
+MAX_NORM = 0.5
+
+Values = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
+
+
+class Block(nn.Module):
+    """Attention and MLP. No key bias: its true gradient is zero, so that any optimizer would amplify rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        q, k, v = (
+            project(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Two blocks between a tied embedding and head; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.position = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1]) + self.position
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def build() -> Transformer:
+    """The same model in every process."""
+    torch.manual_seed(1234)
+    return Transformer()
+
+
+def batch(step: int, replica: int) -> torch.Tensor:
+    """tokens: i64[BATCH, CONTEXT + 1]; different for every step and replica."""
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
+
+
+def groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors without."""
+    parameters = list(module.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def train_plain(kind: str, options: Mapping[str, Any], replicas: int, steps: int = STEPS) -> tuple[Values, list[float]]:
+    """Plain torch on the joined batch of all replicas; final values and gradient norms."""
+    model = build()
+    options = dict(options)
+    optimizer = getattr(torch.optim, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
+    norms = []
+    for step in range(steps):
+        model(torch.cat([batch(step, r) for r in range(replicas)])).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.numpy() for name, value in model.state_dict().items()}, norms
+
+
+def train_sharded(
+    kind: str,
+    options: Mapping[str, Any],
+    strategy: str,
+    precision: Mapping[str, torch.dtype] | None = None,
+    steps: int = STEPS,
+) -> tuple[Values, list[float], dict[str, float]]:
+    """One worker's part of the same; final values, gradient norms, statistics."""
+    torch.set_num_threads(1)
+    options = dict(options)
+    with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
+        model = parallel.FSDP(
+            build(),
+            world.default_group,
+            sharding_strategy=parallel.ShardingStrategy[strategy],
+            mixed_precision=parallel.MixedPrecision(**(precision or {})),
+            unit_types={Block},
+            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
+        )
+        optimizer = getattr(parallel, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
+        norms = []
+        for step in range(steps):
+            model(batch(step, world.replica)).backward()
+            model.clip_grad_norm(MAX_NORM)
+            result = optimizer.step()
+            assert result.committed, result.reason
+            assert result.version == step + 1
+            norms.append(result.grad_norm)
+            optimizer.zero_grad()
+        values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+        statistics = model.statistics()
+        world.barrier("done")
+        return values, norms, statistics

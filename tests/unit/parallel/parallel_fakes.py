@@ -1,0 +1,120 @@
+"""A job in this process, without servers: what `FullyShardedDataParallel` needs of a world, done at once with torch.
+
+Gathers complete only when waited for, so that code which reads a parameter without waiting reads garbage (NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from axon_ps.collectives.steps import Ticket
+from axon_ps.coordinator.client import Registered
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
+
+_VIEWS = {np.dtype(np.float32): torch.float32, np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16}
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(array).view(_VIEWS[array.dtype])
+
+
+class FakeWork:
+    """Runs when waited for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run: Callable[[], Any] | None = run
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        run, self._run = self._run, None
+        return run() if run is not None else None
+
+    def cancel(self) -> None:
+        self._run = None
+
+
+@dataclass
+class FakeSteps:
+    """Stands for `StepClient`: one replica, plain SGD on the "servers", every event noted in `log`."""
+
+    epoch: int = 0
+    version: int = 0
+    log: list[tuple[str, int]] = field(default_factory=list)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    grads: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    spec: JobSpec | None = None
+    optimizer: OptimizerSpec | None = None
+    outcome: Outcome = Outcome.COMMIT
+
+    def register(self, spec: JobSpec) -> Registered:
+        self.spec = spec
+        return Registered(first=True, initialized=False, version=0, upload=True)
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        self.optimizer = optimizer
+
+    def upload(self, unit: int, values: Array) -> None:
+        self.values[unit] = torch.from_numpy(values.copy())
+
+    def wait_initialized(self) -> None:
+        assert self.spec is not None
+        assert set(self.values) == set(range(len(self.spec.layout.units)))
+
+    def wait_complete(self) -> None:
+        self.log.append(("wait_complete", -1))
+
+    def gather(self, unit: int, out: Array) -> FakeWork:
+        self.log.append(("gather", unit))
+        _tensor(out).fill_(float("nan"))
+        return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
+
+    def ticket(self) -> Ticket:
+        return Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
+
+    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> FakeWork:
+        self.log.append(("push" if grad is not None else "absent", unit))
+        assert unit not in self.grads
+        self.grads[unit] = None if grad is None else _tensor(grad).float().clone()
+        if done is not None:
+            done()
+        return FakeWork(lambda: None)
+
+    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        grads, self.grads = self.grads, {}
+        norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
+        if self.outcome is Outcome.COMMIT:
+            for unit, grad in grads.items():
+                if grad is not None:
+                    self.values[unit] -= hyper[0]["lr"] * grad
+            self.version += 1
+        self.log.append(("vote", self.version))
+        return Decision(step=ticket.step, generation=1, outcome=self.outcome, version=self.version, grad_norm=norm)
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    def units(self, kind: str) -> list[int]:
+        """The units of one kind of event, in order."""
+        return [unit for k, unit in self.log if k == kind]
+
+
+@dataclass
+class FakeWorld:
+    """Stands for `World` with one worker."""
+
+    steps: FakeSteps = field(default_factory=FakeSteps)
+    world_size: int = 1
+    rank: int = 0
+
+
+@dataclass
+class FakeGroup:
+    """Stands for the world's default group."""
+
+    world: FakeWorld = field(default_factory=FakeWorld)
+    ranks: tuple[int, ...] = (0,)
