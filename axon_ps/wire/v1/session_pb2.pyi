@@ -167,16 +167,18 @@ class SessionEvent(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("rank", "lease_s", "world_size", "num_shards")
+    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_ID_FIELD_NUMBER: _ClassVar[int]
     rank: int
     lease_s: float
     world_size: int
     num_shards: int
-    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
+    state_id: str
+    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
     __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for")

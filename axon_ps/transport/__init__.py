@@ -1,0 +1,11 @@
+"""How calls travel: channels, servers, security, deadlines, and the one map between our errors and gRPC statuses.
+
+    security    who may bind where, TLS and the job token
+    channels    connections to an address        server    a listening server with health and reflection
+    service     servicers and stubs built from the schema's descriptors, without generated gRPC code
+    stream      a client's end of a streaming call, which raises our errors
+    status      the map between errors and statuses
+    loop        the SDK's background event loop  backoff   deadlines and retries
+
+No other room but the servicers imports `grpc`. Nothing here knows what a job is.
+"""

@@ -1,0 +1,121 @@
+"""Connections to an address, and the channel options that both ends share.
+
+A *lane* is a connection of its own: gRPC lets channels with equal arguments share one, so a lane is an argument. Bulk
+traffic of both directions goes over different lanes so that neither queues behind the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import grpc
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.transport.security import Security, is_loopback
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+"""Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""
+
+LOOKAHEAD_BYTES: Final = 4 << 20
+"""Flow-control window of a stream: how much a receiver that does not read yet may be sent. 1 to 16 MiB are equally fast on
+loopback; this holds what 10 Gbit/s carry in 3 ms, and bounds what a waiting stream costs its server."""
+
+FRAME_BYTES: Final = 1 << 20
+"""Longest HTTP/2 frame: a chunk. With the default, 16 KiB, the same bytes cost 5 to 10 % more CPU time."""
+
+KEEPALIVE_S: Final = 10.0
+"""A connection that was silent this long is pinged."""
+
+KEEPALIVE_TIMEOUT_S: Final = 5.0
+"""A connection whose ping is not answered within this is broken: a frozen peer is found so, a dead one at once."""
+
+Option = tuple[str, int | str]
+
+OPTIONS: Final[tuple[Option, ...]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.absolute_max_metadata_size", 128 << 10),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),
+    ("grpc.experimental.tcp_min_read_chunk_size", 256 << 10),  # fewer, larger reads from the socket
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # 60 s by default, and the later of the two counts
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options of both ends."""
+
+CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
+    *OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_retries", 0),
+)
+"""Options of a client: no proxy between members, quick reconnects, and no retries behind our back."""
+
+SERVER_OPTIONS: Final[tuple[Option, ...]] = (
+    *OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+"""Options of a server: a port belongs to one server, and clients' keepalive pings are welcome."""
+
+_logger = logging.getLogger(__name__)
+_addresses: WeakKeyDictionary[grpc.aio.Channel, str] = WeakKeyDictionary()
+
+
+def connect(address: str, security: Security, *, lane: int = 0) -> grpc.aio.Channel:
+    """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
+
+    Args:
+        address: "host:port"; an IPv6 host stands in brackets.
+        security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
+        lane: channels of different lanes are different connections.
+
+    Raises:
+        ConfigurationError: the address is malformed, or a file of `security` cannot be used.
+    """
+    host, _ = split_address(address)
+    options = [*CLIENT_OPTIONS, ("axon_ps.lane", lane)]
+    credentials = security.channel_credentials()
+    if credentials is None:
+        if security.token and not security.insecure and not is_loopback(host):
+            _logger.warning("the job token goes to %s in plaintext; set ca_file to use TLS", address)
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    _addresses[channel] = address
+    return channel
+
+
+def address_of(channel: grpc.aio.Channel) -> str:
+    """The address a channel of `connect` goes to; empty for another channel."""
+    return _addresses.get(channel, "")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port".
+
+    Raises:
+        ConfigurationError: there is no host, or the port is not a number from 1 to 65535.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    number = int(port) if port.isascii() and port.isdigit() else 0
+    if not host or (":" in host and not bracketed) or not 0 < number < 65536:
+        raise ConfigurationError(f"address {address!r} is not host:port with a port from 1 to 65535")
+    return host.strip("[]"), number
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

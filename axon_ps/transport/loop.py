@@ -1,0 +1,180 @@
+"""The SDK's event loop: one daemon thread that runs coroutines for blocking callers.
+
+Note: [Nothing runs on after run]
+    A coroutine may write into arrays of the caller (a gather into a parameter). When `run` returns or raises, for
+    whatever reason, the coroutine is over: on a time-out or Ctrl-C it is cancelled and waited for, so the caller may
+    reuse its arrays. The only exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is
+    logged, and a second Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+
+from axon_ps.errors import AxonError, Closed, Misuse, Timeout
+from axon_ps.transport.status import error_of
+
+CANCEL_WAIT_S: Final = 5.0
+"""How long a cancelled coroutine is waited for."""
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread; its methods may be called from any other thread. Close it when done.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str = "axon_ps-loop") -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), name=name, daemon=True)
+        self._thread.start()
+        started.wait()
+        atexit.register(self.close)
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine and wait for its result.
+
+        See Note: [Nothing runs on after run].
+
+        Raises:
+            Timeout: it was not done within `timeout_s`; it has been cancelled.
+            Closed: the loop is closed, or was meanwhile, or the coroutine was cancelled by something else.
+            Misuse: called on the loop's own thread, which would wait for itself, or in a forked child.
+            KeyboardInterrupt: Ctrl-C; the coroutine has been cancelled.
+            BaseException: whatever the coroutine raises; gRPC's errors as ours.
+        """
+        if threading.current_thread() is self._thread:
+            coro.close()
+            raise Misuse("run() was called on the event loop's own thread, which would wait for itself; use await")
+        job = _Job(coro)
+        self._schedule(coro, job)
+        try:
+            in_time = job.over.wait(timeout_s)
+        except BaseException:  # Ctrl-C
+            self._abandon(job)
+            raise
+        if not in_time:
+            self._abandon(job)
+            if not job.over.is_set() or job.was_cancelled:
+                raise Timeout(f"{job.name} was not done within {timeout_s:g} s")
+        return job.outcome()
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine and return its future at once; cancelling the future cancels the coroutine.
+
+        Raises:
+            Closed: the loop is closed.
+            Misuse: called in a forked child.
+        """
+        self._check(coro)
+        with self._lock:
+            self._check(coro)
+            return asyncio.run_coroutine_threadsafe(coro, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs, wait for it (at most 2 * `CANCEL_WAIT_S`), end the thread. May be called again.
+
+        Raises:
+            Misuse: called on the loop's own thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise Misuse("a BackgroundLoop cannot be closed from its own thread")
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            atexit.unregister(self.close)
+            if os.getpid() != self._pid or self._loop.is_closed():  # the thread did not survive a fork, or an error
+                return
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(2 * CANCEL_WAIT_S)
+        if self._thread.is_alive():
+            _logger.warning("a coroutine ignores its cancellation; the thread %s is left behind", self._thread.name)
+
+    def __enter__(self) -> BackgroundLoop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _main(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        started.set()
+        await self._stop.wait()
+        # asyncio.run cancels what is left, and waits for it.
+
+    def _schedule(self, coro: Coroutine[Any, Any, T], job: _Job[T]) -> None:
+        self._check(coro)
+        with self._lock:  # before close() stops the loop, or not at all
+            self._check(coro)
+            self._loop.call_soon_threadsafe(job.start)
+
+    def _check(self, coro: Coroutine[Any, Any, Any]) -> None:
+        if os.getpid() != self._pid:
+            coro.close()
+            raise Misuse("a BackgroundLoop does not survive fork(); make a new one in the child")
+        if self._closed or self._loop.is_closed():
+            coro.close()
+            raise Closed("the background loop is closed")
+
+    def _abandon(self, job: _Job[Any]) -> None:
+        """Cancel a job and wait until it is over."""
+        try:
+            self._loop.call_soon_threadsafe(job.cancel)
+        except RuntimeError:  # the loop was closed meanwhile, and with it the job
+            return
+        if not job.over.wait(CANCEL_WAIT_S):
+            _logger.warning("%s ignores its cancellation and is left running", job.name)
+
+
+class _Job(Generic[T]):
+    """One coroutine of `run`: started, cancelled and finished on the loop's thread, waited for on another."""
+
+    def __init__(self, coro: Coroutine[Any, Any, T]) -> None:
+        self.name = getattr(coro, "__qualname__", repr(coro))
+        self.over = threading.Event()
+        self._coro = coro
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._coro)
+        self._task.add_done_callback(lambda _: self.over.set())
+
+    def cancel(self) -> None:
+        assert self._task is not None, "started before it is cancelled: the loop's callbacks run in order"
+        self._task.cancel()
+
+    @property
+    def was_cancelled(self) -> bool:
+        return self._task is not None and self._task.cancelled()
+
+    def outcome(self) -> T:
+        """The result, once it is over."""
+        assert self._task is not None
+        try:
+            return self._task.result()
+        except asyncio.CancelledError:
+            raise Closed(f"{self.name} was cancelled before it was done") from None
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+        except TimeoutError as error:
+            if isinstance(error, AxonError):
+                raise
+            raise Timeout(f"{self.name} was not done in time: {error}") from error

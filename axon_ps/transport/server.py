@@ -1,0 +1,141 @@
+"""A listening gRPC server: bind with the security asked for, health and reflection beside the services, drain, stop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from axon_ps.errors import ConfigurationError, Misuse
+from axon_ps.transport.channels import SERVER_OPTIONS, join_address
+from axon_ps.transport.security import Security, TokenInterceptor
+
+_logger = logging.getLogger(__name__)
+
+
+class Server:
+    """One listening server. `start` it once, `stop` it once, both on the same event loop.
+
+    Args:
+        host: address to listen on; beyond loopback `security` must allow it.
+        port: port to listen on; 0 = any free one.
+        security: TLS and token.
+        services: from `service.service_handler`.
+        service_names: full names of the services, for health and reflection.
+
+    Raises:
+        ConfigurationError: `security` does not allow to listen on `host`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        security: Security,
+        services: Sequence[grpc.GenericRpcHandler],
+        service_names: Sequence[str],
+    ) -> None:
+        security.check_bind(host)
+        if not 0 <= port < 65536:
+            raise ConfigurationError(f"port {port} does not exist; use 1 to 65535, or 0 for any free one")
+        self.host = host
+        self.port = port
+        self._security = security
+        self._services = tuple(services)
+        self._names = tuple(service_names)
+        self._server: grpc.aio.Server | None = None
+        self._health: Any = None
+
+    async def start(self) -> int:
+        """Bind, serve, and return the port.
+
+        Raises:
+            ConfigurationError: the address or port cannot be had, or a TLS file cannot be used.
+            Misuse: it was started before.
+        """
+        if self._server is not None:
+            raise Misuse("this server was started before; make a new one")
+        interceptors = [TokenInterceptor(self._security.token)] if self._security.token else []
+        credentials = self._security.server_credentials()
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers(self._services)
+        self._add_health(server)
+        self._add_reflection(server)
+        self._bind(server, credentials)
+        self._server = server
+        await server.start()
+        await self._set_health(serving=True)
+        _logger.info("listening on %s", self.address)
+        return self.port
+
+    @property
+    def address(self) -> str:
+        """ "host:port" that is listened on."""
+        return join_address(self.host, self.port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Say NOT_SERVING, take no new calls, give those under way `grace_s` seconds, then cancel them."""
+        if self._server is None:
+            return
+        await self._set_health(serving=False)
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        """Wait until it has stopped."""
+        if self._server is None:
+            raise Misuse("this server was not started")
+        await self._server.wait_for_termination()
+
+    def _bind(self, server: grpc.aio.Server, credentials: grpc.ServerCredentials | None) -> None:
+        address = self.address
+        if why := _why_not(self.host, self.port):  # first, since gRPC would log it in its own words, and not say it
+            raise ConfigurationError(f"cannot listen on {address}: {why}")
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {address}: {error}") from error
+
+    def _add_health(self, server: grpc.aio.Server) -> None:
+        try:
+            from grpc_health.v1 import health, health_pb2_grpc
+        except ImportError as error:
+            raise ConfigurationError("a server needs the package grpcio-health-checking; install it") from error
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    def _add_reflection(self, server: grpc.aio.Server) -> None:
+        try:
+            from grpc_reflection.v1alpha import reflection
+        except ImportError:
+            _logger.info("no reflection: the package grpcio-reflection is not installed")
+            return
+        names = (*self._names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        from grpc_health.v1 import health_pb2
+
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why a port cannot be bound, in words; empty when it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: what only lingers is free
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use by another process; choose another, or 0 for any free one"
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,218 @@
+"""Servicers and stubs, built from the schema's service descriptors: there is no generated gRPC code.
+
+A servicer is any object with one coroutine method per RPC, named in snake case (`AllGather` -> `all_gather`):
+
+    unary           async def register(self, request, context) -> reply
+    server stream   async def all_gather(self, request, context) -> None       writes with `await context.write(m)`
+    client stream   async def reduce_scatter(self, context) -> reply           reads with `await context.read()`
+    both            async def session(self, context) -> None                   until it gives `EOF`
+
+`Chunk` messages pass as raw bytes in both directions (see `wire.frames`); everything else as protobuf messages. What a
+servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
+logged with its traceback, and arrives as `InternalError`. A servicer may say what it answers before the first message
+with `await context.send_initial_metadata(...)`.
+
+Note: [Every call is answered]
+    A servicer that ends with `CancelledError` without having been cancelled by gRPC (it awaited something that the
+    server cancelled while shutting down, say) would leave its client waiting: gRPC sends no status then. The client
+    gets `Broken` instead.
+
+Note: [An end of input is not a goodbye]
+    When a client's connection breaks, gRPC first gives `EOF` to a servicer that reads, exactly as for a clean
+    half-close, and cancels the servicer's task a moment later. A servicer must therefore never take `EOF` alone as
+    "the client has sent all it wanted": count, or let the client say so in a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest
+from axon_ps.transport import channels
+from axon_ps.transport.security import token_metadata
+from axon_ps.transport.status import error_of, status_of
+from axon_ps.transport.stream import EOF, Stream
+from axon_ps.wire.v1 import common_pb2
+
+__all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"]
+
+RAW_MESSAGES: Final = frozenset({common_pb2.Chunk.DESCRIPTOR.full_name})
+"""Messages that servicers and stubs see as their encoded bytes."""
+
+_logger = logging.getLogger(__name__)
+_WORD_STARTS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def method_name(rpc: str) -> str:
+    """The servicer's method for an RPC: "AllGather" -> "all_gather", "KV" -> "kv"."""
+    return _WORD_STARTS.sub("_", rpc).lower()
+
+
+def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+    """What a `server.Server` needs to offer the service `descriptor`, performed by `servicer`.
+
+    Raises:
+        InternalError: the servicer lacks a method.
+    """
+    missing = [name for m in descriptor.methods if not callable(getattr(servicer, name := method_name(m.name), None))]
+    if missing:
+        raise InternalError(f"{type(servicer).__name__} lacks {', '.join(missing)} of {descriptor.full_name}")
+    return grpc.method_handlers_generic_handler(
+        descriptor.full_name,
+        {m.name: _method_handler(m, getattr(servicer, method_name(m.name))) for m in descriptor.methods},
+    )
+
+
+class Stub:
+    """The client's side of a service on one channel.
+
+    Args:
+        channel: from `channels.connect`.
+        descriptor: the service.
+        token: the job token, sent with every call.
+        peer: what errors call the other end; the channel's address by default.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, descriptor: ServiceDescriptor, token: str = "", *, peer: str = ""
+    ) -> None:
+        self.peer = peer or channels.address_of(channel)
+        self._metadata = token_metadata(token) or None
+        self._calls = {m.name: _callable(channel, m) for m in descriptor.methods}
+
+    async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
+        """Call a unary method.
+
+        Args:
+            method: name of the RPC, as the schema spells it.
+            request: its request message.
+            timeout_s: seconds until it fails with `Timeout`; None = no deadline.
+
+        Raises:
+            AxonError: what the servicer raised; or `Unreachable`, `Broken`, `Timeout`, `PermissionDenied`.
+
+        After an error: `Unreachable` and the errors that a servicer raises before it does something mean that nothing
+        was done. After `Broken` or `Timeout` the peer may have done some, all or none of it.
+        """
+        try:
+            return await self._calls[method](request, timeout=_timeout(timeout_s), metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, self.peer, method, timeout_s=timeout_s) from None
+
+    def open(self, method: str, request: Message | None = None, *, timeout_s: float | None = None) -> Stream:
+        """Open a streaming call; the first failure shows at the first read or write.
+
+        Args:
+            method: name of the RPC, as the schema spells it.
+            request: the request of a method that streams only its answers.
+            timeout_s: seconds the whole call may take; None = no deadline.
+        """
+        first = () if request is None else (request,)
+        call = self._calls[method](*first, timeout=_timeout(timeout_s), metadata=self._metadata)
+        return Stream(call, self.peer, method, timeout_s)
+
+
+def _timeout(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None or math.isinf(timeout_s) else timeout_s
+
+
+def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return kinds[method.client_streaming, method.server_streaming](
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=_serializer(method.input_type),
+        response_deserializer=_deserializer(method.output_type),
+    )
+
+
+def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable[Any]]) -> Any:
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    # One message is parsed or serialized by us, those of a stream by gRPC's context: either way inside of `perform`,
+    # which answers what cannot be.
+    parse, serialize = _deserializer(method.input_type), _serializer(method.output_type)
+    one_request, one_reply = not method.client_streaming, not method.server_streaming
+
+    async def perform(raw_or_iterator: Any, context: Any) -> Any:
+        try:
+            if one_request:
+                reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
+            else:
+                reply = await behaviour(context)
+            return serialize(reply) if one_reply and serialize else reply
+        except asyncio.CancelledError:
+            if _task_is_cancelled():  # by gRPC: the client has gone, or by the end of the event loop
+                raise
+            # See Note: [Every call is answered]
+            await _abort(context, Broken(f"{method.name} was broken off by the server"))
+        except grpc.aio.AbortError:
+            raise
+        except AxonError as error:
+            if isinstance(error, InternalError):
+                _logger.error("%s failed", method.full_name, exc_info=error)
+            await _abort(context, error)
+        except DecodeError as error:
+            await _abort(context, InvalidRequest(f"a {method.input_type.name} cannot be parsed: {error}"))
+        except Exception as error:
+            if _nobody_listens(error, context):
+                _logger.debug("%s: the client has gone", method.full_name, exc_info=error)
+                raise asyncio.CancelledError from error
+            _logger.exception("%s failed", method.full_name)
+            await _abort(context, InternalError(f"{method.name} failed: {type(error).__name__}: {error}"))
+
+    return kinds[method.client_streaming, method.server_streaming](
+        perform,
+        request_deserializer=None if one_request else parse,
+        response_serializer=None if one_reply else serialize,
+    )
+
+
+async def _abort(context: Any, error: AxonError) -> None:
+    if context.done():  # a status was sent before: nobody is left to tell
+        raise asyncio.CancelledError
+    code, details, metadata = status_of(error)
+    try:
+        await context.abort(code, details, metadata)
+    except grpc.aio.InternalError:  # the client has gone meanwhile
+        raise asyncio.CancelledError from None
+
+
+def _nobody_listens(error: Exception, context: Any) -> bool:
+    """Whether `error` says that a read or write failed because the connection is broken or the server stopped."""
+    return isinstance(error, grpc.aio.BaseError) and (not isinstance(error, grpc.aio.UsageError) or context.done())
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
+    if message.full_name in RAW_MESSAGES:
+        return None
+    return GetMessageClass(message).SerializeToString
+
+
+def _deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:
+    if message.full_name in RAW_MESSAGES:
+        return None
+    return GetMessageClass(message).FromString

@@ -1,0 +1,211 @@
+"""The one map between our errors and gRPC statuses.
+
+Going out, an `AxonError` becomes a status code, its message (shortened), and an `ErrorDetail` in the trailing metadata
+`axon-ps-error-bin`, which keeps the class and `GenerationChanged.generation`. Coming in, the detail wins; a status
+without one was made by gRPC itself (nobody listens, the deadline passed, the connection broke) or by another program,
+and is translated by its code.
+
+Note: [Unreachable or Broken]
+    `Unreachable` says that the call was never sent, so nothing was done and it may be repeated without a thought.
+    gRPC gives the same code, UNAVAILABLE, for "could not connect" and for "the connection broke under the call"; only
+    its words differ. We say `Unreachable` when they are words of connecting and nothing was received on the call,
+    and `Broken` in every other case: when in doubt, something may have been done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from axon_ps import errors
+from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, Unreachable
+from axon_ps.wire.v1 import common_pb2
+
+ERROR_KEY: Final = "axon-ps-error-bin"
+"""Trailing metadata that carries the `ErrorDetail`."""
+
+MAX_MESSAGE_BYTES: Final = 4096
+"""A longer message is cut before it is sent: metadata is bounded by both ends (`channels.OPTIONS`)."""
+
+MAX_DETAILS_CHARS: Final = 400
+"""A longer message is cut in the plain status details, where each byte may take three."""
+
+_Code = grpc.StatusCode
+
+STATUS_OF: Final[Mapping[type[AxonError], grpc.StatusCode]] = {
+    AxonError: _Code.UNKNOWN,
+    errors.InvalidRequest: _Code.INVALID_ARGUMENT,
+    errors.LayoutMismatch: _Code.FAILED_PRECONDITION,
+    errors.ConfigurationError: _Code.INVALID_ARGUMENT,
+    errors.Misuse: _Code.FAILED_PRECONDITION,
+    errors.Closed: _Code.FAILED_PRECONDITION,
+    errors.PermissionDenied: _Code.PERMISSION_DENIED,
+    errors.Broken: _Code.UNAVAILABLE,
+    errors.Unreachable: _Code.UNAVAILABLE,
+    errors.MemberLost: _Code.UNAVAILABLE,
+    errors.Timeout: _Code.DEADLINE_EXCEEDED,
+    errors.Busy: _Code.RESOURCE_EXHAUSTED,
+    errors.GenerationChanged: _Code.ABORTED,
+    errors.StepAborted: _Code.ABORTED,
+    errors.CheckpointError: _Code.UNKNOWN,
+    errors.CheckpointNotFound: _Code.NOT_FOUND,
+    errors.CheckpointCorrupt: _Code.DATA_LOSS,
+    errors.StorageFull: _Code.RESOURCE_EXHAUSTED,
+    errors.InternalError: _Code.INTERNAL,
+}
+"""The status an error is sent as."""
+
+ERROR_OF: Final[Mapping[grpc.StatusCode, type[AxonError]]] = {
+    _Code.CANCELLED: errors.Broken,
+    _Code.UNKNOWN: errors.InternalError,
+    _Code.INVALID_ARGUMENT: errors.InvalidRequest,
+    _Code.DEADLINE_EXCEEDED: errors.Timeout,
+    _Code.NOT_FOUND: errors.InvalidRequest,
+    _Code.ALREADY_EXISTS: errors.InvalidRequest,
+    _Code.PERMISSION_DENIED: errors.PermissionDenied,
+    _Code.RESOURCE_EXHAUSTED: errors.Busy,
+    _Code.FAILED_PRECONDITION: errors.Misuse,
+    _Code.ABORTED: errors.StepAborted,
+    _Code.OUT_OF_RANGE: errors.InvalidRequest,
+    _Code.UNIMPLEMENTED: errors.ConfigurationError,
+    _Code.INTERNAL: errors.InternalError,
+    _Code.UNAVAILABLE: errors.Broken,
+    _Code.DATA_LOSS: errors.CheckpointCorrupt,
+    _Code.UNAUTHENTICATED: errors.PermissionDenied,
+}
+"""The class of a status that comes without an `ErrorDetail`."""
+
+KINDS: Final[Mapping[str, type[AxonError]]] = {kind.__name__: kind for kind in STATUS_OF}
+"""The classes of the tree by name, as `ErrorDetail.kind` spells them."""
+
+_CONNECTING: Final = (
+    "failed to connect",
+    "connection refused",
+    "errors resolving",
+    "dns resolution",
+    "no route to host",
+)
+_TLS_HINTS: Final = {
+    "certificate_verify_failed": "ca_file does not hold the authority that signed the server's certificate",
+    "wrong_version_number": "the server speaks plaintext; give it a certificate, or leave out ca_file",
+    "hostname verification": "the server's certificate does not name this host",
+    "peer name": "the server's certificate does not name this host",
+}
+_BROKEN: Final = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway", "broken pipe")
+
+
+def error_to_detail(error: AxonError) -> common_pb2.ErrorDetail:
+    """An error as a message. A class that is not of the tree is sent as its nearest ancestor in it."""
+    kind = next(c.__name__ for c in type(error).__mro__ if c in STATUS_OF)
+    generation = error.generation if isinstance(error, GenerationChanged) else 0
+    return common_pb2.ErrorDetail(kind=kind, message=_cut(str(error)), generation=generation)
+
+
+def error_from_detail(detail: common_pb2.ErrorDetail) -> AxonError:
+    """The error in a message; of a class we don't know (a newer peer's), an `AxonError` that names it."""
+    kind = KINDS.get(detail.kind)
+    if kind is None:
+        return AxonError(f"{detail.kind}: {detail.message}")
+    if kind is GenerationChanged:
+        return GenerationChanged(detail.message, detail.generation)
+    return kind(detail.message)
+
+
+def status_of(error: AxonError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Code, details and trailing metadata that an error is sent with."""
+    detail = error_to_detail(error)
+    return (
+        STATUS_OF[KINDS[detail.kind]],
+        detail.message[:MAX_DETAILS_CHARS],
+        ((ERROR_KEY, detail.SerializeToString()),),
+    )
+
+
+def error_of(
+    error: grpc.aio.AioRpcError,
+    peer: str = "",
+    method: str = "",
+    *,
+    answered: bool = False,
+    timeout_s: float | None = None,
+) -> AxonError:
+    """The error behind a failed call; see `error_of_status`, which it gives the parts of `error`."""
+    words, trailing = error.details() or "", error.trailing_metadata()
+    return error_of_status(error.code(), words, trailing, peer, method, answered=answered, timeout_s=timeout_s)
+
+
+def error_of_status(
+    code: grpc.StatusCode,
+    words: str,
+    trailing: Iterable[tuple[str, str | bytes]] | None,
+    peer: str = "",
+    method: str = "",
+    *,
+    answered: bool = False,
+    timeout_s: float | None = None,
+) -> AxonError:
+    """The error behind a status.
+
+    An error that the peer raised keeps its message, and gets a note with peer and method; one that gRPC made names
+    them in its message.
+
+    Args:
+        code: the status code; not OK.
+        words: the status details.
+        trailing: the trailing metadata.
+        peer: "host:port" the call went to.
+        method: the method called.
+        answered: whether anything was received on this call. See Note: [Unreachable or Broken].
+        timeout_s: the deadline that was given, for the message.
+    """
+    peer = peer or "the peer"
+    place = f"{method or 'a call'} at {peer}"
+    if (detail := _detail(trailing or ())) is not None:
+        raised = error_from_detail(detail)
+        raised.add_note(f"raised by {place}")
+        return raised
+    lower = words.lower()
+    if code is _Code.UNAVAILABLE and not answered and any(w in lower for w in _CONNECTING):
+        return _not_connected(peer, words)
+    if code is _Code.DEADLINE_EXCEEDED:
+        within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
+        return errors.Timeout(f"{place} did not answer {within}")
+    if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in lower:
+        return errors.InvalidRequest(f"{place}: a message is too large ({words})")
+    if code is _Code.UNIMPLEMENTED:
+        return errors.ConfigurationError(f"{place} is not offered there: wrong service or version? ({words})")
+    if code in (_Code.UNAVAILABLE, _Code.CANCELLED) or any(w in lower for w in _BROKEN):
+        return errors.Broken(f"the connection broke during {place} ({words})")
+    return ERROR_OF.get(code, InternalError)(f"{place} failed: {words or code.name}")
+
+
+def _not_connected(peer: str, words: str) -> AxonError:
+    lower = words.lower()
+    for sign, hint in _TLS_HINTS.items():
+        if sign in lower:
+            return PermissionDenied(f"no TLS connection to {peer}: {hint} ({words})")
+    if "socket closed" in lower:
+        hint = "somebody listens but hangs up; it may want TLS (ca_file) or a client's certificate (mutual TLS)"
+    else:
+        hint = "is the address right and the server up?"
+    return Unreachable(f"nobody answers at {peer}: {hint} ({words})")
+
+
+def _detail(trailing: Iterable[tuple[str, str | bytes]]) -> common_pb2.ErrorDetail | None:
+    for key, value in trailing:
+        if key == ERROR_KEY and isinstance(value, bytes):
+            try:
+                return common_pb2.ErrorDetail.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _cut(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,204 @@
+"""A client's end of a streaming call: what gRPC's call offers, raising our errors.
+
+Note: [Whose cancellation]
+    gRPC raises `asyncio.CancelledError` in whoever awaits a call that was cancelled locally, also when another task
+    called `cancel()`. A task that was not cancelled itself must not see one (it would look as if it had been), so it
+    becomes `Closed` here. A task that is cancelled while it waits on a call takes the call with it.
+
+Note: [Why a write failed]
+    When the peer ends a call under a write, gRPC's `write` overwrites the status that the peer sent with its own
+    INTERNAL, "Internal error from Core", and the peer's words are lost. So we hand messages to the call below that
+    layer, and when that fails wait for the status, which always comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Generator
+from typing import Any, Final
+
+import grpc
+
+from axon_ps.errors import AxonError, Closed
+from axon_ps.transport.status import error_of, error_of_status
+
+EOF: Final = grpc.aio.EOF
+"""What `Stream.read` and a servicer's `context.read` give when no message will come any more."""
+
+
+class Stream:
+    """One streaming call. Use `read` or iteration for what comes, `write` and `done_writing` for what goes.
+
+    One task may read while others write; writes of several tasks go out one after the other.
+
+    After an error the call is over. `Unreachable` means that nothing was sent; after `Broken`, `Timeout` or `Closed`
+    the peer may have received some, all or none of what was written. An error may overtake messages that the peer sent
+    before it and that were not read yet.
+
+    A stream that is left before its end (`break`, an exception) is cancelled when `async with` is left, or when nobody
+    refers to it any more.
+    """
+
+    def __init__(self, call: Any, peer: str, method: str, timeout_s: float | None) -> None:
+        self._call = call
+        self._peer = peer
+        self._method = method
+        self._timeout_s = timeout_s
+        self._answered = False
+        self._connected = False
+        self._half_closed = False
+        self._writing = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def __del__(self) -> None:
+        if not self._call.done():  # gRPC's own call would live on, and the peer's end with it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and with it the call
+                self._loop.call_soon_threadsafe(self._call.cancel)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def read(self) -> Any:
+        """The next message, or `EOF` once the peer has ended the call well.
+
+        Raises:
+            AxonError: what ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
+        """
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from None
+        except asyncio.CancelledError:
+            raise self._cancelled() from None
+        self._answered = True
+        return message
+
+    async def write(self, message: Any) -> None:
+        """Send one message (bytes where the method's messages are raw); returns when the transport has taken it.
+
+        Raises:
+            AxonError: what ended the call, as the peer raised it.
+            Closed: `done_writing` or `cancel` was called, or the peer ended the call well.
+        """
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        try:
+            async with self._writing:
+                if self._half_closed:
+                    raise Closed(f"{self._place} was half-closed; nothing more can be written to it")
+                if self._call.done():
+                    raise await self._ended()
+                await self._connect()
+                # See Note: [Why a write failed]
+                await self._call._cython_call.send_serialized_message(data)
+        except grpc.aio.InternalError:
+            raise await self._ended() from None
+        except asyncio.CancelledError:
+            self._call.cancel()
+            raise self._cancelled() from None
+
+    async def done_writing(self) -> None:
+        """Half-close: nothing more will be written. Does nothing when the call is over: `read` or the reply tells."""
+        try:
+            async with self._writing:
+                if self._half_closed or self._call.done():
+                    return
+                self._half_closed = True
+                await self._connect()
+                await self._call.done_writing()
+        except (AxonError, grpc.aio.InternalError):
+            return
+        except asyncio.CancelledError:
+            self._call.cancel()
+            raise self._cancelled() from None
+
+    async def initial_metadata(self, need: str = "") -> dict[str, str | bytes]:
+        """What the server sent before its first message (the last value of a key that is repeated).
+
+        Args:
+            need: a key that a server which takes the call always sends. A server that refuses it sends metadata too,
+                empty and a moment before its error; so when the key is missing, the error is waited for.
+
+        Raises:
+            AxonError: what ended the call, as the peer raised it.
+        """
+        try:
+            metadata = dict(await self._call.initial_metadata() or ())
+            if need and need not in metadata:
+                raise await self._ended()
+            if self._call.done() and await self._call.code() is not grpc.StatusCode.OK:
+                raise await self._ended()
+        except asyncio.CancelledError:
+            raise self._cancelled() from None
+        self._answered = True
+        return metadata
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """The reply of a client-streaming call.
+
+        Raises:
+            AxonError: what ended the call, as the peer raised it.
+        """
+        return self._reply().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Messages until the peer ends the call well; raises as `read` does."""
+        return self._messages()
+
+    def cancel(self) -> None:
+        """End the call now; whoever waits on it gets `Closed`. Does nothing when it is over."""
+        self._call.cancel()
+
+    def done(self) -> bool:
+        """Whether the call is over."""
+        return bool(self._call.done())
+
+    @property
+    def _place(self) -> str:
+        return f"{self._method} at {self._peer}"
+
+    async def _messages(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not EOF:
+            yield message
+
+    async def _reply(self) -> Any:
+        try:
+            return await self._call
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from None
+        except asyncio.CancelledError:
+            raise self._cancelled() from None
+
+    async def _connect(self) -> None:
+        if not self._connected:
+            try:
+                await self._call.wait_for_connection()
+            except grpc.aio.AioRpcError as error:
+                raise self._error_of(error) from None
+            self._connected = True
+
+    async def _ended(self) -> AxonError:
+        """Why the call is over; waits until that is known."""
+        if self._call._cython_call.is_locally_cancelled():
+            return self._closed()
+        code, details = await self._call.code(), await self._call.details()
+        if code is grpc.StatusCode.OK:
+            return Closed(f"{self._place} was ended by the peer; nothing more can be written to it")
+        trailing = await self._call.trailing_metadata()
+        return error_of_status(
+            code, details, trailing, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s
+        )
+
+    def _cancelled(self) -> BaseException:
+        """What to raise for a `CancelledError`. See Note: [Whose cancellation]."""
+        task = asyncio.current_task()
+        return asyncio.CancelledError() if task is not None and task.cancelling() else self._closed()
+
+    def _closed(self) -> Closed:
+        return Closed(f"{self._place} was cancelled by this side")
+
+    def _error_of(self, error: grpc.aio.AioRpcError) -> AxonError:
+        return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)

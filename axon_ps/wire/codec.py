@@ -1,0 +1,344 @@
+"""Between our values and the messages of `v1`: for every value `x`, `x_to_proto` and `x_from_proto`.
+
+What comes from the wire is not believed: an enum must have a value we know, a name must be short and printable, counts
+must fit each other. `x_from_proto` raises `InvalidRequest` naming the field; what the value types check in their own
+constructors (layouts, job specs) is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeVar
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, Parameter, Unit
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.types import Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role, WirePrecision
+from axon_ps.wire.v1 import common_pb2, session_pb2
+
+_T = TypeVar("_T")
+
+MAX_NAME_CHARS: Final = 1024
+"""Longest name accepted from the wire."""
+
+MAX_DIMENSIONS: Final = 64
+"""Most dimensions of a parameter (numpy's limit)."""
+
+MAX_LAYOUT_NUMEL: Final = 1 << 45
+"""Most elements of a layout: 35 trillion, far above any model, far below what overflows somewhere."""
+
+_DTYPES: Final = {
+    DType.F32: common_pb2.D_TYPE_F32,
+    DType.BF16: common_pb2.D_TYPE_BF16,
+    DType.F16: common_pb2.D_TYPE_F16,
+    DType.F64: common_pb2.D_TYPE_F64,
+    DType.I64: common_pb2.D_TYPE_I64,
+    DType.I32: common_pb2.D_TYPE_I32,
+    DType.U8: common_pb2.D_TYPE_U8,
+    DType.BOOL: common_pb2.D_TYPE_BOOL,
+}
+_DTYPES_BACK: Final[dict[int, DType]] = {number: dtype for dtype, number in _DTYPES.items()}
+_ROLES: Final = {Role.WORKER: common_pb2.ROLE_WORKER, Role.SHARD: common_pb2.ROLE_SHARD}
+_ROLES_BACK: Final[dict[int, Role]] = {number: role for role, number in _ROLES.items()}
+_OUTCOMES: Final = {
+    Outcome.COMMIT: session_pb2.OUTCOME_COMMIT,
+    Outcome.SKIP: session_pb2.OUTCOME_SKIP,
+    Outcome.ABORT: session_pb2.OUTCOME_ABORT,
+}
+_OUTCOMES_BACK: Final[dict[int, Outcome]] = {number: outcome for outcome, number in _OUTCOMES.items()}
+
+
+def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
+    """`name` itself, if it may be a name (printable, not too long); `what` is what the error calls it.
+
+    Raises:
+        InvalidRequest: it is empty (unless `empty`), too long or not printable.
+    """
+    if not name and not empty:
+        raise InvalidRequest(f"{what} is empty; give it a name")
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"{what} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed")
+    if not name.isprintable():
+        raise InvalidRequest(f"{what} is {name[:80]!r}; a name must be printable")
+    return name
+
+
+def dtype_to_proto(dtype: DType) -> common_pb2.DType:
+    """The number of a dtype on the wire."""
+    return _DTYPES[dtype]
+
+
+def dtype_from_proto(number: int) -> DType:
+    """The dtype behind a number from the wire.
+
+    Raises:
+        InvalidRequest: it is unset, or a dtype we don't know.
+    """
+    return _known(_DTYPES_BACK, number, "dtype")
+
+
+def role_to_proto(role: Role) -> common_pb2.Role:
+    """The number of a role on the wire."""
+    return _ROLES[role]
+
+
+def role_from_proto(number: int) -> Role:
+    """The role behind a number from the wire.
+
+    Raises:
+        InvalidRequest: it is unset, or a role we don't know.
+    """
+    return _known(_ROLES_BACK, number, "role")
+
+
+def outcome_to_proto(outcome: Outcome) -> session_pb2.Outcome:
+    """The number of an outcome on the wire."""
+    return _OUTCOMES[outcome]
+
+
+def outcome_from_proto(number: int) -> Outcome:
+    """The outcome behind a number from the wire.
+
+    Raises:
+        InvalidRequest: it is unset, or an outcome we don't know.
+    """
+    return _known(_OUTCOMES_BACK, number, "outcome")
+
+
+def member_to_proto(member: Member) -> common_pb2.Member:
+    """A member as a message."""
+    return common_pb2.Member(
+        role=role_to_proto(member.role),
+        rank=member.rank,
+        incarnation=member.incarnation,
+        node=member.node,
+        address=member.address,
+        local_rank=member.local_rank,
+        replica=member.replica,
+    )
+
+
+def member_from_proto(message: common_pb2.Member) -> Member:
+    """A member from a message.
+
+    Raises:
+        InvalidRequest: the role is unknown, or a name is missing or not printable.
+    """
+    return Member(
+        role=role_from_proto(message.role),
+        rank=message.rank,
+        incarnation=name_from_proto(message.incarnation, "a member's incarnation"),
+        node=name_from_proto(message.node, "a member's node", empty=True),
+        address=name_from_proto(message.address, "a member's address", empty=True),
+        local_rank=message.local_rank,
+        replica=message.replica,
+    )
+
+
+def membership_to_proto(membership: Membership) -> session_pb2.MembershipEvent:
+    """A membership as the event that announces it."""
+    return session_pb2.MembershipEvent(
+        generation=membership.generation,
+        workers=[member_to_proto(m) for m in membership.workers],
+        shards=[member_to_proto(m) for m in membership.shards],
+        num_replicas=membership.num_replicas,
+        step=membership.step,
+        version=membership.version,
+        complete=membership.complete,
+        waiting_for=membership.waiting_for,
+    )
+
+
+def membership_from_proto(message: session_pb2.MembershipEvent) -> Membership:
+    """A membership from the event that announces it.
+
+    Raises:
+        InvalidRequest: a member is malformed, in the wrong list, or out of order.
+    """
+    return Membership(
+        generation=message.generation,
+        step=message.step,
+        version=message.version,
+        workers=_members(message.workers, Role.WORKER),
+        shards=_members(message.shards, Role.SHARD),
+        num_replicas=message.num_replicas,
+        complete=message.complete,
+        waiting_for=message.waiting_for,
+    )
+
+
+def layout_to_proto(layout: Layout) -> common_pb2.Layout:
+    """A layout as a message."""
+    return common_pb2.Layout(
+        units=[
+            common_pb2.Unit(
+                name=unit.name,
+                trainable=unit.trainable,
+                parameters=[
+                    common_pb2.Parameter(
+                        name=p.name, shape=p.shape, offset=p.offset, dtype=dtype_to_proto(p.dtype), aliases=p.aliases
+                    )
+                    for p in unit.parameters
+                ],
+            )
+            for unit in layout.units
+        ]
+    )
+
+
+def layout_from_proto(message: common_pb2.Layout) -> Layout:
+    """A layout from a message.
+
+    Raises:
+        InvalidRequest: a name, shape or dtype is malformed, or the layout breaks one of its invariants.
+    """
+    layout = Layout(
+        units=tuple(
+            Unit(
+                name=name_from_proto(unit.name, "a unit's name"),
+                trainable=unit.trainable,
+                parameters=tuple(_parameter(p) for p in unit.parameters),
+            )
+            for unit in message.units
+        )
+    )
+    if layout.numel > MAX_LAYOUT_NUMEL:
+        raise InvalidRequest(f"the layout has {layout.numel} elements; at most {MAX_LAYOUT_NUMEL} are allowed")
+    return layout
+
+
+def hyper_to_proto(hyper: Hyper) -> common_pb2.Hyper:
+    """The hyperparameters of one group as a message."""
+    return common_pb2.Hyper(values={name: float(value) for name, value in hyper.items()})
+
+
+def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
+    """The hyperparameters of one group from a message; whether they make sense is the optimizer's question.
+
+    Raises:
+        InvalidRequest: a name is malformed.
+    """
+    return {name_from_proto(n, "a hyperparameter's name"): message.values[n] for n in sorted(message.values)}
+
+
+def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]:
+    """The hyperparameters of every group from their messages.
+
+    Raises:
+        InvalidRequest: a name is malformed.
+    """
+    return tuple(hyper_from_proto(m) for m in messages)
+
+
+def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
+    """An optimizer as a message."""
+    return common_pb2.OptimizerSpec(
+        name=optimizer.name, groups=[hyper_to_proto(g) for g in optimizer.groups], group_of=optimizer.group_of
+    )
+
+
+def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
+    """An optimizer from a message.
+
+    Raises:
+        InvalidRequest: a name is malformed, or a parameter is in a group that does not exist.
+    """
+    groups = hypers_from_proto(message.groups)
+    for group in message.group_of:
+        if not -1 <= group < len(groups):
+            raise InvalidRequest(f"a parameter is in group {group}; the optimizer has {len(groups)} (-1 is frozen)")
+    return OptimizerSpec(
+        name=name_from_proto(message.name, "the optimizer's name"), groups=groups, group_of=tuple(message.group_of)
+    )
+
+
+def job_spec_to_proto(spec: JobSpec) -> session_pb2.JobSpec:
+    """A job's spec as a message."""
+    return session_pb2.JobSpec(
+        layout=layout_to_proto(spec.layout),
+        param_dtype=dtype_to_proto(spec.precision.param),
+        grad_dtype=dtype_to_proto(spec.precision.grad),
+        chunk_numel=spec.options.chunk_numel,
+        min_slice_numel=spec.options.min_slice_numel,
+        replica_is_node=spec.replica_is_node,
+    )
+
+
+def job_spec_from_proto(message: session_pb2.JobSpec) -> JobSpec:
+    """A job's spec from a message.
+
+    Raises:
+        InvalidRequest: the layout, a dtype or a size is one that cannot work.
+    """
+    return JobSpec(
+        layout=layout_from_proto(message.layout),
+        precision=WirePrecision(param=dtype_from_proto(message.param_dtype), grad=dtype_from_proto(message.grad_dtype)),
+        options=PlanOptions(chunk_numel=message.chunk_numel, min_slice_numel=message.min_slice_numel),
+        replica_is_node=message.replica_is_node,
+    )
+
+
+def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
+    """A decision as the event that announces it."""
+    return session_pb2.DecisionEvent(
+        step=decision.step,
+        generation=decision.generation,
+        outcome=outcome_to_proto(decision.outcome),
+        version=decision.version,
+        grad_norm=decision.grad_norm,
+        clip_factor=decision.clip_factor,
+        hyper=[hyper_to_proto(h) for h in decision.hyper],
+        reason=decision.reason,
+    )
+
+
+def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
+    """A decision from the event that announces it.
+
+    Raises:
+        InvalidRequest: the outcome is unknown, or a hyperparameter's name is malformed.
+    """
+    return Decision(
+        step=message.step,
+        generation=message.generation,
+        outcome=outcome_from_proto(message.outcome),
+        version=message.version,
+        grad_norm=message.grad_norm,
+        clip_factor=message.clip_factor,
+        hyper=hypers_from_proto(message.hyper),
+        reason=message.reason,
+    )
+
+
+def _known(values: dict[int, _T], number: int, what: str) -> _T:
+    value = values.get(number)
+    if value is None:
+        given = "unset" if number == 0 else f"number {number}, which this version does not know"
+        raise InvalidRequest(f"a {what} is {given}; the numbers known are {sorted(values)}")
+    return value
+
+
+def _members(messages: Sequence[common_pb2.Member], role: Role) -> tuple[Member, ...]:
+    members = tuple(member_from_proto(m) for m in messages)
+    for m in members:
+        if m.role is not role:
+            raise InvalidRequest(f"{m.role.value} {m.rank} is in the list of {role.value}s")
+    ranks = [m.rank for m in members]
+    if ranks != sorted(set(ranks)):
+        raise InvalidRequest(f"the ranks of the {role.value}s are {ranks[:32]}; they must ascend")
+    return members
+
+
+def _parameter(message: common_pb2.Parameter) -> Parameter:
+    if len(message.shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(
+            f"parameter {message.name[:80]!r} has {len(message.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed"
+        )
+    return Parameter(
+        name=name_from_proto(message.name, "a parameter's name"),
+        shape=tuple(message.shape),
+        offset=message.offset,
+        dtype=dtype_from_proto(message.dtype),
+        aliases=tuple(name_from_proto(a, "a parameter's alias") for a in message.aliases),
+    )

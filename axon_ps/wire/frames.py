@@ -1,0 +1,161 @@
+"""Bulk chunks: valid `Chunk` messages, written and read without the protobuf library touching the payload.
+
+Owns the two conversions `encode_chunk` and `decode_chunk`, and `payload_array`, which checks a payload before anybody
+uses it. Refuses what is not a `Chunk` with `InvalidRequest`.
+
+Note: [The payload comes last]
+    `payload` has the highest field number of `Chunk`, and protobuf's own encoders write fields in ascending order. So
+    the encoding of a whole chunk is the encoding of its small fields, then the payload's tag, its length and its
+    bytes. We let protobuf encode the small fields and join the rest: one copy of the payload, the one that makes the
+    message. Reading is the reverse and copies nothing: walk over the small fields, give protobuf what lies before the
+    payload, and return the rest as a view.
+
+    Another client may write the fields in another order, write the payload twice (the last one counts), or put more
+    unknown fields into the message than we care to walk over in Python; then protobuf parses all of it, at the price
+    of more copies. Both ways accept the same messages and give the same result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import Array, DType
+from axon_ps.wire.codec import dtype_from_proto
+from axon_ps.wire.v1 import common_pb2
+
+Payload = bytes | bytearray | memoryview | Array
+"""What may be sent as a payload: anything contiguous; its bytes go out as they are."""
+
+_PAYLOAD_FIELD: Final = common_pb2.Chunk.PAYLOAD_FIELD_NUMBER
+_LENGTH_DELIMITED: Final = 2
+_PAYLOAD_TAG: Final = _PAYLOAD_FIELD << 3 | _LENGTH_DELIMITED
+_PAYLOAD_TAG_BYTE: Final = bytes((_PAYLOAD_TAG,))
+_WALK_FIELDS: Final = 32
+"""More fields than this before the payload are left to the protobuf library (ours has ten)."""
+
+
+def encode_chunk(header: common_pb2.Chunk, payload: Payload | None) -> bytes:
+    """The encoding of `header` with `payload` in it, in one copy of the payload.
+
+    See Note: [The payload comes last].
+
+    Args:
+        header: every field but the payload, which must be unset.
+        payload: contiguous bytes or array, little-endian; None or empty leaves the field out, as protobuf does.
+
+    Raises:
+        InvalidRequest: the header has a payload of its own, or the array is not contiguous.
+    """
+    if header.payload:
+        raise InvalidRequest("encode_chunk was given a header that has a payload itself; leave it unset")
+    head = header.SerializeToString()
+    if payload is None:
+        return head
+    view: memoryview[Any] = memoryview(payload)  # type: ignore[arg-type]  # before 3.12 no type says "has a buffer"
+    if view.nbytes == 0:
+        return head
+    if not view.c_contiguous:
+        raise InvalidRequest("a payload must be contiguous; give numpy.ascontiguousarray(array)")
+    return b"".join((head, _PAYLOAD_TAG_BYTE, _varint(view.nbytes), view))
+
+
+def decode_chunk(data: bytes) -> tuple[common_pb2.Chunk, memoryview]:
+    """The header of an encoded chunk (payload unset) and a view of its payload, which keeps `data` alive.
+
+    See Note: [The payload comes last].
+
+    Raises:
+        InvalidRequest: `data` is not an encoded `Chunk`.
+    """
+    start = _payload_start(data)
+    try:
+        if start is not None:
+            body_start, tag_start = start
+            return common_pb2.Chunk.FromString(data[:tag_start]), memoryview(data)[body_start:]
+        header = common_pb2.Chunk.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"{len(data)} bytes received are not a Chunk message: {error}") from error
+    payload = memoryview(header.payload)
+    header.ClearField("payload")
+    return header, payload
+
+
+def payload_array(header: common_pb2.Chunk, payload: memoryview, max_numel: int) -> Array:
+    """The payload as a read-only 1-D array of the header's dtype, without a copy; bf16 as uint16.
+
+    Args:
+        header: says dtype and number of elements.
+        payload: the bytes; empty for an `absent` chunk, which gives an empty array.
+        max_numel: the most elements the receiver has room for.
+
+    Raises:
+        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, or the length does not fit.
+    """
+    dtype = dtype_from_proto(header.dtype)
+    if header.numel > max_numel:
+        raise InvalidRequest(f"a chunk says it has {header.numel} elements; at most {max_numel} fit here")
+    needed = 0 if header.absent else header.numel * dtype.itemsize
+    if payload.nbytes != needed:
+        what = "an absent chunk" if header.absent else f"a chunk of {header.numel} elements of {dtype.value}"
+        raise InvalidRequest(f"{what} has a payload of {payload.nbytes} bytes; it must have {needed}")
+    if dtype is DType.BOOL and needed and int(np.frombuffer(payload, np.uint8).max()) > 1:
+        raise InvalidRequest("a chunk of bool holds bytes other than 0 and 1")
+    return np.frombuffer(payload, dtype.numpy)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _payload_start(data: bytes) -> tuple[int, int] | None:
+    """Where the payload's bytes and its tag begin, if the payload is the last thing in `data`; else None."""
+    try:
+        position = 0
+        for _ in range(_WALK_FIELDS):
+            tag_start = position
+            tag, position = _read_varint(data, position)
+            if tag == _PAYLOAD_TAG:
+                length, position = _read_varint(data, position)
+                return (position, tag_start) if position + length == len(data) else None
+            wire_type = tag & 7
+            if wire_type == 0:
+                _, position = _read_varint(data, position)
+            elif wire_type == _LENGTH_DELIMITED:
+                length, position = _read_varint(data, position)
+                position += length
+            elif wire_type == 1:
+                position += 8
+            elif wire_type == 5:
+                position += 4
+            else:  # a group, or nonsense
+                return None
+    except IndexError:  # no payload, or truncated
+        pass
+    return None
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    byte = data[position]
+    position += 1
+    if byte < 0x80:
+        return byte, position
+    value = byte & 0x7F
+    shift = 7
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise IndexError("a varint has at most ten bytes")
