@@ -1,0 +1,143 @@
+"""Casts between f32 and the wire dtypes, and the sum of gradient chunks in f32.
+
+Owns: f32 → bf16, f16 and back, the accumulation of wire chunks into an f32 gradient, and its sum of squares. Shapes:
+`n` is the numel of one chunk, or of any piece of one; every array is 1-D and C-contiguous.
+Refuses: dtypes that gradients and parameters do not travel in (only F32, BF16 and F16 do), and arrays that differ in
+length, because a compiled loop does not look where it writes. Importing this imports numba.
+
+Invariants:
+- Rounding is to nearest, ties to even, subnormals and overflow to infinity included; a NaN becomes a quiet NaN.
+  Everything else has the same bits as torch's `.to(torch.bfloat16)` and `.to(torch.float16)`.
+- A result depends neither on the machine's vector width nor on where a slice was cut into pieces; only
+  `sum_of_squares` depends on where its array begins.
+- Every loop runs on one thread with the GIL released. Whoever wants two cores cuts the slice in two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from axon_ps.compress import kernels
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import WIRE_DTYPES, Array, DType
+
+
+def encode(src: Array, dst: Array, dtype: DType) -> None:
+    """Rounds f32 to a wire dtype.
+
+    Args:
+        src: f32[n].
+        dst: dtype.numpy[n], overwritten; must not overlap `src`.
+        dtype: F32, BF16 or F16.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+    """
+    kernels.convert(_readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
+
+
+def decode(src: Array, dst: Array, dtype: DType) -> None:
+    """Widens a wire dtype to f32; exact.
+
+    Args:
+        src: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
+        dst: f32[n], overwritten; must not overlap `src`.
+        dtype: F32, BF16 or F16.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+    """
+    kernels.convert(_readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
+
+
+def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
+    """Adds one replica's gradient chunk to the running sum, in f32.
+
+    Args:
+        acc: f32[n], updated in place.
+        chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
+        dtype: what `chunk` holds: F32, BF16 or F16.
+        first: whether this is the first replica: then `acc` is overwritten, whatever it held.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+    """
+    acc = _checked("acc", acc, DType.F32, acc.size)
+    kernels.accumulate(acc, _readonly(_checked("chunk", chunk, dtype, acc.size)), first)
+
+
+def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> float:
+    """`accumulate` for the last replica: returns `sum_of_squares(acc)` from the same pass, to the same bits.
+
+    Args:
+        acc: f32[n], updated in place.
+        chunk: dtype.numpy[n]; may be read-only and unaligned, as cut from a received message.
+        dtype: what `chunk` holds: F32, BF16 or F16.
+        first: whether this is the first replica too, that is, the only one.
+
+    Returns:
+        The sum of the squares of `acc` after the addition, in f64.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+    """
+    acc = _checked("acc", acc, DType.F32, acc.size)
+    return float(kernels.accumulate_last(acc, _readonly(_checked("chunk", chunk, dtype, acc.size)), first))
+
+
+def sum_of_squares(acc: Array) -> float:
+    """The sum of the squares of an f32 array, in f64.
+
+    The order of the additions is fixed: LANES running sums, element i in lane i mod LANES, the lanes added in order.
+    Each square is exact (48 bits), and finite values cannot overflow f64 (2^256 · n), so the result is inf or NaN if
+    and only if some element is.
+
+    Args:
+        acc: f32[n].
+
+    Returns:
+        The sum; 0.0 for an empty array.
+
+    Raises:
+        InvalidRequest: `acc` is not a contiguous 1-D f32 array.
+    """
+    return float(kernels.sum_of_squares(_checked("acc", acc, DType.F32, acc.size)))
+
+
+def warm_up(dtype: DType) -> None:
+    """Compiles (or loads from disk) what a server needs for gradients and parameters in `dtype`, on empty arrays.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype.
+    """
+    acc = np.empty(0, np.float32)
+    wire = np.empty(0, dtype.numpy)
+    encode(acc, wire, dtype)
+    decode(wire, acc, dtype)
+    for chunk in (wire, _unaligned(dtype)):
+        accumulate(acc, chunk, dtype, True)
+        accumulate_last(acc, chunk, dtype, True)
+    sum_of_squares(acc)
+
+
+def _unaligned(dtype: DType) -> Array:
+    return np.frombuffer(bytes(1 + dtype.itemsize), dtype.numpy, count=1, offset=1)[:0]
+
+
+def _readonly(array: Array) -> Array:
+    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:
+    """The array as the loops take it (f16 as int16 bits), once it is what the caller said."""
+    if dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
+    if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:
+        raise InvalidRequest(
+            f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; "
+            f"needed is a contiguous {dtype.numpy}[{numel}] for {dtype.name}; pass a 1-D contiguous array of that type"
+        )
+    return array.view(np.int16) if dtype is DType.F16 else array

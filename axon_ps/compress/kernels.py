@@ -1,0 +1,195 @@
+"""The compiled loops of the casts, and the scalar conversions they are made of.
+
+Owns: everything of this room that numba compiles, in one file on purpose. numba throws away code it kept on disk when
+the file of the loop changed, but does not look at other files, so a loop must not inline a function from elsewhere.
+Refuses: to check its arguments. `compress.cast` has done so; these loops write where they are told.
+
+Invariants: no contraction and no reordering of floating-point operations, so every machine computes the same bits; one
+thread, GIL released.
+
+The element type of an array tells a loop how to read it: float32 is itself, uint16 is bf16, int16 holds the bits of an
+f16 (numba has no half precision on CPUs). Every array is 1-D and contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+
+LANES = 64
+"""Independent f64 sums of `sum_of_squares`: element i goes to lane i mod LANES."""
+_BLOCK_NUMEL = 4096
+"""How much `accumulate_last` adds before it squares: a multiple of LANES that stays in the first-level cache."""
+
+U1, U13, U16 = np.uint32(1), np.uint32(13), np.uint32(16)
+SIGN16, MAGNITUDE16 = np.uint32(0x8000), np.uint32(0x7FFF)
+MAGNITUDE32, INFINITY32 = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000)
+HALF, HALF_BITS = np.float32(0.5), np.uint32(0x3F00_0000)
+
+
+def compiled(function: _Loop) -> _Loop:
+    """Compiles at the first call for each combination of argument types, and keeps the code on disk where it can."""
+    try:
+        return cast(_Loop, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
+    except RuntimeError:  # no directory to keep it in (read-only installation, no home): compile once per process
+        return cast(_Loop, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+# ---- one element ---------------------------------------------------------------------------------------------------
+
+
+@compiled
+def bf16_from_f32(value: Any) -> Any:
+    """The bf16 nearest to an f32, as uint16 bits."""
+    bits = np.float32(value).view(np.uint32)
+    if np.uint32(bits & MAGNITUDE32) > INFINITY32:  # NaN: rounding could carry it into infinity
+        return np.uint16(np.uint32(bits >> U16) | np.uint32(0x40))
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> U16) & U1)) >> U16)
+
+
+@compiled
+def f32_from_bf16(bits: Any) -> Any:
+    """The f32 that a bf16, given as uint16 bits, stands for. Exact."""
+    return np.uint32(np.uint32(bits) << U16).view(np.float32)
+
+
+@compiled
+def f16_from_f32(value: Any) -> Any:
+    """The f16 nearest to an f32, as int16 bits."""
+    bits = np.float32(value).view(np.uint32)
+    sign = np.uint32(np.uint32(bits >> U16) & SIGN16)
+    magnitude = np.uint32(bits & MAGNITUDE32)
+    if magnitude > INFINITY32:
+        half = np.uint32(np.uint32(0x7E00) | np.uint32(np.uint32(magnitude >> U13) & np.uint32(0x3FF)))
+    elif magnitude >= np.uint32(0x4780_0000):  # 2^16 and above; 65520 to 2^16 carry into infinity below
+        half = np.uint32(0x7C00)
+    elif magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
+        half = np.uint32(np.float32(np.uint32(magnitude).view(np.float32) + HALF).view(np.uint32) - HALF_BITS)
+    else:
+        odd = np.uint32(np.uint32(magnitude >> U13) & U1)
+        half = np.uint32(np.uint32(magnitude - np.uint32(0x3800_0000) + np.uint32(0xFFF) + odd) >> U13)
+    return np.int16(np.uint32(sign | half))
+
+
+@compiled
+def f32_from_f16(bits: Any) -> Any:
+    """The f32 that an f16, given as int16 bits, stands for. Exact, also where the processor flushes subnormals."""
+    half = np.uint32(np.uint16(bits))
+    sign = np.uint32(np.uint32(half & SIGN16) << U16)
+    magnitude = np.uint32(half & MAGNITUDE16)
+    if magnitude < np.uint32(0x400):  # zero or subnormal: as the last bits of a number in [0.5, 1), less 0.5
+        out = np.float32(np.uint32(magnitude | HALF_BITS).view(np.float32) - HALF).view(np.uint32)
+    elif magnitude < np.uint32(0x7C00):
+        out = np.uint32(np.uint32(magnitude << U13) + np.uint32(0x3800_0000))
+    elif magnitude == np.uint32(0x7C00):
+        out = INFINITY32
+    else:
+        out = np.uint32(np.uint32(magnitude << U13) | np.uint32(0x7FC0_0000))
+    return np.uint32(out | sign).view(np.float32)
+
+
+def _load(array: Any, i: Any) -> Any:
+    """Element i of an array, as f32. Only inside compiled loops."""
+    raise NotImplementedError
+
+
+def _store(array: Any, i: Any, value: Any) -> Any:
+    """Writes an f32 to element i of an array. Only inside compiled loops."""
+    raise NotImplementedError
+
+
+def _load_for(array: Any, i: Any) -> Any:
+    def bf16(array: Any, i: Any) -> Any:
+        return f32_from_bf16(array[i])
+
+    def f16(array: Any, i: Any) -> Any:
+        return f32_from_f16(array[i])
+
+    def f32(array: Any, i: Any) -> Any:
+        return array[i]
+
+    return {numba.types.uint16: bf16, numba.types.int16: f16}.get(array.dtype, f32)
+
+
+def _store_for(array: Any, i: Any, value: Any) -> Any:
+    def bf16(array: Any, i: Any, value: Any) -> Any:
+        array[i] = bf16_from_f32(value)
+
+    def f16(array: Any, i: Any, value: Any) -> Any:
+        array[i] = f16_from_f32(value)
+
+    def f32(array: Any, i: Any, value: Any) -> Any:
+        array[i] = value
+
+    return {numba.types.uint16: bf16, numba.types.int16: f16}.get(array.dtype, f32)
+
+
+overload(_load)(_load_for)
+overload(_store)(_store_for)
+
+
+# ---- loops ---------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def convert(src: Any, dst: Any) -> None:
+    """dst = src, rounded or widened."""
+    for i in range(src.size):
+        _store(dst, i, _load(src, i))
+
+
+@compiled
+def accumulate(acc: Any, chunk: Any, first: bool) -> None:
+    """acc += chunk, or acc = chunk for the first; acc: f32."""
+    if first:
+        for i in range(acc.size):
+            acc[i] = _load(chunk, i)
+    else:
+        for i in range(acc.size):
+            acc[i] += _load(chunk, i)
+
+
+@compiled
+def _add_squares(lanes: Any, acc: Any) -> None:
+    """Adds the square of element i to lane i mod LANES. A constant number of lanes is what lets it vectorise."""
+    whole = acc.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for lane in range(LANES):
+            value = np.float64(acc[i + lane])
+            lanes[lane] += value * value
+    for i in range(whole, acc.size):
+        value = np.float64(acc[i])
+        lanes[i - whole] += value * value
+
+
+@compiled
+def _total(lanes: Any) -> Any:
+    total = 0.0
+    for lane in range(LANES):
+        total += lanes[lane]
+    return total
+
+
+@compiled
+def sum_of_squares(acc: Any) -> Any:
+    """The sum of the squares of acc: f32, in f64: element i in lane i mod LANES, then lane after lane."""
+    lanes = np.zeros(LANES, np.float64)
+    _add_squares(lanes, acc)
+    return _total(lanes)
+
+
+@compiled
+def accumulate_last(acc: Any, chunk: Any, first: bool) -> Any:
+    """`accumulate`, then `sum_of_squares(acc)`, block by block while a block is in the first-level cache."""
+    lanes = np.zeros(LANES, np.float64)
+    for start in range(0, acc.size, _BLOCK_NUMEL):
+        block = acc[start : start + _BLOCK_NUMEL]
+        accumulate(block, chunk[start : start + _BLOCK_NUMEL], first)
+        _add_squares(lanes, block)
+    return _total(lanes)

@@ -1,0 +1,233 @@
+"""What every optimizer of a shard server is: names, hyperparameters, state, and one fused pass over a slice.
+
+Owns: the `ServerOptimizer` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
+and a compiled loop that does not look where it writes.
+Refuses: to keep anything. An optimizer object has no state; parameters, moments and the number of updates are the
+caller's, so one object serves every slice, from as many threads as there are.
+
+Invariants:
+- `apply` is element-wise: the bits of a result depend neither on where a slice was cut into pieces, nor on which thread
+  ran which piece, nor on the vector width of the machine (no contraction, no reordering). That is what lets a primary
+  and its backup stay bit-identical by applying the same gradient.
+- Scalar factors are computed in f64 and rounded to f32 once, as torch does.
+
+Shapes: `n` is the numel of the piece of a slice given to one call.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import WIRE_DTYPES, Array, DType, Hyper
+
+_F32_MAX = float(np.finfo(np.float32).max)
+_F32, _BF16, _F16 = (dtype.numpy for dtype in (DType.F32, DType.BF16, DType.F16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The values that a hyperparameter may take.
+
+    Attributes:
+        low: the smallest allowed value.
+        below: all values are smaller than this.
+        flag: whether only 0.0 and 1.0 are allowed.
+    """
+
+    low: float = 0.0
+    below: float = math.inf
+    flag: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if self.flag:
+            return value in (0.0, 1.0)
+        return self.low <= value < self.below and abs(value) <= _F32_MAX
+
+    def __str__(self) -> str:
+        if self.flag:
+            return "0 or 1"
+        low = "any finite value" if self.low == -math.inf else f"a finite value ≥ {self.low:g}"
+        return low if self.below == math.inf else f"a value in [{self.low:g}, {self.below:g})"
+
+
+AT_LEAST_0 = Range()
+BELOW_1 = Range(below=1.0)
+ANY = Range(low=-math.inf)
+FLAG = Range(flag=True)
+
+
+class ServerOptimizer(ABC):
+    """One optimizer, as a set of pure functions.
+
+    Attributes:
+        name: registry name ("adamw").
+        defaults: every hyperparameter with its default, torch's where torch has it. Flags are 0.0 or 1.0; the pair
+            `betas` is "beta1" and "beta2".
+        ranges: the values allowed for each of them.
+    """
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, float]]
+    ranges: ClassVar[Mapping[str, Range]]
+
+    @abstractmethod
+    def state_names(self, groups: Sequence[Hyper]) -> tuple[str, ...]:
+        """Names of the state arrays that these parameter groups need, torch's names, in the order `apply` takes them.
+
+        Every slice has the same arrays, so this is the union over the groups; a group that does not need one of them
+        leaves it alone. Only what is needed is named: SGD without momentum has none.
+
+        Args:
+            groups: per parameter group, its hyperparameters; what is missing has its default.
+        """
+
+    def initial_state(self, name: str, groups: Sequence[Hyper]) -> float:
+        """The value that fills the state array `name` before the first update.
+
+        Args:
+            name: one of `state_names(groups)`.
+            groups: per parameter group, its hyperparameters.
+
+        Raises:
+            InvalidRequest: there is no such state array, or the groups ask for different values.
+        """
+        if name not in self.state_names(groups):
+            needed = ", ".join(self.state_names(groups)) or "none"
+            raise InvalidRequest(f"{self.name} has no state {name!r} with these groups; it has {needed}")
+        return 0.0
+
+    def validate(self, hyper: Hyper) -> dict[str, float]:
+        """Checks the hyperparameters of one group and fills in the defaults.
+
+        Args:
+            hyper: hyperparameter values by name; may be incomplete.
+
+        Returns:
+            Every hyperparameter of this optimizer, as floats.
+
+        Raises:
+            InvalidRequest: a name is unknown, or a value is not a number in its range.
+        """
+        unknown = sorted(set(hyper) - set(self.defaults))
+        if unknown:
+            raise InvalidRequest(
+                f"{self.name} has no hyperparameter {unknown[0]!r}; it has {', '.join(self.defaults)}; "
+                f"remove it or correct its name"
+            )
+        return {name: self._number(name, hyper.get(name, default)) for name, default in self.defaults.items()}
+
+    def apply(
+        self,
+        param: Array,
+        grad: Array,
+        state: tuple[Array, ...],
+        wire: Array | None,
+        wire_dtype: DType,
+        hyper: Hyper,
+        update: int,
+        grad_scale: float,
+    ) -> None:
+        """One optimizer update of one piece of a slice, in place, in one pass, with the GIL released.
+
+        The gradient is multiplied by `grad_scale` first (the clip factor), then treated as torch treats it.
+
+        Args:
+            param: f32[n], the master parameters; updated.
+            grad: f32[n]; read only. Must not overlap the others.
+            state: per name in `state_names(groups)`, f32[n]; updated.
+            wire: wire_dtype.numpy[n], overwritten with the new parameters, or None for no copy.
+            wire_dtype: F32, BF16 or F16; ignored when `wire` is None.
+            hyper: this group's values, as `validate` returned them; what is missing has its default.
+            update: number of this update, counted from 1 (torch's `step` after it was incremented).
+            grad_scale: factor for the gradient.
+
+        Raises:
+            InvalidRequest: an array has another element type, length or layout than said, a state array that these
+                hyperparameters need is missing, or `update` is not positive. Nothing has been changed then.
+        """
+        values = hyper if len(hyper) == len(self.defaults) else {**self.defaults, **hyper}
+        if update < 1:
+            raise InvalidRequest(f"update is {update}; updates are counted from 1")
+        needed = self.state_names((values,))
+        if len(state) < len(needed):
+            raise InvalidRequest(
+                f"{self.name} needs the state {', '.join(needed)} with these hyperparameters, but {len(state)} arrays "
+                f"were given; allocate what state_names(groups) says, with the hyperparameters of every group"
+            )
+        numel = param.size
+        _check_array("param", param, _F32, numel)
+        _check_array("grad", grad, _F32, numel)
+        for array in state:
+            _check_array("state", array, _F32, numel)
+        if wire is not None:
+            wire = _wire_view(wire, wire_dtype, numel)
+        self._update(param, grad, state, wire, values, update, float(grad_scale))
+
+    def warm_up(self, groups: Sequence[Hyper], wire_dtype: DType | None) -> None:
+        """Compiles (or loads from disk) what these groups need, by updating nothing: empty arrays.
+
+        Worth calling when a server starts: the first compilation takes about a second.
+
+        Args:
+            groups: per parameter group, its hyperparameters.
+            wire_dtype: the dtype of the wire copy, or None for no copy.
+        """
+        empty = np.empty(0, np.float32)
+        state = tuple(empty for _ in self.state_names(groups))
+        wire = None if wire_dtype is None else np.empty(0, wire_dtype.numpy)
+        for hyper in groups:
+            self.apply(empty, empty, state, wire, wire_dtype or DType.F32, hyper, 1, 1.0)
+
+    @abstractmethod
+    def _update(
+        self,
+        param: Array,
+        grad: Array,
+        state: tuple[Array, ...],
+        wire: Array | None,
+        hyper: Hyper,
+        update: int,
+        grad_scale: float,
+    ) -> None:
+        """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits."""
+
+    def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
+        """Whether a hyperparameter is other than 0 in some group."""
+        return any(group.get(name, self.defaults[name]) != 0.0 for group in groups)
+
+    def _number(self, name: str, value: object) -> float:
+        """A hyperparameter as a float in its range."""
+        if isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
+            number = float(value)
+            if number in self.ranges[name]:
+                return number
+        raise InvalidRequest(f"{self.name}: {name} is {value!r}; needed is {self.ranges[name]}; correct it")
+
+
+def _check_array(name: str, array: Array, dtype: np.dtype[np.generic], numel: int) -> None:
+    if array.dtype != dtype or array.shape != (numel,) or not array.flags.c_contiguous:
+        raise InvalidRequest(
+            f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
+            f"{dtype}[{numel}]; pass 1-D contiguous pieces that are as long as param"
+        )
+
+
+def _wire_view(wire: Array, dtype: DType, numel: int) -> Array:
+    """The wire copy as the loops take it: f16 as int16 bits."""
+    if dtype is DType.BF16:
+        _check_array("wire", wire, _BF16, numel)
+    elif dtype is DType.F16:
+        _check_array("wire", wire, _F16, numel)
+        return wire.view(np.int16)
+    elif dtype is DType.F32:
+        _check_array("wire", wire, _F32, numel)
+    else:
+        raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
+    return wire

@@ -1,0 +1,89 @@
+"""How every benchmark reports: a table on the terminal, and a JSON file that says what machine it ran on.
+
+Owns: the description of the machine, the form of `benchmarks/results/*.json`, and the table.
+Refuses: to describe who ran it. No host name, user or path gets into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "grpcio", "numpy", "numba")
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to compare numbers: processor, cores, memory, kernel and versions.
+
+    Returns:
+        `cpu` (model name), `cores` (that this process may use), `memory_gib`, `kernel`, `python`, and a version, or
+        None, for each of torch, grpcio, numpy and numba.
+    """
+    return {
+        "cpu": _after_colon(Path("/proc/cpuinfo"), "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(int((_after_colon(Path("/proc/meminfo"), "MemTotal") or "0 kB").split()[0]) / 2**20, 1),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def write(name: str, rows: Sequence[Mapping[str, Any]], **extra: Any) -> Path:
+    """Writes `benchmarks/results/<name>.json`: the name, the machine, what `extra` says, and the rows.
+
+    Args:
+        name: of the benchmark; the file's stem.
+        rows: one mapping per measurement, column names with units ("median_ms").
+        extra: anything else a reader needs (sizes, repetitions, what was compared).
+
+    Returns:
+        The file written.
+    """
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"name": name, "machine": machine(), **extra, "rows": [dict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints rows under a title; numbers are aligned right, floats have two decimals, None is a blank."""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [max(len(column), *(len(row[i]) for row in texts), 0) for i, column in enumerate(columns)]
+    numeric = [all(isinstance(row[i], (int, float, NoneType)) for row in rows) for i in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = zip(cells, widths, numeric, strict=True)
+        return "  ".join(c.rjust(w) if number else c.ljust(w) for c, w, number in aligned).rstrip()
+
+    print(f"\n{title}\n", line(columns), line(["-" * w for w in widths]), *map(line, texts), sep="\n", file=sys.stdout)
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+
+
+def _after_colon(path: Path, key: str) -> str | None:
+    """The value of the first "key : value" line of a file, if there is one."""
+    if not path.exists():
+        return None
+    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == key), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,227 @@
+"""Our fused optimizer kernels against torch's, on the same parameters, in the same minutes.
+
+    python benchmarks/kernels.py [--quick]
+
+Per optimizer: 64M f32 parameters, 2 threads each. Ours runs as a shard server runs it: threads that take pieces of 256K
+elements until none are left, once without and once with the bf16 wire copy. torch's is its fused implementation where
+it has one for CPUs, else foreach; for Lion, which torch lacks, it is the usual sequence of `torch._foreach_*` calls.
+torch writes no bf16 copy in any column. Repetitions are interleaved, so a noisy neighbour hits all of them alike;
+the table and the ratios take the fastest of them, the file has the medians too.
+
+Also the server's gradient work: adding a bf16 chunk in f32, with and without the sum of squares, against torch.
+
+The acceptance is AdamW with copy ≤ 1.2 × torch without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import _report
+import numpy as np
+import torch
+
+from axon_ps.compress import cast
+from axon_ps.optim import create
+from axon_ps.types import Array, DType
+
+THREADS = 2
+PIECE_NUMEL = 256 * 1024
+
+CASES: list[tuple[str, dict[str, float], str]] = [
+    ("sgd", {"lr": 1e-3}, "fused"),
+    ("sgd", {"lr": 1e-3, "momentum": 0.9}, "fused"),
+    ("sgd", {"lr": 1e-3, "momentum": 0.9, "nesterov": 1.0}, "fused"),
+    ("adam", {"lr": 1e-3}, "fused"),
+    ("adamw", {"lr": 1e-3, "weight_decay": 0.01}, "fused"),
+    ("adamw", {"lr": 1e-3, "weight_decay": 0.01, "amsgrad": 1.0}, "fused"),
+    ("adagrad", {"lr": 1e-3}, "fused"),
+    ("rmsprop", {"lr": 1e-3}, "foreach"),
+    ("rmsprop", {"lr": 1e-3, "momentum": 0.9, "centered": 1.0}, "foreach"),
+    ("lion", {"lr": 1e-4, "weight_decay": 0.1}, "foreach"),
+]
+TORCH = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+
+
+Calls = dict[str, Callable[[], object]]
+
+
+class Pieces:
+    """Runs a function over pieces of [0, numel) on THREADS threads, each taking the next piece until none is left."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def run(self, one: Callable[[slice], object]) -> None:
+        """Returns when every piece is done."""
+        pieces = self._pieces()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                one(piece)
+
+        for future in [self._pool.submit(work) for _ in range(THREADS)]:
+            future.result()
+
+    def _pieces(self) -> Iterator[slice]:
+        for start in range(0, self._numel, PIECE_NUMEL):
+            yield slice(start, min(start + PIECE_NUMEL, self._numel))
+
+
+def ours(name: str, hyper: dict[str, float], param: Array, grad: Array, pieces: Pieces) -> Calls:
+    """Our update without and with the wire copy, as calls."""
+    optimizer = create(name)
+    values = optimizer.validate(hyper)
+    state = tuple(np.zeros_like(param) for _ in optimizer.state_names([values]))
+    wire = np.zeros(param.size, np.uint16)
+    for dtype in (None, DType.BF16):
+        optimizer.warm_up([values], dtype)
+
+    def update(copy: Array | None) -> None:
+        def one(p: slice) -> None:
+            copied = None if copy is None else copy[p]
+            optimizer.apply(param[p], grad[p], tuple(s[p] for s in state), copied, DType.BF16, values, 10, 0.5)
+
+        pieces.run(one)
+
+    return {"ours": lambda: update(None), "ours_bf16": lambda: update(wire)}
+
+
+def torchs(name: str, hyper: dict[str, float], implementation: str, param: Array, grad: Array) -> Callable[[], object]:
+    """torch's update as a call. Its moments lie in numpy's memory like ours, which has huge pages."""
+    tensor = torch.from_numpy(param)
+    if name == "lion":
+        return torch_lion(tensor, torch.from_numpy(grad), **hyper)
+    options: dict[str, Any] = {k: bool(v) if k in ("nesterov", "amsgrad", "centered") else v for k, v in hyper.items()}
+    tensor.requires_grad_()
+    tensor.grad = torch.from_numpy(grad)
+    optimizer = getattr(torch.optim, TORCH[name])([tensor], **{implementation: True}, **options)
+    optimizer.step()
+    state = optimizer.state[tensor]
+    state |= {k: torch.from_numpy(np.zeros_like(param)) for k, v in state.items() if v is not None and v.ndim}
+    return lambda: optimizer.step()
+
+
+def torch_lion(param: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float) -> Callable[[], None]:
+    """Lion with betas 0.9 and 0.99, the way torch's foreach optimizers are written."""
+    exp_avg = torch.from_numpy(np.zeros_like(param.numpy()))
+
+    def step() -> None:
+        direction = torch._foreach_mul([exp_avg], 0.9)
+        torch._foreach_add_(direction, [grad], alpha=0.1)
+        torch._foreach_sign_(direction)
+        torch._foreach_mul_([param], 1.0 - lr * weight_decay)
+        torch._foreach_add_([param], direction, alpha=-lr)
+        torch._foreach_lerp_([exp_avg], [grad], 0.01)
+
+    return step
+
+
+def measure(calls: Calls, repetitions: int) -> dict[str, list[float]]:
+    """Milliseconds per call, interleaved; the first round, which touches memory for the first time, is left out."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if repetition:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def summary(times: dict[str, list[float]], baseline: str) -> dict[str, float]:
+    """Minima, medians, and the ratios of the minima to the baseline's, rounded."""
+    row = {f"{name}_min_ms": round(min(t), 2) for name, t in times.items()}
+    row |= {f"{name}_median_ms": round(statistics.median(t), 2) for name, t in times.items()}
+    row |= {f"{name}_ratio": round(min(t) / min(times[baseline]), 3) for name, t in times.items() if name != baseline}
+    return row
+
+
+def optimizers(numel: int, repetitions: int) -> list[dict[str, Any]]:
+    """One row per case of CASES."""
+    rng = np.random.default_rng(0)
+    param, grad = (rng.standard_normal(numel, dtype=np.float32) for _ in range(2))
+    their_param, pieces, rows = param.copy(), Pieces(numel), []
+    for name, hyper, implementation in CASES:
+        calls = ours(name, hyper, param, grad, pieces)
+        calls["torch"] = torchs(name, hyper, implementation, their_param, grad)
+        flags = [k for k in ("momentum", "nesterov", "amsgrad", "centered") if hyper.get(k)]
+        label = " ".join([name, *flags])
+        times = summary(measure(calls, repetitions), "torch")
+        rows.append({"optimizer": label, "torch_implementation": implementation, **times})
+        del calls
+        gc.collect()  # moments of the next optimizer take their place
+    return rows
+
+
+def accumulation(numel: int, repetitions: int) -> list[dict[str, Any]]:
+    """One row per way to add a bf16 gradient to an f32 sum and to square it."""
+    rng = np.random.default_rng(0)
+    acc, chunk, pieces = rng.standard_normal(numel, dtype=np.float32), np.zeros(numel, np.uint16), Pieces(numel)
+    cast.encode(acc, chunk, DType.BF16)
+    cast.warm_up(DType.BF16)
+    their_acc = torch.from_numpy(acc.copy())
+    their_chunk = torch.from_numpy(chunk.view(np.int16)).view(torch.bfloat16)
+    widened = torch.empty_like(their_acc)
+
+    def torch_add() -> None:
+        widened.copy_(their_chunk)  # several times faster than add_ with mixed types
+        their_acc.add_(widened)
+
+    calls: Calls = {
+        "accumulate": lambda: pieces.run(lambda p: cast.accumulate(acc[p], chunk[p], DType.BF16, False)),
+        "accumulate_last": lambda: pieces.run(lambda p: cast.accumulate_last(acc[p], chunk[p], DType.BF16, False)),
+        "sum_of_squares": lambda: pieces.run(lambda p: cast.sum_of_squares(acc[p])),
+        "encode": lambda: pieces.run(lambda p: cast.encode(acc[p], chunk[p], DType.BF16)),
+        "torch copy_ and add_": torch_add,
+        "torch linalg.vector_norm": lambda: torch.linalg.vector_norm(their_acc),
+        "torch copy_ to bf16": lambda: their_chunk.copy_(their_acc),
+    }
+    times = measure(calls, repetitions)
+    return [
+        {"operation": name, "median_ms": round(statistics.median(t), 2), "min_ms": round(min(t), 2)}
+        for name, t in times.items()
+    ]
+
+
+def main() -> None:
+    """Runs, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="4M parameters, few repetitions, writes no file")
+    quick = parser.parse_args().quick
+    numel, repetitions = (4 * 2**20, 3) if quick else (64 * 2**20, 15)
+    torch.set_num_threads(THREADS)
+
+    steps = optimizers(numel, repetitions)
+    columns = ["ours_min_ms", "ours_bf16_min_ms", "torch_min_ms", "ours_ratio", "ours_bf16_ratio"]
+    _report.table(
+        f"Optimizer step, {numel:,} parameters, {THREADS} threads, fastest of {repetitions}",
+        ["optimizer", "torch is", "ours ms", "ours + bf16 ms", "torch ms", "ratio", "ratio with bf16"],
+        [[row["optimizer"], row["torch_implementation"], *(row[c] for c in columns)] for row in steps],
+    )
+    sums = accumulation(numel, repetitions)
+    _report.table(
+        f"Gradients, {numel:,} elements, {THREADS} threads",
+        ["operation", "median ms", "min ms"],
+        [[row["operation"], row["median_ms"], row["min_ms"]] for row in sums],
+    )
+    if not quick:
+        sizes = {"numel": numel, "threads": THREADS, "piece_numel": PIECE_NUMEL, "repetitions": repetitions}
+        _report.write("kernels", steps, **sizes, gradients=sums)
+
+
+if __name__ == "__main__":
+    main()

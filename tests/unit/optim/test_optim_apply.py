@@ -1,0 +1,153 @@
+"""What all optimizers share: the wire copy, the same bits however a slice is cut, and refusing what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axon_ps.compress import cast
+from axon_ps.errors import InvalidRequest
+from axon_ps.optim import create, names
+from axon_ps.types import DType
+
+TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.F16: torch.float16}
+
+# Per optimizer, the setting with the most state.
+FULL: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": 1.0, "weight_decay": 0.1},
+    "adam": {"lr": 0.1, "amsgrad": 1.0, "weight_decay": 0.1},
+    "adamw": {"lr": 0.1, "weight_decay": 0.1},
+    "adagrad": {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1},
+    "rmsprop": {"lr": 0.1, "momentum": 0.9, "centered": 1.0, "weight_decay": 0.1},
+    "lion": {"lr": 0.1, "weight_decay": 0.1},
+}
+
+
+def test_every_optimizer_is_here() -> None:
+    assert set(FULL) == set(names())
+
+
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPE))
+@pytest.mark.parametrize("name", list(FULL))
+def test_wire_copy_is_torchs_cast(oracle: Any, name: str, dtype: DType) -> None:
+    ours = oracle.ours(name, [FULL[name]], 1001, 3, wire_dtype=dtype)
+    theirs = torch.from_numpy(ours.param).to(TORCH_DTYPE[dtype])
+    assert ours.wire.tobytes() == theirs.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPE))
+def test_wire_copy_is_encode_for_every_kind_of_number(dtype: DType) -> None:
+    """A learning rate of 0 leaves the parameters, whatever they are, and copies them."""
+    bits = np.arange(0, 2**32, 65519, dtype=np.uint64).astype(np.uint32)
+    param = np.concatenate([bits, np.array([0x7F800000, 0x7FC00000, 0xFF800001, 0x7F7FFFFF], np.uint32)])
+    param = param.view(np.float32)
+    wire, expected = np.zeros(param.size, dtype.numpy), np.zeros(param.size, dtype.numpy)
+    cast.encode(param, expected, dtype)
+    param[np.isnan(param)] = np.nan
+    create("sgd").apply(param, np.zeros_like(param), (), wire, dtype, {"lr": 0.0}, 1, 1.0)
+    numbers = ~np.isnan(param)
+    assert (wire[numbers] == expected[numbers]).all()
+    widened = np.empty(param.size, np.float32)
+    cast.decode(wire, widened, dtype)
+    assert np.isnan(widened[~numbers]).all()
+
+
+def in_pieces(one: Callable[[slice], None]) -> None:
+    edges = [0, 1, 4, 21, 22, 500, 1001]
+    for start, stop in itertools.pairwise(edges):
+        one(slice(start, stop))
+
+
+def on_threads(one: Callable[[slice], None]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, [slice(start, min(start + 77, 1001)) for start in range(0, 1001, 77)]))
+
+
+@pytest.mark.parametrize("pieces", [in_pieces, on_threads])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
+@pytest.mark.parametrize("name", list(FULL))
+def test_bits_do_not_depend_on_pieces_or_threads(oracle: Any, name: str, dtype: DType, pieces: Any) -> None:
+    whole = oracle.ours(name, [FULL[name]], 1001, 4, wire_dtype=dtype)
+    oracle.assert_same_bits(whole, oracle.ours(name, [FULL[name]], 1001, 4, wire_dtype=dtype, pieces=pieces))
+
+
+@pytest.mark.parametrize("name", list(FULL))
+def test_no_wire_copy(name: str) -> None:
+    optimizer, values = create(name), create(name).validate(FULL[name])
+    param, grad = np.ones(10, np.float32), np.full(10, 0.5, np.float32)
+    state = tuple(np.zeros(10, np.float32) for _ in optimizer.state_names([values]))
+    wire = np.zeros(10, np.uint16)
+    copies = [a.copy() for a in (param, *state)]
+    optimizer.apply(param, grad, state, None, DType.BF16, values, 1, 1.0)
+    optimizer.apply(copies[0], grad, tuple(copies[1:]), wire, DType.BF16, values, 1, 1.0)
+    assert param.tobytes() == copies[0].tobytes()
+    assert (param != 1.0).all()
+    assert (grad == 0.5).all()
+
+
+def test_missing_hyperparameters_have_their_defaults() -> None:
+    optimizer = create("adamw")
+    a, b = np.ones(4, np.float32), np.ones(4, np.float32)
+    for param, hyper in ((a, {"lr": 0.1}), (b, optimizer.validate({"lr": 0.1}))):
+        state = (np.zeros(4, np.float32), np.zeros(4, np.float32))
+        optimizer.apply(param, np.ones(4, np.float32), state, None, DType.F32, hyper, 1, 1.0)
+    assert a.tobytes() == b.tobytes()
+
+
+def arrays(n: int) -> dict[str, Any]:
+    zeros = {k: np.zeros(n, np.float32) for k in ("param", "grad", "m", "v")}
+    return {
+        "param": zeros["param"],
+        "grad": zeros["grad"],
+        "state": (zeros["m"], zeros["v"]),
+        "wire": np.zeros(n, np.uint16),
+        "wire_dtype": DType.BF16,
+        "hyper": {"lr": 0.1},
+        "update": 1,
+        "grad_scale": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"grad": np.zeros(7, np.float32)}, r"grad is float32\[7\]"),
+        ({"grad": np.zeros(8, np.float64)}, r"grad is float64\[8\]"),
+        ({"grad": np.zeros(16, np.float32)[::2]}, "contiguous"),
+        ({"param": np.zeros((8, 1), np.float32)}, "param is"),
+        ({"state": (np.zeros(8, np.float32), np.zeros(9, np.float32))}, r"state is float32\[9\]"),
+        ({"state": (np.zeros(8, np.float32),)}, "exp_avg, exp_avg_sq"),
+        ({"hyper": {"lr": 0.1, "amsgrad": 1.0}}, "max_exp_avg_sq"),
+        ({"wire": np.zeros(9, np.uint16)}, "wire is"),
+        ({"wire": np.zeros(8, np.float16)}, "wire is"),
+        ({"wire": np.zeros(8, np.int64), "wire_dtype": DType.I64}, "I64 does not travel"),
+        ({"update": 0}, "counted from 1"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        create("adamw").apply(**{**arrays(8), **change})
+
+
+def test_warm_up_compiles_every_group() -> None:
+    for name, hyper in FULL.items():
+        create(name).warm_up([{}, hyper], DType.BF16)
+        create(name).warm_up([{}, hyper], None)
+
+
+def test_describing_an_optimizer_needs_no_numba() -> None:
+    code = (
+        "import sys, axon_ps.optim as o, axon_ps.compress, axon_ps.optim.schedules\n"
+        "for name in o.names(): o.create(name).state_names([o.create(name).validate({})])\n"
+        "assert 'numba' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
