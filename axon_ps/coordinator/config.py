@@ -1,0 +1,51 @@
+"""How a coordinator is told to run its job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from axon_ps.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What the job is, before anybody has joined.
+
+    Attributes:
+        job: its name.
+        world_size: workers it starts with; 0 = what the first worker says.
+        num_shards: shard servers it needs, always exactly this many.
+        min_workers: once it was complete, it goes on with this many; None = world_size.
+        lease_s: how long a silent member is kept.
+        join_timeout_s: how long workers wait for lost members to be replaced before they are told to give up;
+            inf = for ever.
+        resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
+            values.
+    """
+
+    job: str = "default"
+    world_size: int = 0
+    num_shards: int = 1
+    min_workers: int | None = None
+    lease_s: float = 5.0
+    join_timeout_s: float = 600.0
+    resume: str = ""
+
+    def __post_init__(self) -> None:
+        for what, value, least in (("world_size", self.world_size, 0), ("num_shards", self.num_shards, 1)):
+            if value < least:
+                raise ConfigurationError(f"{what} is {value}; it must be at least {least}")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise ConfigurationError(f"min_workers is {self.min_workers}; it must be at least 1")
+        if self.min_workers is not None and self.world_size and self.min_workers > self.world_size:
+            raise ConfigurationError(
+                f"min_workers is {self.min_workers}, more than world_size, which is {self.world_size}"
+            )
+        for what, seconds in (("lease_s", self.lease_s), ("join_timeout_s", self.join_timeout_s)):
+            if not seconds > 0:
+                raise ConfigurationError(f"{what} is {seconds}; it must be more than 0")
+        if math.isinf(self.lease_s):
+            raise ConfigurationError("lease_s is infinite; a member that froze would never be noticed")
+        if not self.job or not self.job.isprintable():
+            raise ConfigurationError(f"the job is called {self.job!r}; give it a printable name")

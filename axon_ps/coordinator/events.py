@@ -1,0 +1,227 @@
+"""What members are told on their session, and what they report: pure values that state, servicer and client share.
+
+Invariant: a `Membership` of a given generation never changes; whatever would change it makes a new generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from axon_ps.errors import AxonError
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, Hyper, Membership, OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """The first thing a member hears.
+
+    Attributes:
+        rank: the rank it has been given.
+        lease_s: how long its silence is tolerated.
+        world_size: workers the job starts with; 0 while no worker has said so.
+        num_shards: shard servers of the job.
+        state_id: of the coordinator's durable state; another one than before means that it has lost its state.
+    """
+
+    rank: int
+    lease_s: float
+    world_size: int
+    num_shards: int
+    state_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What the job is made of.
+
+    Attributes:
+        spec: layout and how it travels; None until registered. Only shard servers are told.
+        optimizer: None until registered. Only shard servers are told.
+        initialized: whether every shard server holds its parameters.
+        version: committed steps.
+        epoch: how often the job was restored; a change makes every gathered copy stale.
+    """
+
+    spec: JobSpec | None = None
+    optimizer: OptimizerSpec | None = None
+    initialized: bool = False
+    version: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotOrder:
+    """To a shard server: write your slices at `version`, the current one, to the checkpoint `uri`."""
+
+    id: int
+    uri: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOrder:
+    """To a shard server: load your slices from the checkpoint `uri`, which holds `version`."""
+
+    epoch: int
+    uri: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLost:
+    """To our own process: the stream broke; the client keeps trying unless `final`."""
+
+    error: AxonError
+    final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRestored:
+    """To our own process: the stream is up again, and what was missed has been delivered."""
+
+
+ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder
+"""What the coordinator pushes."""
+
+Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | SessionLost | SessionRestored
+"""What a client's `on_event` gets, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a member says of itself when it joins.
+
+    Attributes:
+        job: name of the job it wants to join.
+        incarnation: 32 hex digits.
+        node: host or container.
+        address: where a shard server listens.
+        requested_rank: wanted rank; -1 = any.
+        world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
+    """
+
+    job: str
+    incarnation: str
+    node: str
+    address: str = ""
+    requested_rank: int = -1
+    world_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vote:
+    """A worker has pushed everything of a step.
+
+    Attributes:
+        generation: the generation it pushed in.
+        step: the attempt.
+        max_norm: global L2 norm to clip to; 0 = do not clip.
+        hyper: per parameter group, this step's hyperparameters; empty = as registered.
+    """
+
+    generation: int
+    step: int
+    max_norm: float = 0.0
+    hyper: tuple[Hyper, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A shard server has every replica's gradients of a step in every slice it owns.
+
+    Attributes:
+        generation: the generation.
+        step: the attempt.
+        sum_of_squares: of the summed gradients; non-finite when they are.
+    """
+
+    generation: int
+    step: int
+    sum_of_squares: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFile:
+    """A file that a shard server wrote for a checkpoint."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport:
+    """A shard server's answer to a `SnapshotOrder`: its files, or why there are none."""
+
+    id: int
+    files: Sequence[SnapshotFile] = ()
+    error: AxonError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """The answer to a registration.
+
+    Attributes:
+        first: whether this call gave the job what it lacked.
+        initialized: whether the servers hold parameters already (a joiner must not upload).
+        version: committed steps.
+        upload: whether the caller is the one to upload the first values.
+        generation: the generation it was answered in.
+    """
+
+    first: bool
+    initialized: bool
+    version: int
+    upload: bool
+    generation: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint that was written or read.
+
+    Attributes:
+        uri: where it is.
+        version: the version it holds.
+        bytes: bytes of all its files.
+        extra_json: what was saved with it, a JSON object.
+    """
+
+    uri: str
+    version: int
+    bytes: int = 0
+    extra_json: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the job looks like now.
+
+    Attributes:
+        job: its name.
+        membership: who is there.
+        version: committed steps.
+        step: current step attempt.
+        registered: whether there is a layout.
+        initialized: whether the servers hold parameters.
+        parameters: elements of the layout.
+        lease_s: how long a silent member is kept.
+        uptime_s: of the coordinator.
+        counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
+        pending: what the current step, a barrier or a checkpoint waits for, in words.
+    """
+
+    job: str
+    membership: Membership
+    version: int
+    step: int
+    registered: bool
+    initialized: bool
+    parameters: int
+    lease_s: float
+    uptime_s: float = 0.0
+    counters: Mapping[str, float] = field(default_factory=dict)
+    pending: tuple[str, ...] = ()

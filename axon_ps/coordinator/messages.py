@@ -1,0 +1,276 @@
+"""Between the session's messages and `events`: what goes up (client to coordinator) and what comes down.
+
+What a message says is checked here once, so that the state machine works with values that have a meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from axon_ps.coordinator.events import (
+    Hello,
+    JobState,
+    Ready,
+    RestoreOrder,
+    ServerEvent,
+    SnapshotFile,
+    SnapshotOrder,
+    SnapshotReport,
+    Status,
+    Vote,
+    Welcome,
+)
+from axon_ps.errors import InvalidRequest
+from axon_ps.transport.status import error_from_detail, error_to_detail
+from axon_ps.types import Decision, Membership, Role
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import coordinator_pb2, session_pb2
+
+MAX_SNAPSHOT_FILES = 1 << 16
+"""Most files that one shard server may report for one checkpoint."""
+
+_INCARNATION = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def incarnation_from_proto(text: str) -> str:
+    """An incarnation from the wire.
+
+    Raises:
+        InvalidRequest: it is not 32 hex digits.
+    """
+    if not _INCARNATION.fullmatch(text):
+        raise InvalidRequest(f"incarnation {text[:64]!r} is not 32 hex digits, such as uuid.uuid4().hex")
+    return text
+
+
+def hello_to_proto(hello: Hello, role: Role) -> session_pb2.SessionRequest:
+    """The first message of a session."""
+    return session_pb2.SessionRequest(
+        join=session_pb2.Join(
+            job=hello.job,
+            role=codec.role_to_proto(role),
+            incarnation=hello.incarnation,
+            node=hello.node,
+            address=hello.address,
+            requested_rank=hello.requested_rank,
+            world_size=hello.world_size,
+        )
+    )
+
+
+def hello_from_proto(message: session_pb2.Join) -> tuple[Role, Hello]:
+    """Role and self-description of who joins.
+
+    Raises:
+        InvalidRequest: a field is malformed, or a shard server gives no address.
+    """
+    role = codec.role_from_proto(message.role)
+    if role is Role.SHARD and not message.address:
+        raise InvalidRequest("a shard server joins without an address; workers could not reach it")
+    return role, Hello(
+        job=codec.name_from_proto(message.job, "the job", empty=True),
+        incarnation=incarnation_from_proto(message.incarnation),
+        node=codec.name_from_proto(message.node, "the node"),
+        address=codec.name_from_proto(message.address, "the address", empty=True),
+        requested_rank=message.requested_rank,
+        world_size=message.world_size,
+    )
+
+
+def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
+    """A worker's vote as a message."""
+    return session_pb2.SessionRequest(
+        vote=session_pb2.Vote(
+            generation=vote.generation,
+            step=vote.step,
+            max_norm=vote.max_norm,
+            hyper=[codec.hyper_to_proto(h) for h in vote.hyper],
+        )
+    )
+
+
+def vote_from_proto(message: session_pb2.Vote) -> Vote:
+    """A worker's vote; whether its values make sense is decided with the step.
+
+    Raises:
+        InvalidRequest: a hyperparameter's name is malformed.
+    """
+    return Vote(
+        generation=message.generation,
+        step=message.step,
+        max_norm=message.max_norm,
+        hyper=codec.hypers_from_proto(message.hyper),
+    )
+
+
+def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
+    """A shard server's word that it has all gradients, as a message."""
+    return session_pb2.SessionRequest(
+        ready=session_pb2.Ready(generation=ready.generation, step=ready.step, sum_of_squares=ready.sum_of_squares)
+    )
+
+
+def ready_from_proto(message: session_pb2.Ready) -> Ready:
+    """A shard server's word that it has all gradients.
+
+    Raises:
+        InvalidRequest: the sum of squares is negative.
+    """
+    if message.sum_of_squares < 0 and not math.isnan(message.sum_of_squares):
+        raise InvalidRequest(f"sum_of_squares is {message.sum_of_squares}; a sum of squares is 0 or more")
+    return Ready(generation=message.generation, step=message.step, sum_of_squares=message.sum_of_squares)
+
+
+def initialized_to_proto(version: int, epoch: int) -> session_pb2.SessionRequest:
+    """A shard server's word that it holds its parameters, as a message."""
+    return session_pb2.SessionRequest(initialized=session_pb2.Initialized(version=version, epoch=epoch))
+
+
+def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionRequest:
+    """What a shard server wrote for a checkpoint, as a message."""
+    message = session_pb2.SnapshotReport(
+        id=report.id,
+        files=[session_pb2.SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in report.files],
+    )
+    if report.error is not None:
+        message.error.CopyFrom(error_to_detail(report.error))
+    return session_pb2.SessionRequest(snapshot=message)
+
+
+def snapshot_report_from_proto(message: session_pb2.SnapshotReport) -> SnapshotReport:
+    """What a shard server wrote for a checkpoint.
+
+    Raises:
+        InvalidRequest: a file's name or hash is malformed, or there are too many.
+    """
+    if len(message.files) > MAX_SNAPSHOT_FILES:
+        raise InvalidRequest(f"{len(message.files)} files are reported; at most {MAX_SNAPSHOT_FILES} are allowed")
+    for f in message.files:
+        codec.name_from_proto(f.name, "a checkpoint file's name")
+        if not _SHA256.fullmatch(f.sha256):
+            raise InvalidRequest(f"the sha256 of file {f.name!r} is {f.sha256[:80]!r}; it must be 64 hex digits")
+    return SnapshotReport(
+        id=message.id,
+        files=tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in message.files),
+        error=error_from_detail(message.error) if message.HasField("error") else None,
+    )
+
+
+def job_to_proto(job: JobState) -> session_pb2.JobEvent:
+    """What the job is made of, as the event that announces it."""
+    return session_pb2.JobEvent(
+        spec=None if job.spec is None else codec.job_spec_to_proto(job.spec),
+        optimizer=None if job.optimizer is None else codec.optimizer_to_proto(job.optimizer),
+        initialized=job.initialized,
+        version=job.version,
+        epoch=job.epoch,
+    )
+
+
+def job_from_proto(message: session_pb2.JobEvent) -> JobState:
+    """What the job is made of, from the event that announces it.
+
+    Raises:
+        InvalidRequest: the layout or the optimizer is malformed.
+    """
+    return JobState(
+        spec=codec.job_spec_from_proto(message.spec) if message.HasField("spec") else None,
+        optimizer=codec.optimizer_from_proto(message.optimizer) if message.HasField("optimizer") else None,
+        initialized=message.initialized,
+        version=message.version,
+        epoch=message.epoch,
+    )
+
+
+def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
+    """What the coordinator pushes, as a message."""
+    if isinstance(event, Decision):
+        return session_pb2.SessionEvent(decision=codec.decision_to_proto(event))
+    if isinstance(event, Membership):
+        return session_pb2.SessionEvent(membership=codec.membership_to_proto(event))
+    if isinstance(event, JobState):
+        return session_pb2.SessionEvent(job=job_to_proto(event))
+    if isinstance(event, SnapshotOrder):
+        order = session_pb2.SnapshotOrder(id=event.id, uri=event.uri, version=event.version)
+        return session_pb2.SessionEvent(snapshot=order)
+    if isinstance(event, RestoreOrder):
+        return session_pb2.SessionEvent(
+            restore=session_pb2.RestoreOrder(epoch=event.epoch, uri=event.uri, version=event.version)
+        )
+    return session_pb2.SessionEvent(
+        welcome=session_pb2.Welcome(
+            rank=event.rank,
+            lease_s=event.lease_s,
+            world_size=event.world_size,
+            num_shards=event.num_shards,
+            state_id=event.state_id,
+        )
+    )
+
+
+def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
+    """What the coordinator pushed; None for an event of a newer protocol.
+
+    Raises:
+        InvalidRequest: the event is malformed.
+    """
+    kind = message.WhichOneof("message")
+    if kind == "decision":
+        return codec.decision_from_proto(message.decision)
+    if kind == "membership":
+        return codec.membership_from_proto(message.membership)
+    if kind == "job":
+        return job_from_proto(message.job)
+    if kind == "snapshot":
+        return SnapshotOrder(id=message.snapshot.id, uri=message.snapshot.uri, version=message.snapshot.version)
+    if kind == "restore":
+        return RestoreOrder(epoch=message.restore.epoch, uri=message.restore.uri, version=message.restore.version)
+    if kind == "welcome":
+        return Welcome(
+            rank=message.welcome.rank,
+            lease_s=message.welcome.lease_s,
+            world_size=message.welcome.world_size,
+            num_shards=message.welcome.num_shards,
+            state_id=message.welcome.state_id,
+        )
+    return None
+
+
+def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
+    """What the job looks like, as a message."""
+    return coordinator_pb2.StatusReply(
+        job=status.job,
+        membership=codec.membership_to_proto(status.membership),
+        version=status.version,
+        step=status.step,
+        registered=status.registered,
+        initialized=status.initialized,
+        parameters=status.parameters,
+        uptime_s=status.uptime_s,
+        counters=dict(status.counters),
+        pending=status.pending,
+        lease_s=status.lease_s,
+    )
+
+
+def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
+    """What the job looks like, from a message.
+
+    Raises:
+        InvalidRequest: a member is malformed.
+    """
+    return Status(
+        job=message.job,
+        membership=codec.membership_from_proto(message.membership),
+        version=message.version,
+        step=message.step,
+        registered=message.registered,
+        initialized=message.initialized,
+        parameters=message.parameters,
+        lease_s=message.lease_s,
+        uptime_s=message.uptime_s,
+        counters=dict(message.counters),
+        pending=tuple(message.pending),
+    )

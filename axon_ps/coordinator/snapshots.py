@@ -1,0 +1,137 @@
+"""Checkpoints being written: one order at a time, reports of all shard servers, one answer. Pure.
+
+The answer names every file; writing the manifest, which makes the directory a checkpoint, is the shell's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from axon_ps.coordinator.actions import Outbox
+from axon_ps.coordinator.events import SnapshotFile, SnapshotOrder, SnapshotReport
+from axon_ps.coordinator.steps import ranks_in_words
+from axon_ps.errors import AxonError, Busy, MemberLost
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A checkpoint whose files are all written, but for the manifest.
+
+    Attributes:
+        uri: where.
+        version: the version it holds.
+        files: of all shard servers, in rank order.
+        spec: the job's layout.
+        optimizer: the job's optimizer, if it has one.
+        num_servers: how many shard servers wrote it.
+    """
+
+    uri: str
+    version: int
+    files: tuple[SnapshotFile, ...]
+    spec: JobSpec
+    optimizer: OptimizerSpec | None
+    num_servers: int
+
+
+@dataclass
+class _Save:
+    call: int
+    order: SnapshotOrder
+    spec: JobSpec
+    optimizer: OptimizerSpec | None
+    waits_for: set[int]
+    files: dict[int, Sequence[SnapshotFile]] = field(default_factory=dict)
+
+
+class Snapshots:
+    """The order under way.
+
+    Args:
+        last_id: number of the newest order before the coordinator's restart.
+        out: gets the answers.
+    """
+
+    def __init__(self, last_id: int, out: Outbox) -> None:
+        self.last_id = last_id
+        self._out = out
+        self._save: _Save | None = None
+
+    def check_free(self) -> None:
+        """Refuse a second order.
+
+        Raises:
+            Busy: one is under way.
+        """
+        if self._save is not None:
+            raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
+
+    def begin(
+        self, call: int, uri: str, version: int, ranks: Sequence[int], spec: JobSpec, optimizer: OptimizerSpec | None
+    ) -> SnapshotOrder:
+        """The order for a new checkpoint."""
+        self.last_id += 1
+        order = SnapshotOrder(id=self.last_id, uri=uri, version=version)
+        self._save = _Save(call, order, spec, optimizer, set(ranks))
+        return order
+
+    def report(self, rank: int, report: SnapshotReport) -> None:
+        """A shard server's answer; of an order that is not under way any more it means nothing."""
+        save = self._save
+        if save is None or report.id != save.order.id or rank not in save.waits_for:
+            return
+        if report.error is not None:
+            self._fail(_at(rank, report.error))
+            return
+        save.waits_for.discard(rank)
+        save.files[rank] = report.files
+        if not save.waits_for:
+            self._save = None
+            self._out.reply(
+                save.call,
+                Snapshot(
+                    uri=save.order.uri,
+                    version=save.order.version,
+                    files=tuple(f for r in sorted(save.files) for f in save.files[r]),
+                    spec=save.spec,
+                    optimizer=save.optimizer,
+                    num_servers=len(save.files),
+                ),
+            )
+
+    def lost(self, ranks: Sequence[int], reason: str) -> None:
+        """Shard servers are gone: what they were writing will not be whole."""
+        if self._save is not None and self._save.waits_for & set(ranks):
+            self._fail(MemberLost(f"the checkpoint at {self._save.order.uri} was not written: {reason}"))
+
+    def abandon(self, error: AxonError) -> None:
+        """The parameters are being replaced: give up what is under way."""
+        if self._save is not None:
+            self._fail(error)
+
+    def cancel(self, call: int) -> None:
+        """Nobody waits for this call any more; what is written will have no manifest."""
+        if self._save is not None and self._save.call == call:
+            self._save = None
+
+    def pending(self) -> list[str]:
+        """What is waited for, in words."""
+        if self._save is None:
+            return []
+        return [
+            f"the checkpoint at {self._save.order.uri} waits for shard server {ranks_in_words(self._save.waits_for)}"
+        ]
+
+    def _fail(self, error: AxonError) -> None:
+        assert self._save is not None
+        self._out.reply(self._save.call, error)
+        self._save = None
+
+
+def _at(rank: int, error: AxonError) -> AxonError:
+    """The error of a shard server, naming it."""
+    named = type(error)(f"shard server {rank}: {error}")
+    return named

@@ -1,0 +1,205 @@
+"""The coordinator's durable state: records by key, written in batches that happen entirely or not at all.
+
+A store knows nothing of what the records mean; `coordinator.records` does. One coordinator owns a store at a time.
+
+Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
+of the batch is visible to a later `load`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, TypeVar
+
+from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
+
+SCHEMA_VERSION: Final = 1
+"""Layout of the sqlite file; kept in its `user_version`."""
+
+APPLICATION_ID: Final = 0x41584F4E
+"""What marks a sqlite file as ours: "AXON"."""
+
+_SelfT = TypeVar("_SelfT", bound="StateStore")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One change: `key` gets `value`, or is removed when `value` is None."""
+
+    key: str
+    value: bytes | None
+
+
+class StateStore(ABC):
+    """Durable records. Methods are called one at a time, from one thread at a time."""
+
+    @abstractmethod
+    def load(self) -> Mapping[str, bytes]:
+        """Everything stored; empty for a new job.
+
+        Raises:
+            Closed: the store was closed.
+        """
+
+    @abstractmethod
+    def apply(self, records: Sequence[Record]) -> None:
+        """Make the changes durable, in order, all or none.
+
+        Raises:
+            StorageFull: no space left; nothing was changed, and the same batch may be tried again.
+            AxonError: the store failed; nothing was changed.
+            Closed: the store was closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the store holds. Harmless when repeated."""
+
+    def __enter__(self: _SelfT) -> _SelfT:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class MemoryStateStore(StateStore):
+    """Records in memory: a coordinator with this store starts afresh when it is restarted."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, bytes] = {}
+        self._closed = False
+
+    def load(self) -> Mapping[str, bytes]:
+        """Everything stored."""
+        self._check()
+        return dict(self._records)
+
+    def apply(self, records: Sequence[Record]) -> None:
+        """Make the changes."""
+        self._check()
+        for record in records:
+            if record.value is None:
+                self._records.pop(record.key, None)
+            else:
+                self._records[record.key] = record.value
+
+    def close(self) -> None:
+        """Refuse further use."""
+        self._closed = True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Closed("this state store was closed")
+
+
+class SqliteStateStore(StateStore):
+    """Records in a sqlite file, on a local disk.
+
+    WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
+    coordinator out; it goes with the process.
+
+    Args:
+        path: the file; made (with its directory) if it does not exist.
+
+    Raises:
+        ConfigurationError: the file is not ours, is corrupt, is of a newer version, is in use by another coordinator,
+            or cannot be opened.
+        StorageFull: there is no space to make it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        self._db: sqlite3.Connection | None = None
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
+            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0.0)
+            self._open(self._db)
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            raise self._translated(error, "opened") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self) -> Mapping[str, bytes]:
+        """Everything stored.
+
+        Raises:
+            ConfigurationError: the file is corrupt.
+        """
+        try:
+            return dict(self._connection().execute("SELECT key, value FROM records"))
+        except sqlite3.Error as error:
+            raise self._translated(error, "read") from error
+
+    def apply(self, records: Sequence[Record]) -> None:
+        """Commit the changes in one transaction."""
+        db = self._connection()
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for record in records:
+                if record.value is None:
+                    db.execute("DELETE FROM records WHERE key = ?", (record.key,))
+                else:
+                    db.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", (record.key, record.value))
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):  # sqlite rolls back by itself when it has to
+                    db.execute("ROLLBACK")
+            raise self._translated(error, "written") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            raise Closed(f"the state store {self._path!r} was closed")
+        return self._db
+
+    def _open(self, db: sqlite3.Connection) -> None:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if tables and application != APPLICATION_ID:
+            raise ConfigurationError(f"state file {self._path!r} is a database of another program; give another path")
+        if version > SCHEMA_VERSION:
+            raise ConfigurationError(
+                f"state file {self._path!r} has version {version}, this program knows {SCHEMA_VERSION}; upgrade axon_ps"
+            )
+        if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise ConfigurationError(
+                f"state file {self._path!r} is corrupt ({damage}); restore it or give another path"
+            )
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("BEGIN IMMEDIATE")  # taken now and kept: a second coordinator fails here, not later
+        db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        db.execute("COMMIT")
+
+    def _translated(self, error: sqlite3.Error | OSError, what: str) -> AxonError:
+        code = getattr(error, "sqlite_errorname", "") or ""
+        if code.startswith("SQLITE_FULL") or getattr(error, "errno", None) in _NO_SPACE:
+            return StorageFull(f"state file {self._path!r} cannot be {what}: no space left on its disk")
+        if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            return ConfigurationError(f"state file {self._path!r} is in use by another coordinator; stop it first")
+        if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+            return ConfigurationError(
+                f"state file {self._path!r} is corrupt or not a state file ({error}); restore it or give another path"
+            )
+        return ConfigurationError(f"state file {self._path!r} cannot be {what}: {error}")
+
+
+_NO_SPACE = (28, 122)  # ENOSPC, EDQUOT

@@ -1,0 +1,683 @@
+"""The coordinator over real gRPC on loopback: sessions, pushes, leases, barriers, keys, registration, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator
+
+from axon_ps.coordinator.client import (
+    JobState,
+    RestoreOrder,
+    SessionLost,
+    SessionRestored,
+    SnapshotFile,
+    SnapshotOrder,
+)
+from axon_ps.coordinator.events import Hello
+from axon_ps.coordinator.messages import hello_to_proto
+from axon_ps.coordinator.operator import SERVICE
+from axon_ps.coordinator.shell import QUEUE_EVENTS, Session
+from axon_ps.errors import (
+    AxonError,
+    Broken,
+    Busy,
+    CheckpointNotFound,
+    Closed,
+    ConfigurationError,
+    GenerationChanged,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    MemberLost,
+    Misuse,
+    PermissionDenied,
+    StorageFull,
+    Timeout,
+    Unreachable,
+)
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.storage.manifest import read_manifest
+from axon_ps.transport.channels import connect
+from axon_ps.transport.security import Security
+from axon_ps.transport.service import Stub
+from axon_ps.transport.stream import Stream
+from axon_ps.types import Decision, DType, Membership, Outcome, Role
+from axon_ps.wire.v1 import session_pb2
+
+Test = Callable[[Coordinator], Awaitable[None]]
+
+
+def run(tmp_path: Path, test: Test, **config: Any) -> None:
+    async def main() -> None:
+        async with coordinator(tmp_path, **config) as c:
+            await test(c)
+
+    asyncio.run(main())
+
+
+class RawSession:
+    """A session that says only what it is told to: no heartbeats, no reconnects."""
+
+    def __init__(self, c: Coordinator) -> None:
+        self._channel = connect(c.address, Security())
+        self.stream: Stream = Stub(self._channel, SERVICE).open("Session")
+
+    async def join(self, role: Role = Role.WORKER, incarnation: str = "f" * 32) -> session_pb2.SessionEvent:
+        hello = Hello(job="job", incarnation=incarnation, node="raw", address="127.0.0.1:1")
+        await self.stream.write(hello_to_proto(hello, role))
+        event: session_pb2.SessionEvent = await self.stream.read()
+        return event
+
+    async def error(self) -> AxonError:
+        """What ends the session."""
+        async with asyncio.timeout(SOON_S):
+            try:
+                while await self.stream.read() is not grpc.aio.EOF:
+                    pass
+            except AxonError as error:
+                return error
+        pytest.fail("the session ended without an error")
+
+    async def close(self) -> None:
+        self.stream.cancel()
+        await self._channel.close()
+
+
+# ---------------------------------------------------------------------- sessions
+
+
+def test_members_join_and_are_told_of_each_other(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        membership = await workers[0].until_complete()
+        assert membership == workers[1].membership == shard.membership
+        assert [w.incarnation for w in membership.workers] == [w.incarnation for w in workers]
+        assert [(w.rank, w.world_size, w.num_shards, w.lease_s) for w in workers] == [(0, 2, 1, 5.0), (1, 2, 1, 5.0)]
+        assert shard.job_state is not None
+        assert shard.job_state.spec == SPEC
+        assert workers[0].job_state == JobState(initialized=True)
+        context = workers[0].context()
+        assert (context.job, context.generation, context.incarnation) == ("job", 3, workers[0].incarnation)
+
+    run(tmp_path, test)
+
+
+def test_a_reset_is_pushed_to_the_others_within_milliseconds(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        shard = await c.join(Role.SHARD)
+        worker = await c.join(Role.WORKER)
+        raw = RawSession(c)
+        await raw.join()
+        await worker.until_complete()
+        told, began = len(worker.told(Membership)), time.monotonic()
+        await raw.close()
+        membership = await worker.hear(Membership, after=told)
+        took_s = time.monotonic() - began
+        assert not membership.complete
+        assert (await worker.hear(Decision)).reason == "worker 1 (node raw) was lost: its connection broke"
+        assert took_s < 1.0, "the promise; it takes about 3 ms"
+        await shard.hear(Decision)
+
+    run(tmp_path, test)
+
+
+def test_a_silent_member_is_lost_after_its_lease_and_others_are_not(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER)
+        await c.join(Role.SHARD)
+        raw = RawSession(c)
+        began = time.monotonic()
+        await raw.join()
+        error = await raw.error()
+        took_s = time.monotonic() - began
+        assert isinstance(error, MemberLost)
+        assert "worker 1 (node raw) was silent for 0.6 s; it is no member any more" in str(error)
+        assert 0.5 < took_s < 3.0
+        await worker.until(lambda: worker.membership is not None and len(worker.membership.workers) == 1)
+        assert not worker.told(SessionLost)
+        await raw.close()
+
+    run(tmp_path, test, lease_s=0.6)
+
+
+def test_leaving_is_told_at_once_and_is_no_error(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, _ = await c.assembled()
+        await workers[1].close("done")
+        assert (await workers[0].hear(Decision)).reason == "worker 1 (node node-a) left: done"
+        assert not workers[1].told(SessionLost)
+        await workers[1].close()
+        with pytest.raises(Closed):
+            await workers[1].kv_get("k")
+
+    run(tmp_path, test)
+
+
+def test_who_cannot_join_is_told_why_at_once(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        first = await c.join(Role.WORKER, requested_rank=0, node="host-1")
+        with pytest.raises(PermissionDenied, match="runs job 'job', not 'other'"):
+            await c.join(Role.WORKER, job="other")
+        with pytest.raises(InvalidRequest, match=rf"rank 0 is held by worker 0 \(node host-1\).*{first.incarnation}"):
+            await c.join(Role.WORKER, requested_rank=0)
+        with pytest.raises(InvalidRequest, match="was started for 3 workers; the job starts with 2"):
+            await c.join(Role.WORKER, world_size=3)
+        with pytest.raises(InvalidRequest, match="not 32 hex digits"):
+            await c.join(Role.WORKER, incarnation="x")
+        with pytest.raises(InvalidRequest, match="joins without an address"):
+            await c.join(Role.SHARD, listen_address="")
+        with pytest.raises(Misuse, match="started before"):
+            await first.start(1.0)
+
+    run(tmp_path, test)
+
+
+def test_who_finds_no_place_waits_for_one(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        shard = await c.join(Role.SHARD)
+        spare = c.member(Role.SHARD)
+        waiting = asyncio.create_task(spare.start(SOON_S))
+        late = c.member(Role.SHARD)
+        with pytest.raises(Busy, match="has all its 1 shard servers"):
+            await late.start(0.2)
+        await shard.close()
+        await waiting
+        assert spare.rank == 0
+
+    run(tmp_path, test)
+
+
+def test_nobody_there_is_said_when_time_is_over() -> None:
+    async def main() -> None:
+        member = Member("127.0.0.1:9", Role.WORKER)
+        with pytest.raises(Unreachable, match=r"nobody answers at 127\.0\.0\.1:9"):
+            await member.start(0.3)
+        await member.close()
+
+    asyncio.run(main())
+
+
+def test_the_token(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        with pytest.raises(PermissionDenied, match="token, and none was given"):
+            await c.join(Role.WORKER)
+        with pytest.raises(PermissionDenied, match="token"):
+            await c.join(Role.WORKER, security=Security(token="wrong"))
+        await c.join(Role.WORKER, security=Security(token="right"))
+        with pytest.raises(PermissionDenied):
+            await c.operator(security=Security()).status(SOON_S)
+        assert len((await c.operator().status(SOON_S)).membership.workers) == 1
+
+    run(tmp_path, test, security=Security(token="right"))
+
+
+def test_what_is_no_protocol_is_refused(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        raw = RawSession(c)
+        await raw.stream.write(session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat()))
+        assert "begins with heartbeat; its first message is a Join" in str(await raw.error())
+        await raw.close()
+        worker = await c.join(Role.WORKER)
+        for message, words in (
+            (session_pb2.SessionRequest(), "a session's message is empty"),
+            (session_pb2.SessionRequest(ready=session_pb2.Ready()), "only a shard may"),
+            (
+                hello_to_proto(Hello(job="job", incarnation="e" * 32, node="n"), Role.WORKER),
+                "a session's message is join",
+            ),
+        ):
+            raw = RawSession(c)
+            await raw.join()
+            await raw.stream.write(message)
+            error = await raw.error()
+            assert isinstance(error, InvalidRequest)
+            assert words in str(error)
+            await raw.close()
+            await worker.until(lambda: worker.membership is not None and len(worker.membership.workers) == 1)
+
+    run(tmp_path, test)
+
+
+def test_a_member_that_does_not_read_is_broken_off(tmp_path: Path) -> None:
+    """What it has not read waits in its queue, and only so much of it."""
+
+    async def test(c: Coordinator) -> None:
+        session = Session(1)
+        message = session_pb2.SessionEvent()
+        assert all(session.send(message) for _ in range(QUEUE_EVENTS))
+        assert not session.send(message)
+        session.close(Broken("too slow"))
+        assert session.send(message), "what is over takes anything and keeps nothing"
+        with pytest.raises(Broken, match="too slow"):
+            await anext(session.events())
+
+    run(tmp_path, test)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_votes_and_sums_become_decisions(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        generation = shard.context().generation
+        for step in (1, 2, 3):
+            shard.ready(generation=generation, step=step, sum_of_squares=16.0)
+            for w in workers:
+                w.vote(generation=generation, step=step, max_norm=2.0, hyper=({"lr": 0.1 / step},))
+            for p in (*workers, shard):
+                decision = await p.hear(Decision, after=step - 1)
+                assert (decision.step, decision.version, decision.outcome) == (step, step, Outcome.COMMIT)
+                assert decision.grad_norm == 4.0
+                assert decision.clip_factor == pytest.approx(0.5, rel=1e-6)
+                assert decision.hyper[0]["lr"] == pytest.approx(0.1 / step)
+        status = await c.operator().status(SOON_S)
+        assert (status.version, status.step, status.counters["steps_committed"]) == (3, 4, 3)
+
+    run(tmp_path, test)
+
+
+def test_a_vote_from_another_thread(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        generation = shard.context().generation
+        await asyncio.to_thread(shard.ready, generation=generation, step=1, sum_of_squares=1.0)
+        for w in workers:
+            await asyncio.to_thread(w.vote, generation=generation, step=1)
+        assert (await workers[0].hear(Decision)).version == 1
+
+    run(tmp_path, test)
+
+
+def test_a_vote_for_a_generation_that_is_over_is_answered_by_the_client(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER)
+        await c.join(Role.SHARD)
+        await worker.until(lambda: worker.context().generation == 2)
+        worker.vote(generation=1, step=1)
+        decision = await worker.hear(Decision)
+        assert (decision.step, decision.outcome) == (1, Outcome.ABORT)
+        assert decision.reason == "generation 1 ended before the step was decided"
+
+    run(tmp_path, test)
+
+
+# ---------------------------------------------------------------------- barriers and keys
+
+
+def test_a_barrier_opens_for_all_and_names_who_is_missing(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        generations = await asyncio.gather(*(w.barrier("b", timeout_s=SOON_S) for w in workers))
+        assert generations == [3, 3]
+        with pytest.raises(Timeout, match="barrier 'b' still waits for rank 1 after 0"):
+            await workers[0].barrier("b", timeout_s=0.1)
+        with pytest.raises(InvalidRequest, match="which is for rank 1"):
+            await workers[0].barrier("b", [1], timeout_s=SOON_S)
+        waiting = asyncio.create_task(workers[0].barrier("pair", [0, 1]))
+        await _until_pending(c, "barrier 'pair' still waits for rank 1")
+        await workers[1].close()
+        with pytest.raises(MemberLost, match="barrier 'pair' needs rank 1: worker 1"):
+            await waiting
+        assert shard.rank == 0
+
+    run(tmp_path, test)
+
+
+async def _until_pending(c: Coordinator, words: str) -> None:
+    """Wait until the coordinator says that it waits for something."""
+    operator = c.operator()
+    async with asyncio.timeout(SOON_S):
+        while words not in (await operator.status(SOON_S)).pending:
+            pass
+
+
+def test_a_caller_that_gives_up_has_not_arrived(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, _ = await c.assembled()
+        waiting = asyncio.create_task(workers[0].barrier("b"))
+        await _until_pending(c, "barrier 'b' still waits for rank 1")
+        waiting.cancel()
+        operator = c.operator()
+        async with asyncio.timeout(SOON_S):
+            while (await operator.status(SOON_S)).pending:
+                pass
+
+    run(tmp_path, test)
+
+
+def test_keys(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        a, b, operator = await c.join(Role.WORKER), await c.join(Role.WORKER), c.operator()
+        assert await a.kv_get("k") is None
+        waiting = asyncio.create_task(b.kv_wait("k", SOON_S))
+        await a.kv_put("k", b"\x00v")
+        assert await waiting == b"\x00v"
+        assert await operator.kv_get("k") == b"\x00v"
+        assert sorted(await asyncio.gather(*(x.kv_add("n", 1) for x in (a, b) * 5))) == list(range(1, 11))
+        assert await a.kv_compare_and_set("c", b"", b"1")
+        assert not await b.kv_compare_and_set("c", b"", b"2")
+        assert await b.kv_swap("c", b"1", b"2") == (True, b"2")
+        assert await b.kv_swap("c", b"1", b"3") == (False, b"2")
+        assert await a.kv_delete("c")
+        assert not await a.kv_delete("c")
+        with pytest.raises(Timeout, match="nobody stored key 'never' within 0"):
+            await a.kv_wait("never", 0.1)
+        with pytest.raises(InvalidRequest, match="a key has 1 to 512"):
+            await a.kv_put("", b"")
+
+    run(tmp_path, test)
+
+
+# ---------------------------------------------------------------------- registration and checkpoints
+
+
+def test_another_layout_is_refused_naming_rank_and_difference(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        a, b = await c.join(Role.WORKER), await c.join(Role.WORKER)
+        first = await a.register(SPEC, OPTIMIZER)
+        assert (first.first, first.upload, first.initialized, first.version) == (True, True, False, 0)
+        other = JobSpec(layout=Layout(units=(build_unit("block", [("block.weight", (64, 128), DType.F32)]),)))
+        words = (
+            r"worker 1 registers another model .*'block.weight' has shape \(64, 128\) here and \(128, 128\) in the job"
+        )
+        with pytest.raises(LayoutMismatch, match=words):
+            await b.register(other)
+        second = await b.register(SPEC, OPTIMIZER)
+        assert (second.first, second.upload) == (False, False)
+
+    run(tmp_path, test)
+
+
+def test_a_registration_that_renumbers_replicas_returns_when_the_client_knows(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        a, _ = await c.join(Role.WORKER), await c.join(Role.WORKER)
+        reply = await a.register(JobSpec(layout=SPEC.layout, replica_is_node=True))
+        assert a.membership is not None
+        assert a.membership.generation == reply.generation
+        assert a.membership.num_replicas == 1
+
+    run(tmp_path, test)
+
+
+def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[[], None]:
+    """A shard server's part in checkpoints, without parameters. Returns what looks for orders not yet answered."""
+    answered = [0, 0]
+
+    def answer() -> None:
+        for order in shard.told(SnapshotOrder)[answered[0] :]:
+            answered[0] += 1
+            if error is not None:
+                shard.snapshot_report(order.id, error=error)
+            else:
+                name = f"shard-00000-of-00001-{order.id}.safetensors"
+                shard.snapshot_report(order.id, (SnapshotFile(name=name, sha256="0" * 64, bytes=100),))
+        for restore in shard.told(RestoreOrder)[answered[1] :]:
+            answered[1] += 1
+            if error is not None:
+                shard.restore_report(restore.epoch, error)
+            else:
+                shard.initialized(version=restore.version, epoch=restore.epoch)
+
+    return answer
+
+
+async def answered(shard: Member, call: Awaitable[Any], **options: Any) -> Any:
+    """The result of a call that a shard server answers orders for."""
+    answer = answer_orders(shard, **options)
+    task = asyncio.ensure_future(call)
+    orders = len(shard.told(SnapshotOrder)) + len(shard.told(RestoreOrder))
+    await shard.until(lambda: len(shard.told(SnapshotOrder)) + len(shard.told(RestoreOrder)) > orders or task.done())
+    answer()
+    async with asyncio.timeout(SOON_S):
+        return await task
+
+
+def test_saving_and_restoring(tmp_path: Path) -> None:
+    uri = str(tmp_path / "checkpoints" / "v1")
+
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        operator = c.operator()
+        shard.ready(generation=3, step=1, sum_of_squares=1.0)
+        for w in workers:
+            w.vote(generation=3, step=1)
+        await workers[0].hear(Decision)
+        with pytest.raises(InvalidRequest, match="extra_json is a JSON list; it must be an object"):
+            await workers[0].save_checkpoint(uri, "[]")
+        with pytest.raises(StorageFull, match="shard server 0: the disk is full"):
+            await answered(shard, workers[0].save_checkpoint(uri), error=StorageFull("the disk is full"))
+        with pytest.raises(CheckpointNotFound):
+            await operator.restore_checkpoint(uri, SOON_S)
+        saved = await answered(shard, workers[0].save_checkpoint(uri, json.dumps({"epoch": 3})))
+        assert (saved.uri, saved.version, saved.bytes, json.loads(saved.extra_json)) == (uri, 1, 100, {"epoch": 3})
+        manifest = read_manifest(uri)
+        assert (manifest.job, manifest.version, manifest.layout, manifest.num_servers) == ("job", 1, SPEC.layout, 1)
+
+        restored = await answered(shard, operator.restore_checkpoint(os.path.dirname(uri), SOON_S))
+        assert (restored.version, json.loads(restored.extra_json)) == (1, {"epoch": 3})
+        assert restored.uri.endswith("v1")
+        await workers[0].until(lambda: workers[0].job_state == JobState(initialized=True, version=1, epoch=1))
+        assert (await workers[0].hear(Decision, after=1)).outcome is Outcome.ABORT
+        await workers[0].until(lambda: workers[0].context().generation == 4)
+
+    run(tmp_path, test)
+
+
+def test_a_job_that_resumes_is_restored_by_the_first_registration(tmp_path: Path) -> None:
+    uri = str(tmp_path / "checkpoint")
+
+    async def first(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        await answered(shard, workers[0].save_checkpoint(uri))
+
+    async def second(c: Coordinator) -> None:
+        shard, worker = await c.join(Role.SHARD), await c.join(Role.WORKER)
+        wrong = JobSpec(layout=Layout(units=(build_unit("block", [("other.weight", (128, 128), DType.F32)]),)))
+        with pytest.raises(InvalidRequest, match=r"the checkpoint has no parameter 'other.weight'"):
+            await worker.register(wrong)
+        reply = await worker.register(SPEC)
+        assert (reply.first, reply.upload, reply.initialized) == (True, False, False)
+        order = await shard.hear(RestoreOrder)
+        assert (order.epoch, order.version) == (1, 0)
+        shard.initialized(version=0, epoch=1)
+        await worker.until(lambda: worker.job_state == JobState(initialized=True, version=0, epoch=1))
+
+    async def lost(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER)
+        with pytest.raises(CheckpointNotFound):
+            await worker.register(SPEC)
+
+    for name, test, resume in (("a", first, ""), ("b", second, uri), ("c", lost, str(tmp_path / "nowhere"))):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, test, resume=resume)
+
+
+# ---------------------------------------------------------------------- when the coordinator goes
+
+
+def test_members_come_back_to_a_restarted_coordinator_and_no_step_is_lost(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, shard = await c.assembled()
+        generation = shard.context().generation
+        shard.ready(generation=generation, step=1, sum_of_squares=1.0)
+        for w in workers:
+            w.vote(generation=generation, step=1)
+        await workers[0].hear(Decision)
+        await workers[0].kv_put("k", b"v")
+        shard.ready(generation=generation, step=2, sum_of_squares=1.0)
+        workers[0].vote(generation=generation, step=2)
+        await _until_pending(c, "votes of worker 1")
+        await c.stop()
+        for p in (*workers, shard):
+            assert not (await p.hear(SessionLost)).final
+        reading = asyncio.create_task(workers[0].kv_get("k"))  # waits for the session
+        waiting = asyncio.create_task(workers[1].barrier("b", timeout_s=SOON_S))
+        await c.start()
+        for p in (*workers, shard):
+            await p.hear(SessionRestored)
+        assert await reading == b"v"
+        workers[1].vote(generation=generation, step=2)
+        for p in (*workers, shard):
+            decision = await p.hear(Decision, after=1)
+            assert (decision.step, decision.version, decision.outcome) == (2, 2, Outcome.COMMIT)
+            assert p.context().generation == generation
+        assert await workers[0].barrier("b", timeout_s=SOON_S) == generation
+        assert await waiting == generation
+        assert [len(p.told(Membership)) for p in workers] == [2, 1], "nobody was told what they knew"
+
+    run(tmp_path, test)
+
+
+def test_a_member_that_does_not_come_back_is_given_up_after_one_lease(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER)
+        raw = RawSession(c)
+        await raw.join()
+        await c.stop()
+        await raw.close()
+        await c.start()
+        await worker.hear(SessionRestored)
+        assert worker.membership is not None
+        assert len(worker.membership.workers) == 2
+        await worker.until(lambda: worker.membership is not None and len(worker.membership.workers) == 1)
+
+    run(tmp_path, test, lease_s=0.6)
+
+
+def test_a_coordinator_that_lost_its_state_ends_the_session_for_good(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        workers, _ = await c.assembled()
+        await c.stop()
+        os.remove(c.path)
+        await c.start()
+        lost = await workers[0].until(lambda: [e for e in workers[0].told(SessionLost) if e.final])
+        assert isinstance(lost[0].error, InternalError)
+        assert "without the state it had" in str(lost[0].error)
+        with pytest.raises(InternalError):
+            await workers[0].kv_get("k")
+
+    run(tmp_path, test, min_workers=1)
+
+
+def test_a_client_gives_up_after_its_time(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER, reconnect_timeout_s=0.3)
+        await c.stop()
+        lost = await worker.until(lambda: [e for e in worker.told(SessionLost) if e.final])
+        assert isinstance(lost[0].error, Broken)
+        with pytest.raises(Broken):
+            await worker.kv_get("k")
+        with pytest.raises(Unreachable):
+            await c.operator().status(SOON_S)
+
+    run(tmp_path, test)
+
+
+def test_an_exception_of_the_listener_ends_the_session_for_good(tmp_path: Path, caplog: Any) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER)
+        broken = asyncio.Event()
+
+        def fail(event: object) -> None:
+            if isinstance(event, SessionLost):
+                broken.set()
+            else:
+                raise ZeroDivisionError
+
+        worker._on_event = fail
+        await c.join(Role.SHARD)
+        await asyncio.wait_for(broken.wait(), SOON_S)
+        with pytest.raises(InternalError, match="ZeroDivisionError"):
+            await worker.kv_get("k")
+
+    run(tmp_path, test)
+
+
+def test_another_coordinator_cannot_take_the_port_or_the_state(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        second = Coordinator(tmp_path)
+        with pytest.raises(ConfigurationError, match="in use by another coordinator"):
+            await second.start()
+        (tmp_path / "other").mkdir()
+        third = Coordinator(tmp_path / "other")
+        third.port = c.port
+        with pytest.raises(ConfigurationError, match="in use by another process"):
+            await third.start()
+
+    run(tmp_path, test)
+
+
+_KILLABLE = """
+import asyncio, sys
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.server import serve
+from axon_ps.storage.state_store import SqliteStateStore
+from axon_ps.transport.security import Security
+
+config = CoordinatorConfig(job="job", world_size=2, num_shards=1)
+with SqliteStateStore(sys.argv[1]) as store:
+    ready = lambda port: print(port, flush=True)
+    asyncio.run(serve(config, "127.0.0.1", int(sys.argv[2]), Security(), store, ready, asyncio.Event()))
+"""
+
+
+def test_a_coordinator_that_is_killed_comes_back_where_it_was(tmp_path: Path) -> None:
+    async def spawn(port: int) -> tuple[asyncio.subprocess.Process, int]:
+        arguments = ["-c", _KILLABLE, str(tmp_path / "state.db"), str(port)]
+        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        return process, int(await process.stdout.readline())
+
+    async def main() -> None:
+        c = Coordinator(tmp_path)
+        process, c.port = await spawn(0)
+        try:
+            workers, shard = await c.assembled()
+            generation = shard.context().generation
+            for step in (1, 2):
+                shard.ready(generation=generation, step=step, sum_of_squares=1.0)
+                for w in workers:
+                    w.vote(generation=generation, step=step)
+                await workers[0].hear(Decision, after=step - 1)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            shard.ready(generation=generation, step=3, sum_of_squares=1.0)
+            for w in workers:
+                await w.hear(SessionLost)
+                w.vote(generation=generation, step=3)
+            process, _ = await spawn(c.port)
+            for p in (*workers, shard):
+                decision = await p.hear(Decision, after=2)
+                assert (decision.step, decision.version, decision.outcome) == (3, 3, Outcome.COMMIT)
+                assert p.context().generation == generation
+        finally:
+            await c.close()
+            process.kill()
+            await process.wait()
+
+    asyncio.run(main())
+
+
+def test_generation_changed_is_what_a_stranger_gets(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        await c.join(Role.WORKER)
+        stranger = c.operator()
+        stranger.context = lambda: Member(c.address, Role.WORKER).context()  # type: ignore[method-assign]
+        stranger._job = "job"
+        with pytest.raises(GenerationChanged, match="is no member of generation 1"):
+            await stranger.kv_get("k")
+
+    run(tmp_path, test)

@@ -1,0 +1,212 @@
+"""Drives a `CoordinatorState` as a shell would, with a manual clock and a memory store, and keeps what it said.
+
+Performing an action checks what holds for every one of them: nothing is announced that is not in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any, TypeVar
+
+from axon_ps.coordinator import records
+from axon_ps.coordinator.actions import Action, CloseSession, Persist, Push, Reply
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.events import Hello, Ready, Vote
+from axon_ps.coordinator.state import Caller, CoordinatorState
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.testing.clock import ManualClock
+from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
+
+T = TypeVar("T")
+
+LAYOUT = Layout(
+    units=(
+        build_unit("embed", [("embed.weight", (64, 256), DType.F32)]),
+        build_unit("head", [("head.weight", (64, 256), DType.F32)], trainable=False),
+    )
+)
+SPEC = JobSpec(layout=LAYOUT)
+OPTIMIZER = OptimizerSpec(name="adamw", groups=({"lr": 0.1},), group_of=(0, -1))
+
+
+class Peer:
+    """A member as the coordinator sees it: its current session and everything it was told on it."""
+
+    def __init__(self, driver: Driver, role: Role, node: str, rank: int) -> None:
+        self.driver, self.role, self.node = driver, role, node
+        self.incarnation = uuid.UUID(int=next_id()).hex
+        self.rank = rank
+        self.session = -1
+        self.inbox: list[Any] = []
+        self.error: Exception | None = None
+        self.open = False
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(job="job", incarnation=self.incarnation)
+
+    @property
+    def membership(self) -> Membership:
+        return self.last(Membership)
+
+    def told(self, kind: type[T]) -> list[T]:
+        return [e for e in self.inbox if isinstance(e, kind)]
+
+    def last(self, kind: type[T]) -> T:
+        return self.told(kind)[-1]
+
+    def join(self, *, rank: int | None = None, world_size: int = 0, job: str = "job") -> Peer:
+        """Open a (new) session."""
+        d = self.driver
+        session = d.next_session()
+        hello = Hello(
+            job=job,
+            incarnation=self.incarnation,
+            node=self.node,
+            address="127.0.0.1:1" if self.role is Role.SHARD else "",
+            requested_rank=self.rank if rank is None else rank,
+            world_size=world_size,
+        )
+        actions = d.state.join(session, self.role, hello, d.clock())
+        self.session, self.open, self.error = session, True, None
+        d.peers[session] = self
+        d.perform(actions)
+        return self
+
+    def lose(self) -> None:
+        """The stream breaks."""
+        self.open = False
+        self.driver.perform(self.driver.state.stream_lost(self.session, self.driver.clock()))
+
+    def leave(self) -> None:
+        self.driver.perform(self.driver.state.leave(self.session, "", self.driver.clock()))
+
+    def beat(self) -> None:
+        self.driver.perform(self.driver.state.heartbeat(self.session, {}, self.driver.clock()))
+
+    def vote(self, **changes: Any) -> None:
+        m = self.driver.state.status()
+        fields = {"generation": m.membership.generation, "step": m.step, "max_norm": 0.0, "hyper": (), **changes}
+        self.driver.perform(self.driver.state.vote(self.session, Vote(**fields), self.driver.clock()))
+
+    def ready(self, sum_of_squares: float = 4.0, **changes: Any) -> None:
+        m = self.driver.state.status()
+        fields = {"generation": m.membership.generation, "step": m.step, "sum_of_squares": sum_of_squares, **changes}
+        self.driver.perform(self.driver.state.ready(self.session, Ready(**fields), self.driver.clock()))
+
+    def initialized(self, version: int = 0, epoch: int = 0) -> None:
+        self.driver.perform(self.driver.state.initialized(self.session, version, epoch, self.driver.clock()))
+
+
+class Driver:
+    def __init__(self, **config: Any) -> None:
+        self.clock = ManualClock(100.0)
+        self.store = MemoryStateStore()
+        self.config = CoordinatorConfig(**{"job": "job", "world_size": 2, "num_shards": 1, **config})
+        self.peers: dict[int, Peer] = {}
+        self.replies: dict[int, Any] = {}
+        self.performed: list[Action] = []
+        self._number = 0
+        self.state = CoordinatorState(self.config, self.clock())
+
+    def restart(self, **config: Any) -> None:
+        """The coordinator dies and comes back with what is in the store; every session is gone."""
+        for peer in self.peers.values():
+            peer.open = False
+        self.peers.clear()
+        self.replies.clear()
+        self.config = CoordinatorConfig(**{**vars(self.config), **config})
+        self.state = CoordinatorState(self.config, self.clock(), self.store.load())
+
+    def next_session(self) -> int:
+        self._number += 1
+        return self._number
+
+    def peer(self, role: Role = Role.WORKER, node: str = "a", rank: int = -1) -> Peer:
+        return Peer(self, role, node, rank)
+
+    def worker(self, node: str = "a", rank: int = -1, world_size: int = 0) -> Peer:
+        return self.peer(Role.WORKER, node, rank).join(world_size=world_size)
+
+    def shard(self, rank: int = -1) -> Peer:
+        return self.peer(Role.SHARD, "s", rank).join()
+
+    def assembled(self, workers: int = 2, shards: int = 1) -> tuple[list[Peer], list[Peer]]:
+        """A complete job whose servers hold first values."""
+        servers = [self.shard() for _ in range(shards)]
+        members = [self.worker() for _ in range(workers)]
+        for w in members:
+            self.register(w)
+        for s in servers:
+            s.initialized()
+        return members, servers
+
+    def register(self, peer: Peer, spec: Any = SPEC, optimizer: Any = OPTIMIZER, resume: Any = None) -> Any:
+        return self.call(lambda call: self.state.register(call, peer.caller, spec, optimizer, resume, now=self.clock()))
+
+    def call(self, event: Any) -> Any:
+        """Make a call and return its answer, or its number while there is none."""
+        self._number += 1
+        number = self._number
+        self.perform(event(number))
+        return self.replies.get(number, number)
+
+    def kv(self, peer: Peer | None, op: str, *args: Any) -> Any:
+        caller = peer.caller if peer else Caller(job="job")
+
+        def event(call: int) -> list[Action]:
+            getattr(self.state.kv(caller), op)(call, *args)
+            return self.state.flush()
+
+        return self.call(event)
+
+    def advance(self, seconds: float, *, beat: bool = False) -> None:
+        """Let time pass in small steps; with `beat`, every open session sends heartbeats."""
+        left = seconds
+        while left > 0:
+            nap = min(left, 0.5)
+            self.clock.advance(nap)
+            left -= nap
+            if beat:
+                for peer in list(self.peers.values()):
+                    if peer.open:
+                        peer.beat()
+            self.perform(self.state.tick(self.clock()))
+
+    def perform(self, actions: list[Action]) -> None:
+        self.performed.extend(actions)
+        for i, action in enumerate(actions):
+            if isinstance(action, Persist):
+                assert i == 0, "records come before everything else"
+                self.store.apply(action.records)
+            elif isinstance(action, Push):
+                self._check_durable(action.event)
+                self.peers[action.session].inbox.append(action.event)
+            elif isinstance(action, Reply):
+                assert action.call not in self.replies, "a call is answered once"
+                self.replies[action.call] = action.result
+            elif isinstance(action, CloseSession):
+                peer = self.peers.pop(action.session, None)
+                if peer is not None and peer.session == action.session:
+                    peer.open, peer.error = False, action.error
+
+    def _check_durable(self, event: Any) -> None:
+        stored = self.store.load()
+        if isinstance(event, Decision):
+            record = records.decision_record(event)
+            assert stored[record.key] == record.value
+        if isinstance(event, Membership):
+            assert json.loads(stored["members"])["generation"] >= event.generation
+            assert json.loads(stored["progress"])["step"] >= event.step
+
+
+_ids = 0
+
+
+def next_id() -> int:
+    global _ids
+    _ids += 1
+    return _ids

@@ -1,0 +1,305 @@
+"""Ranks, generations, leases, restarts: who is a member, as the pure state machine sees it."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_driver import SPEC, Driver
+
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.events import JobState, Welcome
+from axon_ps.errors import (
+    Broken,
+    Busy,
+    ConfigurationError,
+    InvalidRequest,
+    MemberLost,
+    PermissionDenied,
+    Timeout,
+)
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, Membership, Outcome, Role
+
+
+def test_a_joiner_is_welcomed_then_told_the_job_then_the_members() -> None:
+    d = Driver()
+    w = d.worker()
+    assert [type(e) for e in w.inbox] == [Welcome, JobState, Membership]
+    assert w.last(Welcome) == Welcome(rank=0, lease_s=5.0, world_size=2, num_shards=1)
+    assert w.membership.generation == 1
+    assert not w.membership.complete
+    assert w.membership.waiting_for == "1 of 2 workers and shard server 0 of 1"
+
+
+def test_every_join_makes_a_generation_and_is_pushed_to_everybody() -> None:
+    d = Driver()
+    first, second, shard = d.worker(), d.worker(), d.shard()
+    assert {p.membership.generation for p in (first, second, shard)} == {3}
+    assert first.membership == second.membership == shard.membership
+    assert first.membership.complete
+    assert [m.generation for m in first.told(Membership)] == [1, 2, 3]
+    assert not first.told(Decision), "nothing was under way while the job assembled"
+
+
+def test_the_lowest_free_rank_or_the_wanted_one() -> None:
+    d = Driver(world_size=4)
+    ranks = [d.worker(rank=r).last(Welcome).rank for r in (2, -1, -1, -1)]
+    assert ranks == [2, 0, 1, 3]
+
+
+def test_a_rank_that_is_held_is_refused_naming_who_holds_it() -> None:
+    d = Driver()
+    first = d.worker(node="host-a", rank=1)
+    with pytest.raises(InvalidRequest, match=rf"rank 1 is held by worker 1 \(node host-a\), .*{first.incarnation}"):
+        d.worker(rank=1)
+    assert first.membership.generation == 1
+
+
+def test_a_rank_beyond_the_world_size_is_refused_while_the_job_assembles() -> None:
+    d = Driver()
+    with pytest.raises(InvalidRequest, match="rank 2 was asked for; the job has ranks 0 to 1 of workers"):
+        d.worker(rank=2)
+
+
+def test_one_worker_too_many_has_to_wait_until_the_job_was_complete() -> None:
+    d = Driver()
+    d.worker(), d.worker()
+    with pytest.raises(Busy, match="has all its 2 workers"):
+        d.worker()
+    d.shard()
+    assert d.worker().last(Welcome).rank == 2
+
+
+def test_another_job_is_refused() -> None:
+    d = Driver()
+    with pytest.raises(PermissionDenied, match="runs job 'job', not 'other'"):
+        d.peer().join(job="other")
+
+
+def test_the_first_worker_may_say_the_world_size() -> None:
+    d = Driver(world_size=0)
+    assert d.shard().membership.waiting_for == "a first worker, which says how many there will be"
+    with pytest.raises(InvalidRequest, match="nobody has said how many workers"):
+        d.worker()
+    w = d.worker(world_size=3)
+    assert w.last(Welcome).world_size == 3
+    with pytest.raises(InvalidRequest, match="was started for 2 workers; the job starts with 3"):
+        d.worker(world_size=2)
+    d.restart()
+    assert d.state.status().membership.waiting_for == "2 of 3 workers"
+
+
+def test_an_extra_shard_server_is_told_to_come_later() -> None:
+    d = Driver()
+    d.shard()
+    with pytest.raises(Busy, match="has all its 1 shard servers"):
+        d.shard()
+
+
+def test_the_same_incarnation_keeps_its_rank_and_its_generation_when_its_stream_is_replaced() -> None:
+    d = Driver()
+    (w, other), (_,) = d.assembled()
+    generation, old = w.membership.generation, w.session
+    w.inbox.clear()
+    told = len(other.inbox)
+    w.join()
+    assert [type(e) for e in w.inbox] == [Welcome, JobState, Membership]
+    assert w.last(Welcome).rank == 0
+    assert w.membership.generation == generation
+    assert len(other.inbox) == told
+    d.perform(d.state.stream_lost(old, d.clock()))
+    assert d.state.status().membership.generation == generation, "the old stream is nobody's any more"
+
+
+def test_a_lost_stream_is_a_lost_member_at_once_and_the_step_aborts() -> None:
+    d = Driver()
+    (w, other), (shard,) = d.assembled()
+    generation, step = w.membership.generation, d.state.status().step
+    other.inbox.clear()
+    w.lose()
+    aborted, members = other.inbox
+    assert aborted == Decision(
+        step=step,
+        generation=generation,
+        outcome=Outcome.ABORT,
+        version=0,
+        reason="worker 0 (node a) was lost: its connection broke",
+    )
+    assert (members.generation, members.step, members.complete) == (generation + 1, step + 1, False)
+    assert members.waiting_for == "1 of 2 workers"
+    assert [m.rank for m in members.workers] == [1]
+    assert shard.membership == members
+
+
+def test_leaving_closes_the_session_without_an_error() -> None:
+    d = Driver()
+    (w, other), _ = d.assembled()
+    w.leave()
+    assert not w.open
+    assert w.error is None
+    assert other.last(Decision).reason == "worker 0 (node a) left"
+
+
+def test_silence_is_death_after_the_lease() -> None:
+    d = Driver(lease_s=5.0)
+    (w, other), (shard,) = d.assembled()
+    d.advance(4.0)
+    other.beat(), shard.beat()
+    d.advance(1.0)
+    assert isinstance(w.error, MemberLost)
+    assert "worker 0 (node a) was silent for 5 s" in str(w.error)
+    assert [m.rank for m in other.membership.workers] == [1]
+    assert d.state.next_deadline() == pytest.approx(d.clock() + 4.0)
+
+
+def test_members_lost_together_make_one_generation() -> None:
+    d = Driver(world_size=3)
+    (_, _, last), (shard,) = d.assembled(workers=3)
+    generation = last.membership.generation
+    d.advance(4.0)
+    last.beat(), shard.beat()
+    d.advance(1.0)
+    assert last.membership.generation == generation + 1
+    assert "worker 0" in last.last(Decision).reason
+    assert "worker 1" in last.last(Decision).reason
+
+
+def test_a_pause_of_the_coordinator_itself_kills_nobody() -> None:
+    d = Driver()
+    d.assembled()
+    d.clock.advance(60.0)
+    d.state.paused(60.0)
+    d.perform(d.state.tick(d.clock()))
+    assert len(d.state.status().membership.workers) == 2
+
+
+def test_after_completeness_the_job_goes_on_with_min_workers() -> None:
+    d = Driver(min_workers=1)
+    first = d.worker()
+    d.shard()
+    assert not first.membership.complete, "it starts with world_size"
+    second = d.worker()
+    assert first.membership.complete
+    second.lose()
+    assert first.membership.complete
+    first.lose()
+    assert d.state.status().membership.waiting_for == "1 of 1 workers"
+
+
+def test_waiting_for_a_replacement_ends_with_a_clear_error_and_later_workers_may_join() -> None:
+    d = Driver(join_timeout_s=30.0)
+    (w, other), (shard,) = d.assembled()
+    other.lose()
+    d.advance(29.0, beat=True)
+    assert w.open
+    d.advance(1.0, beat=True)
+    assert isinstance(w.error, Timeout)
+    assert str(w.error) == "the job waited 30 s for 1 of 2 workers"
+    assert shard.open
+    d.advance(100.0, beat=True)
+    a, b = d.worker(), d.worker()
+    d.advance(20.0, beat=True)
+    assert a.open
+    assert b.membership.complete
+
+
+def test_after_a_restart_members_have_one_lease_to_come_back_without_a_new_generation() -> None:
+    d = Driver()
+    (w, other), (shard,) = d.assembled()
+    before = w.membership
+    d.restart()
+    d.advance(1.0)
+    for p in (shard, w):
+        p.join()
+        assert p.membership == before
+    d.advance(4.0, beat=True)
+    assert [m.rank for m in w.membership.workers] == [0]
+    assert w.membership.generation == before.generation + 1
+    assert "worker 1 (node a) did not come back within 5 s after the coordinator's restart" in w.last(Decision).reason
+    assert other.join().last(Welcome).rank == 1
+
+
+def test_restarting_with_other_options_is_a_new_generation_or_refused() -> None:
+    d = Driver()
+    (w, _), (shard,) = d.assembled()
+    generation = w.membership.generation
+    d.restart(world_size=3, min_workers=3)
+    assert shard.join().membership.generation == generation + 1
+    assert not shard.membership.complete
+    with pytest.raises(ConfigurationError, match="cut over 1 shard servers, not 2"):
+        d.restart(num_shards=2)
+    with pytest.raises(ConfigurationError, match="holds job 'job', not 'other'"):
+        d.restart(job="other", num_shards=1)
+
+
+def test_replicas_and_local_ranks_are_dense() -> None:
+    d = Driver(world_size=4)
+    for node in ("a", "b", "a", "b"):
+        d.worker(node=node)
+    m = d.state.status().membership
+    assert [(w.rank, w.local_rank, w.replica) for w in m.workers] == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
+    assert m.num_replicas == 4
+
+
+def test_a_node_is_a_replica_once_the_job_says_so() -> None:
+    d = Driver(world_size=4)
+    workers = [d.worker(node=node) for node in ("a", "b", "a", "b")]
+    generation = workers[0].membership.generation
+    reply = d.register(workers[0], JobSpec(layout=SPEC.layout, replica_is_node=True))
+    m = workers[0].membership
+    assert reply.generation == m.generation == generation + 1
+    assert [(w.rank, w.replica) for w in m.workers] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert m.num_replicas == 2
+
+
+def test_a_role_belongs_to_a_life() -> None:
+    d = Driver()
+    w = d.worker()
+    impostor = d.peer(Role.SHARD)
+    impostor.incarnation = w.incarnation
+    with pytest.raises(InvalidRequest, match="is a member already, worker 0"):
+        impostor.join()
+
+
+def test_a_shard_server_that_comes_back_to_its_parameters_displaces_an_empty_one() -> None:
+    d = Driver()
+    (w, _), (shard,) = d.assembled()
+    shard.lose()
+    assert w.membership.waiting_for == "shard server 0 of 1"
+    newcomer = d.shard()
+    assert not w.membership.complete
+    assert w.membership.waiting_for.startswith("shard server 0 was lost with its parameters; restore a checkpoint")
+    assert not w.last(JobState).initialized
+    shard.join()
+    assert isinstance(newcomer.error, Broken)
+    assert w.membership.complete
+    assert w.last(JobState).initialized
+    assert [s.incarnation for s in w.membership.shards] == [shard.incarnation]
+
+
+def test_a_config_that_cannot_work_is_refused() -> None:
+    for wrong in (
+        {"world_size": -1},
+        {"num_shards": 0},
+        {"min_workers": 0},
+        {"world_size": 2, "min_workers": 3},
+        {"lease_s": 0.0},
+        {"lease_s": float("nan")},
+        {"lease_s": float("inf")},
+        {"join_timeout_s": 0.0},
+        {"job": ""},
+    ):
+        with pytest.raises(ConfigurationError):
+            CoordinatorConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_status_says_who_is_there_and_what_is_waited_for() -> None:
+    d = Driver()
+    (w, other), (shard,) = d.assembled()
+    d.perform(d.state.heartbeat(w.session, {"tokens_per_s": 12.0}, d.clock()))
+    other.vote()
+    status = d.state.status()
+    assert (status.registered, status.initialized, status.parameters) == (True, True, 2 * 64 * 256)
+    assert status.pending == ("votes of worker 0", "gradients at shard server 0")
+    assert status.counters["joins"] == 3
+    assert status.counters["worker/0/tokens_per_s"] == 12.0
+    assert shard.open

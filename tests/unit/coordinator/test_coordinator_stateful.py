@@ -1,0 +1,277 @@
+"""Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
+hold through all of them.
+
+A `Client` behaves as `coordinator.client.CoordinatorClient` does: it drops what it has seen, repeats its word after a
+reconnect, and takes a generation that ended without a decision for an abort.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator_driver import Driver, Peer
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from axon_ps.coordinator import records
+from axon_ps.coordinator.actions import Action, Persist
+from axon_ps.coordinator.events import Ready, Vote, Welcome
+from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.types import Decision, Membership, Outcome, Role
+
+NEVER_SAID = "the generation ended without a decision"
+
+
+class Client:
+    """A member's memory, and whether the network lets it hear."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.deaf = True
+        self.rank: int | None = None
+        self.membership: Membership | None = None
+        self.word: Vote | Ready | None = None
+        self.decided_step = -1
+        self.votes: set[tuple[int, int]] = set()
+        self.heard: dict[int, list[Decision | str]] = {}
+
+    def drain(self) -> None:
+        events, self.peer.inbox[:] = list(self.peer.inbox), []
+        for event in () if self.deaf else events:
+            self.take(event)
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, Welcome):
+            assert self.rank in (None, event.rank), "a rank is for life"
+            self.rank = self.peer.rank = event.rank
+        elif isinstance(event, Decision) and self.membership is not None and event.step > self.decided_step:
+            self.decided_step = event.step
+            self.heard.setdefault(event.step, []).append(event)
+            if self.word is not None and self.word.step <= event.step:
+                self.word = None
+        elif isinstance(event, Membership):
+            known = self.membership
+            assert known is None or event.generation >= known.generation, "the generation never falls"
+            if self.word is not None and self.word.generation < event.generation:
+                if self.word.step > self.decided_step:
+                    self.decided_step = self.word.step
+                    self.heard.setdefault(self.word.step, []).append(NEVER_SAID)
+                self.word = None
+            self.membership = event
+
+
+class Coordinator(RuleBasedStateMachine):
+    @initialize(min_workers=st.sampled_from([None, 1]))
+    def start(self, min_workers: int | None) -> None:
+        self.d = Driver(world_size=2, num_shards=2, min_workers=min_workers, lease_s=5.0)
+        self.clients: list[Client] = []
+        self.decisions: dict[int, Decision] = {}
+        self.memberships: dict[int, Membership] = {}
+        self.generation = 0
+        self.kept: dict[str, bytes] = {}
+        perform = self.d.perform
+
+        def watched(actions: list[Action]) -> None:
+            self.watch(actions)
+            perform(actions)
+
+        self.d.perform = watched  # type: ignore[method-assign]
+        for role in (Role.SHARD, Role.WORKER, Role.SHARD, Role.WORKER):
+            self.a_new_process_joins(role)
+
+    # ------------------------------------------------------------------ what must hold for every action
+
+    def watch(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Persist):
+                self.watch_records({r.key: r.value for r in action.records if r.value is not None})
+
+    def watch_records(self, written: dict[str, bytes]) -> None:
+        keys = {k: v for k, v in written.items() if k in ("job", "members", "progress") or k.startswith("decision/")}
+        durable = records.load({**self.kept, **keys})
+        assert durable is not None
+        for decision in durable.decisions:
+            known = self.decisions.setdefault(decision.step, decision)
+            assert repr(known) == repr(decision), "one decision for one step"
+        commits = sum(x.outcome is Outcome.COMMIT for x in self.decisions.values())
+        assert durable.version == commits, "the version moves by commits alone"
+        assert durable.generation >= self.generation, "the generation never falls"
+        assert durable.step > max(self.decisions, default=0), "steps ascend"
+        self.generation = durable.generation
+        self.kept.update(keys)
+
+    @invariant()
+    def members_are_consistent(self) -> None:
+        if not hasattr(self, "d"):
+            return
+        for client in self.clients:
+            client.drain()
+        m = self.d.state.status().membership
+        assert repr(self.memberships.setdefault(m.generation, m)) == repr(m), "a generation is immutable"
+        for members in (m.workers, m.shards):
+            ranks = [x.rank for x in members]
+            assert ranks == sorted(set(ranks)), "ranks are unique"
+        incarnations = [x.incarnation for x in (*m.workers, *m.shards)]
+        assert len(incarnations) == len(set(incarnations))
+        assert {w.replica for w in m.workers} == set(range(m.num_replicas))
+        for client in self.clients:
+            assert all(len(said) == 1 for said in client.heard.values()), "at most one decision per step"
+
+    # ------------------------------------------------------------------ rules
+
+    def pick(self, data: Any, role: Role | None = None) -> Client | None:
+        there = [c for c in self.clients if not c.deaf and c.peer.open and (role is None or c.peer.role is role)]
+        return data.draw(st.sampled_from(there)) if there else None
+
+    def attach(self, client: Client) -> None:
+        client.peer.inbox.clear()
+        client.deaf = False
+        try:
+            client.peer.join()
+        except (Busy, InvalidRequest):  # no place, or its rank was given to another: it ends
+            self.clients.remove(client)
+            return
+        client.drain()
+        if client.word is not None and client.membership is not None:
+            self.say(client)
+
+    def say(self, client: Client, perform: Any = None) -> None:
+        word, d = client.word, self.d
+        assert word is not None
+        say = d.state.vote if isinstance(word, Vote) else d.state.ready
+        (perform or d.perform)(say(client.peer.session, word, d.clock()))  # type: ignore[arg-type]
+
+    @precondition(lambda self: len(self.clients) < 8)
+    @rule(role=st.sampled_from(list(Role)))
+    def a_new_process_joins(self, role: Role) -> None:
+        client = Client(self.d.peer(role))
+        self.clients.append(client)
+        self.attach(client)
+        if role is Role.WORKER and client in self.clients:
+            self.d.register(client.peer)
+        if role is Role.SHARD and client in self.clients and not self.d.state.status().initialized:
+            client.peer.initialized(version=self.d.state.status().version)
+
+    @rule(data=st.data())
+    def a_stream_resets(self, data: Any) -> None:
+        if (client := self.pick(data)) is not None:
+            client.drain()
+            client.deaf = True
+            client.peer.lose()
+
+    @rule(data=st.data())
+    def a_process_is_cut_off(self, data: Any) -> None:
+        if (client := self.pick(data)) is not None:
+            client.drain()
+            client.deaf = True
+
+    @rule(data=st.data())
+    def a_process_comes_back(self, data: Any) -> None:
+        away = [c for c in self.clients if c.deaf or not c.peer.open]
+        if away:
+            self.attach(data.draw(st.sampled_from(away)))
+
+    @rule(data=st.data())
+    def a_process_leaves(self, data: Any) -> None:
+        if (client := self.pick(data)) is not None:
+            client.peer.leave()
+            self.clients.remove(client)
+
+    def speak(self, client: Client, sum_of_squares: float, perform: Any = None) -> None:
+        m = client.membership
+        if client.word is not None or m is None or not m.complete:
+            return
+        step = max(client.decided_step + 1, m.step)
+        if client.peer.role is Role.WORKER:
+            client.word = Vote(generation=m.generation, step=step)
+            client.votes.add((m.generation, step))
+        else:
+            client.word = Ready(generation=m.generation, step=step, sum_of_squares=sum_of_squares)
+        self.say(client, perform)
+
+    @rule(data=st.data(), sum_of_squares=st.sampled_from([1.0, 1.0, float("nan")]))
+    def somebody_speaks(self, data: Any, sum_of_squares: float) -> None:
+        if (client := self.pick(data)) is not None:
+            self.speak(client, sum_of_squares)
+
+    @rule(steps=st.integers(1, 3), sum_of_squares=st.sampled_from([1.0, 1.0, 1.0, float("inf")]))
+    def everybody_speaks(self, steps: int, sum_of_squares: float) -> None:
+        for _ in range(steps):
+            for client in list(self.clients):
+                if not client.deaf and client.peer.open:
+                    client.drain()
+                    self.speak(client, sum_of_squares)
+
+    @rule()
+    def everybody_comes_back(self) -> None:
+        for client in list(self.clients):
+            if client.deaf or not client.peer.open:
+                self.attach(client)
+
+    @rule(data=st.data(), written=st.booleans())
+    def the_coordinator_crashes_over_a_word(self, data: Any, written: bool) -> None:
+        """It dies after what it decided is written, or even before; nobody is told either way."""
+
+        def crash(actions: list[Action]) -> None:
+            if written and actions and isinstance(actions[0], Persist):
+                self.watch(actions[:1])
+                self.d.store.apply(actions[0].records)
+
+        if (client := self.pick(data)) is not None:
+            for other in self.clients:
+                if other is not client and not other.deaf and other.peer.open:
+                    other.drain()
+                    self.speak(other, 1.0)
+            self.speak(client, 1.0, crash)
+            self.the_coordinator_restarts()
+            self.everybody_comes_back()
+
+    @rule()
+    def the_coordinator_restarts(self) -> None:
+        for client in self.clients:
+            client.drain()
+            client.deaf = True
+        self.d.restart()
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        left = seconds
+        while left > 0:
+            left -= 1.0
+            for client in self.clients:
+                if not client.deaf and client.peer.open:
+                    client.peer.beat()
+            self.d.advance(1.0)
+
+    def teardown(self) -> None:
+        """Everybody comes back; whoever voted in a step that is over has heard of it, once, and what was decided."""
+        if not hasattr(self, "d"):
+            return
+        for client in list(self.clients):
+            client.drain()
+            self.attach(client)
+        for client in self.clients:
+            client.drain()
+        status = self.d.state.status()
+        for client in self.clients:
+            for generation, step in client.votes:
+                said = client.heard.get(step, [])
+                over = step < status.step or generation < status.membership.generation
+                assert len(said) == (1 if over else 0), (step, said)
+                truth = self.decisions.get(step)
+                if said and truth is not None and status.step - step <= records.HISTORY:
+                    assert repr(said[0]) == repr(truth) or (said[0] == NEVER_SAID and truth.generation != generation), (
+                        "what is heard is what was decided"
+                    )
+
+
+TestCoordinatorStateful = pytest.mark.timeout(300)(Coordinator.TestCase)
+TestCoordinatorStateful.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,270 @@
+"""Votes and sums in, one decision out."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from coordinator_driver import OPTIMIZER, Driver, Peer
+
+from axon_ps.coordinator.actions import Persist, Push
+from axon_ps.coordinator.events import Ready, Vote
+from axon_ps.coordinator.messages import ready_from_proto
+from axon_ps.coordinator.steps import Tally
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
+from axon_ps.wire.v1 import session_pb2
+
+FULL = {
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": 0.0,
+    "maximize": 0.0,
+}
+
+
+def decided(peer: Peer) -> Decision:
+    return peer.last(Decision)
+
+
+def step(workers: list[Peer], shards: list[Peer], sums: Any = (4.0,), **vote: Any) -> Decision:
+    for shard, total in zip(shards, sums, strict=True):
+        shard.ready(total)
+    for w in workers:
+        w.vote(**vote)
+    return decided(workers[0])
+
+
+def test_a_step_commits_when_all_have_spoken() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    generation = workers[0].membership.generation
+    workers[0].vote(max_norm=1.0, hyper=({"lr": 0.2},))
+    shards[0].ready(4.0)
+    assert not workers[0].told(Decision)
+    workers[1].vote(max_norm=1.0, hyper=({"lr": 0.2},))
+    expected = Decision(
+        step=1,
+        generation=generation,
+        outcome=Outcome.COMMIT,
+        version=1,
+        grad_norm=2.0,
+        clip_factor=pytest.approx(0.5, rel=1e-6),  # type: ignore[arg-type]
+        hyper=({**FULL, "lr": 0.2},),
+    )
+    for p in (*workers, *shards):
+        assert decided(p) == expected
+    status = d.state.status()
+    assert (status.version, status.step) == (1, 2)
+    assert (status.counters["steps_committed"], status.counters["last_grad_norm"]) == (1, 2.0)
+
+
+def test_the_decision_is_written_before_it_is_pushed() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    d.performed.clear()
+    step(workers, shards)
+    persist, *pushes = d.performed
+    assert isinstance(persist, Persist)
+    assert {r.key for r in persist.records} == {"decision/1", "progress"}
+    assert all(isinstance(p, Push) and isinstance(p.event, Decision) for p in pushes)
+    assert len(pushes) == 3
+
+
+def test_the_norm_is_over_all_servers_and_unclipped_without_max_norm() -> None:
+    d = Driver(num_shards=2)
+    workers, shards = d.assembled(shards=2)
+    decision = step(workers, shards, sums=(9.0, 16.0))
+    assert (decision.grad_norm, decision.clip_factor) == (5.0, 1.0)
+
+
+def test_a_server_without_trainable_slices_is_not_waited_for() -> None:
+    d = Driver(num_shards=2)
+    shards = [d.shard(), d.shard()]
+    workers = [d.worker(), d.worker()]
+    spec = JobSpec(layout=Layout(units=(build_unit("small", [("w", (8,), DType.F32)]),)))
+    for w in workers:
+        d.register(w, spec, OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=(0,)))
+    for s in shards:
+        s.initialized()
+    assert step(workers, shards[:1]).outcome is Outcome.COMMIT
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradients_skip_the_step(bad: float) -> None:
+    d = Driver(num_shards=2)
+    workers, shards = d.assembled(shards=2)
+    decision = step(workers, shards, sums=(1.0, bad), max_norm=1.0)
+    assert (decision.outcome, decision.version, decision.step) == (Outcome.SKIP, 0, 1)
+    assert not math.isfinite(decision.grad_norm)
+    assert decision.reason == "the gradients are not finite (seen at shard server 1)"
+    assert step(workers, shards, sums=(1.0, 3.0)).version == 1
+
+
+def test_finite_sums_whose_sum_is_not_skip_the_step() -> None:
+    d = Driver(num_shards=2)
+    workers, shards = d.assembled(shards=2)
+    assert step(workers, shards, sums=(1.7e308, 1.7e308)).outcome is Outcome.SKIP
+
+
+@pytest.mark.parametrize(
+    ("votes", "reason"),
+    [
+        (
+            [{"max_norm": 1.0}, {"max_norm": 2.0}],
+            "the votes disagree on max_norm: rank 0: 1.0; rank 1: 2.0; every worker must step with the same values",
+        ),
+        ([{"hyper": ({"lr": 0.1},)}, {"hyper": ({"lr": 0.2},)}], "disagree on lr of group 0: rank 0: 0.1; rank 1: 0.2"),
+        ([{"hyper": ({"lr": 0.1},)}, {}], "disagree on the number of parameter groups: rank 0: 1; rank 1: 0"),
+        ([{"hyper": ({"lr": 0.1},)}, {"hyper": ({"eps": 0.1},)}], "disagree on eps of group 0: rank 0: 'absent'"),
+        ([{"hyper": ({}, {})}] * 2, "the votes have 2 parameter groups; the registered optimizer has 1"),
+        ([{"hyper": ({"lr": math.nan},)}] * 2, "the votes' hyperparameters of group 0 cannot be: .*lr"),
+        ([{"hyper": ({"momentum": 1.0},)}] * 2, "adamw has no hyperparameter 'momentum'"),
+        ([{"hyper": ({"amsgrad": 1.0},)}] * 2, "hyperparameters need state max_exp_avg_sq, which the registered"),
+        ([{"max_norm": -1.0}] * 2, "max_norm is -1.0"),
+        ([{"max_norm": math.nan}] * 2, "max_norm is nan"),
+    ],
+)
+def test_votes_that_disagree_or_cannot_be_abort_the_step(votes: list[dict[str, Any]], reason: str) -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    shards[0].ready()
+    for w, vote in zip(workers, votes, strict=True):
+        w.vote(**vote)
+    decision = decided(workers[1])
+    assert (decision.outcome, decision.version) == (Outcome.ABORT, 0)
+    assert re.search(reason, decision.reason), decision.reason
+    assert len(workers[1].told(Membership)) == len({m.generation for m in workers[1].told(Membership)})
+    assert step(workers, shards).outcome is Outcome.COMMIT
+
+
+def test_what_is_not_of_the_current_attempt_is_ignored() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    generation = workers[0].membership.generation
+    for stale in ({"step": 0}, {"step": 2}, {"generation": generation - 1}, {"generation": generation + 1}):
+        shards[0].ready(**stale)
+        for w in workers:
+            w.vote(**stale)
+    assert d.state.status().pending == ()
+
+
+def test_the_first_word_counts_and_repeating_it_is_harmless() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    shards[0].ready(4.0)
+    shards[0].ready(9.0)
+    workers[0].vote(max_norm=1.0)
+    workers[0].vote(max_norm=2.0)
+    workers[1].vote(max_norm=1.0)
+    workers[1].vote(max_norm=1.0)
+    assert decided(workers[0]).grad_norm == 2.0
+    assert len(workers[0].told(Decision)) == 1
+
+
+def test_only_workers_vote_and_only_shard_servers_are_ready() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    with pytest.raises(InvalidRequest, match=r"shard server 0 \(node s\) votes; only a worker may"):
+        shards[0].vote()
+    with pytest.raises(InvalidRequest, match="only a shard may"):
+        workers[0].ready()
+    with pytest.raises(InvalidRequest, match="a sum of squares is 0 or more"):
+        ready_from_proto(session_pb2.Ready(generation=1, step=1, sum_of_squares=-1.0))
+
+
+def test_nothing_is_decided_while_members_are_missing() -> None:
+    d = Driver(world_size=2)
+    w, s = d.worker(), d.shard()
+    d.register(w)
+    s.initialized()
+    s.ready()
+    w.vote()
+    assert not w.told(Decision)
+
+
+def test_after_a_commit_a_death_changes_nothing() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    step(workers, shards)
+    workers[0].lose()
+    assert [x.outcome for x in workers[1].told(Decision)] == [Outcome.COMMIT, Outcome.ABORT]
+    assert workers[1].membership.version == 1
+
+
+def test_a_member_that_missed_decisions_is_told_before_it_is_told_who_is_there() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    shards[0].ready()
+    workers[0].vote()
+    workers[1].vote()
+    committed = decided(workers[0])
+    shards[0].lose()
+    inbox = shards[0].inbox
+    inbox.clear()
+    shards[0].join()
+    assert [type(e).__name__ for e in inbox] == ["Welcome", "Decision", "Decision", "JobState", "Membership"]
+    assert inbox[1] == committed
+    assert inbox[2].outcome is Outcome.ABORT
+    assert (inbox[4].version, inbox[4].step) == (1, 3)
+
+
+def test_decisions_survive_a_restart() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    last = step(workers, shards, sums=(math.inf,))
+    last = step(workers, shards, max_norm=1.0)
+    d.restart()
+    workers[0].inbox.clear()
+    workers[0].join()
+    assert decided(workers[0]) == last
+    assert math.isinf(workers[0].told(Decision)[0].grad_norm)
+    assert (d.state.status().version, d.state.status().step) == (1, 3)
+    for p in (workers[1], *shards):
+        p.join()
+    assert step(workers, shards).version == 2
+
+
+def test_a_vote_given_before_a_restart_is_given_again_after_it() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    workers[0].vote()
+    d.restart()
+    for p in (*workers, *shards):
+        p.join()
+    shards[0].ready()
+    workers[1].vote()
+    assert d.state.status().pending == ("votes of worker 0",)
+    workers[0].vote()
+    assert decided(workers[0]).outcome is Outcome.COMMIT
+
+
+def test_only_the_newest_decisions_are_kept() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    for _ in range(40):
+        step(workers, shards)
+    assert len([k for k in d.store.load() if k.startswith("decision/")]) == 16
+    workers[0].inbox.clear()
+    workers[0].join()
+    assert [x.step for x in workers[0].told(Decision)] == list(range(25, 41))
+
+
+def test_a_tally_names_at_most_eight_ranks() -> None:
+    tally = Tally()
+    tally.vote(0, Vote(generation=1, step=1))
+    tally.ready(0, Ready(generation=1, step=1, sum_of_squares=0.0))
+    assert tally.pending(range(12), [0]) == ["votes of worker 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"]
+
+
+def test_hyperparameters_left_out_are_the_registered_ones() -> None:
+    d = Driver()
+    workers, shards = d.assembled()
+    assert step(workers, shards).hyper == ({**FULL, **OPTIMIZER.groups[0]},)
