@@ -1,0 +1,1 @@
+"""The shard server: owns slices of parameters and optimizer state. Sans-IO engine, servicer, server, client."""

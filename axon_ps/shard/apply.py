@@ -1,0 +1,138 @@
+"""Performs a committed step: chunks of all units over a few threads, in forward order, past the snapshots under way.
+
+Note: [Apply and snapshot]
+    A snapshot writes the live arrays of version v, without a copy, while training goes on. It goes through the units in
+    forward order, as applies do. The apply that leads from v to v+1 waits at each unit until the snapshot has written
+    it, and the snapshot waits at each unit until the apply that led to v has finished. Each waits only for the other's
+    earlier version, so neither can wait in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from axon_ps.shard.engine import ShardEngine
+
+
+class Hold:
+    """A snapshot under way: units up to `passed` are written. Made by `SnapshotGate.hold`."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.passed = -1
+
+
+class SnapshotGate:
+    """Lets applies and snapshots pass each other unit by unit. See Note: [Apply and snapshot]. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holds: list[Hold] = []
+        self._closed = False
+
+    def hold(self, version: int) -> Hold:
+        """From now on no unit leaves `version` before the snapshot has passed it."""
+        hold = Hold(version)
+        with self._changed:
+            self._holds.append(hold)
+        return hold
+
+    def passed(self, hold: Hold, unit: int) -> None:
+        """The snapshot has written every unit up to `unit`."""
+        with self._changed:
+            hold.passed = unit
+            self._changed.notify_all()
+
+    def release(self, hold: Hold) -> None:
+        """The snapshot is over, well or not."""
+        with self._changed:
+            if hold in self._holds:
+                self._holds.remove(hold)
+            self._changed.notify_all()
+
+    def wait_turn(self, unit: int, version: int) -> None:
+        """Before changing `unit` to `version`: wait for the snapshots of older versions."""
+        if self._holds:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or all(h.passed >= unit for h in self._holds if h.version < version)
+                )
+
+    def wait_until(self, reached: Callable[[], bool]) -> bool:
+        """Before writing a unit: wait until it is at the snapshot's version. False when the server stops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or reached())
+            return not self._closed
+
+    def notify(self) -> None:
+        """A unit has reached a version."""
+        if self._holds:
+            with self._changed:
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let everybody go: the server stops."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class ApplyPool:
+    """Threads that run the engine's `apply_chunk`.
+
+    Args:
+        engine: whose chunks.
+        gate: what lets snapshots pass.
+        threads: how many; None = one per core this process may use.
+        finished: called on the loop's thread when every chunk of a unit is done.
+        failed: called on the loop's thread when a kernel raised; the engine is unusable then.
+    """
+
+    def __init__(
+        self,
+        engine: ShardEngine,
+        gate: SnapshotGate,
+        threads: int | None,
+        finished: Callable[[int], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._gate = gate
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self._finished = finished
+        self._failed = failed
+        self._executor = ThreadPoolExecutor(self.threads, "axon-ps-apply")
+        self._lock = threading.Lock()
+        self._left: Counter[int] = Counter()
+
+    def start(self, units: Sequence[int]) -> None:
+        """Apply all chunks of `units`, earlier units first; returns at once. Call it on the loop's thread."""
+        loop = asyncio.get_running_loop()
+        slices = self._engine.slices
+        self._left = Counter({unit: len(slices[unit].bounds) for unit in units})
+        tasks = iter([(unit, index) for unit in units for index in range(len(slices[unit].bounds))])
+        for _ in range(min(self.threads, self._left.total())):
+            self._executor.submit(self._work, tasks, self._engine.version, loop)
+
+    def close(self) -> None:
+        """Wait for what runs and end the threads."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self, tasks: Iterator[tuple[int, int]], version: int, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            scratch = self._engine.scratch()
+            for unit, index in tasks:  # a list's iterator: threads may share it
+                self._gate.wait_turn(unit, version)
+                self._engine.apply_chunk(unit, index, scratch)
+                with self._lock:
+                    self._left[unit] -= 1
+                    last = self._left[unit] == 0
+                if last:
+                    loop.call_soon_threadsafe(self._finished, unit)
+        except BaseException as error:
+            loop.call_soon_threadsafe(self._failed, error)

@@ -1,0 +1,282 @@
+"""A worker's end of the shard servers: gather units, push gradients, upload first values.
+
+`ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
+Everything here runs on one event loop; every method must be called on its thread.
+
+What is retried here and what is not: a gather or an upload does no harm when repeated, so a broken connection and a
+changed generation are retried until the deadline. A push belongs to one generation: a broken connection is resumed
+where the server says, a changed generation is the caller's to handle (the step is lost).
+
+    shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from axon_ps.errors import Broken, GenerationChanged, InvalidRequest, Timeout
+from axon_ps.shard import transfers
+from axon_ps.shard.memory import keep_message_memory
+from axon_ps.shard.peers import Peers
+from axon_ps.shard.transfers import MakeContext, Transfer
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import Slice
+from axon_ps.transport.backoff import Deadline
+from axon_ps.transport.security import Security
+from axon_ps.transport.service import Stub
+from axon_ps.types import Array, DType, Membership
+from axon_ps.wire.v1 import shard_pb2
+
+T = TypeVar("T")
+_Stream = Callable[[Stub, Slice, Transfer, "Counter[str]"], Awaitable[T]]
+
+_GATHER_LANE, _PUSH_LANE = 0, 1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+_DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
+
+
+class ShardGroup:
+    """The shard servers of a job, as one worker sees them.
+
+    Args:
+        security: TLS and token.
+        lanes: connections per server: gathers on the first, pushes and uploads on the second.
+    """
+
+    def __init__(self, security: Security, lanes: int = 2) -> None:
+        keep_message_memory()
+        self._peers = Peers(security, lanes)
+        self._counters: Counter[str] = Counter(dict.fromkeys((*transfers.COUNTERS, "retries"), 0))
+
+    def set_members(self, membership: Membership) -> None:
+        """Take the current shard servers; calls under way go on, and retries use the new addresses."""
+        self._peers.set_members(membership)
+
+    def set_spec(self, spec: JobSpec) -> None:
+        """Take the job's layout."""
+        self._peers.set_spec(spec)
+
+    async def gather(
+        self,
+        unit: int,
+        out: Array,
+        *,
+        min_version: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> int:
+        """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
+
+        Args:
+            unit: its number.
+            out: wire[n], contiguous; float32, uint16 (bf16) or float16 decides what travels.
+            min_version: the oldest version that will do; owners that are behind are waited for.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element.
+            end: one past the last; None = the unit's end.
+
+        Returns:
+            The version of what was gathered: at least `min_version`.
+
+        Raises:
+            InvalidRequest: there is no such unit, or `out` does not fit.
+            Timeout: an owner did not answer, or was not there, or did not reach the version in time.
+            StepAborted: the job was restored to an older version meanwhile.
+
+        After an error: `out` holds anything; nothing changed on the servers.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._peers.owners(unit, deadline)
+        begin, end = _range(spec, unit, begin, end, out)
+        if out.dtype not in _DTYPE_OF:
+            raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
+        while True:
+            transfer = Transfer(
+                begin=begin,
+                end=end,
+                array=out,
+                dtype=_DTYPE_OF[out.dtype],
+                chunk_numel=spec.options.chunk_numel,
+                context=context,
+                deadline=deadline,
+                min_version=min_version,
+            )
+            versions = await _together(
+                [self._repeated(transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
+            )
+            if min(versions) == max(versions):
+                return max(versions[0], min_version)
+            min_version = max(versions)  # some owners committed in between: ask all of them for the later one
+            self._counters["retries"] += 1
+
+    async def reduce_scatter(
+        self,
+        unit: int,
+        grad: Array | None,
+        *,
+        step: int,
+        replica: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every owner.
+
+        Args:
+            unit: its number.
+            grad: wire[n] in the job's gradient dtype, contiguous; None when this replica has none for the unit.
+            step: the step attempt.
+            replica: this worker's replica.
+            context: gives job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element; must begin a chunk of its owner.
+            end: one past the last; must end a chunk of its owner; None = the unit's end.
+
+        Raises:
+            InvalidRequest: unit, replica, range or `grad` do not fit the job.
+            GenerationChanged: the step is lost, and with it what was pushed.
+            StepAborted: the step ended without a commit.
+            Timeout: an owner was not reached, or a replica before this one did not push in time.
+
+        After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
+        generation is harmless; pushing another one is not noticed.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._peers.owners(unit, deadline)
+        begin, end = _range(spec, unit, begin, end, grad)
+        if grad is not None and grad.dtype != spec.precision.grad.numpy:
+            raise InvalidRequest(
+                f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
+            )
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=grad,
+            dtype=spec.precision.grad,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            step=step,
+            replica=replica,
+        )
+        await _together([self._resumed(s, transfer) for s in slices if transfer.touches(s)])
+
+    async def upload(self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None) -> None:
+        """Store the first values of a unit on its owners.
+
+        Args:
+            unit: its number.
+            values: f32[unit_numel], contiguous.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+
+        Raises:
+            InvalidRequest: there is no such unit, or `values` does not fit.
+            Misuse: steps were committed already.
+            Timeout: an owner was not reached in time.
+
+        After an error: some owners may have some or all of it; uploading again is harmless.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._peers.owners(unit, deadline)
+        begin, end = _range(spec, unit, 0, None, values)
+        if values.dtype != np.float32:
+            raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=values,
+            dtype=DType.F32,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+        )
+        await _together([self._repeated(transfers.store, _PUSH_LANE, s, transfer) for s in slices])
+
+    async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
+        """The counters of one shard server, as its `statistics()` gives them.
+
+        Raises:
+            Unreachable: nobody answers.
+            Timeout: it did not answer in time.
+        """
+        deadline = Deadline(timeout_s)
+        stub = await self._peers.stub(server, _GATHER_LANE, deadline)
+        reply = await stub.call("Stats", shard_pb2.StatsRequest(context=context()), timeout_s=deadline.remaining())
+        return dict(reply.values)
+
+    def statistics(self) -> dict[str, float]:
+        """Payload bytes, chunks and streams in each direction, and retries."""
+        return {name: float(value) for name, value in sorted(self._counters.items())}
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail. Harmless when repeated."""
+        await self._peers.close()
+
+    async def _repeated(self, stream: _Stream[T], lane: int, s: Slice, transfer: Transfer) -> T:
+        """A stream that may be repeated from its start, until it succeeds or the deadline passes."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            stub = await self._peers.stub(s.server, lane, transfer.deadline)
+            try:
+                return await stream(stub, s, transfer, self._counters)
+            except (Broken, GenerationChanged) as error:
+                await self._pause(pause_s, transfer.deadline, error)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _resumed(self, s: Slice, transfer: Transfer) -> None:
+        """A push, resumed when the connection breaks, until the deadline passes."""
+        pause_s = _FIRST_PAUSE_S
+        resume = False
+        while True:
+            stub = await self._peers.stub(s.server, _PUSH_LANE, transfer.deadline)
+            try:
+                return await transfers.push(stub, s, transfer, self._counters, resume=resume)
+            except Broken as error:
+                await self._pause(pause_s, transfer.deadline, error)
+            resume = True
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _pause(self, pause_s: float, deadline: Deadline, error: BaseException) -> None:
+        """Before another attempt: wait a moment, less if the membership changes."""
+        if deadline.remaining() <= pause_s:
+            raise Timeout(f"gave up after {deadline.timeout_s:g} s; the last attempt failed: {error}") from error
+        self._counters["retries"] += 1
+        await self._peers.wait(pause_s)
+
+
+def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:
+    """The range asked for, once it lies in the unit and `array` has its length."""
+    numel = spec.layout.units[unit].numel
+    end = numel if end is None else end
+    if not 0 <= begin < end <= numel:
+        raise InvalidRequest(f"elements {begin} to {end} are not a range of unit {unit}, which has {numel}")
+    if array is not None and (array.shape != (end - begin,) or not array.flags.c_contiguous):
+        raise InvalidRequest(
+            f"the array for elements {begin} to {end} of unit {unit} has shape {list(array.shape)} and strides "
+            f"{array.strides}; needed is a contiguous 1-D array of {end - begin} elements"
+        )
+    return begin, end
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error ends the others, and is raised once they are over."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

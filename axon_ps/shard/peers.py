@@ -1,0 +1,137 @@
+"""The shard servers of a job as a worker knows them: layout, owners, addresses and connections.
+
+All of it runs on one event loop. What is not known yet is waited for: the layout, the members, a server that was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import grpc
+
+from axon_ps.errors import Closed, InvalidRequest, Timeout
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import Slice
+from axon_ps.transport.backoff import Deadline
+from axon_ps.transport.channels import connect
+from axon_ps.transport.security import Security
+from axon_ps.transport.service import Stub
+from axon_ps.types import Member, Membership
+from axon_ps.wire.v1 import shard_pb2
+
+_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
+
+
+class Peers:
+    """Who owns what, and how to reach them.
+
+    Args:
+        security: TLS and token.
+        lanes: connections per server.
+    """
+
+    def __init__(self, security: Security, lanes: int) -> None:
+        self._security = security
+        self._lanes = lanes
+        self._spec: JobSpec | None = None
+        self._num_servers = 0
+        self._members: dict[int, Member] = {}
+        self._stubs: dict[tuple[int, int], tuple[str, grpc.aio.Channel, Stub]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def set_members(self, membership: Membership) -> None:
+        """Take the current shard servers; whoever has moved is connected to anew."""
+        self._members = {m.rank: m for m in membership.shards}
+        if membership.complete:
+            self._num_servers = len(membership.shards)
+        for key, (address, channel, _) in list(self._stubs.items()):
+            member = self._members.get(key[0])
+            if member is not None and member.address != address:
+                del self._stubs[key]
+                task = asyncio.get_running_loop().create_task(channel.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        self._wake()
+
+    def set_spec(self, spec: JobSpec) -> None:
+        """Take the job's layout."""
+        self._spec = spec
+        self._wake()
+
+    async def owners(self, unit: int, deadline: Deadline) -> tuple[JobSpec, Sequence[Slice]]:
+        """The job's spec and the slices of a unit, once layout and members are known.
+
+        Raises:
+            InvalidRequest: there is no such unit.
+            Timeout: something did not become known in time.
+            Closed: the connections were closed.
+        """
+        while self._spec is None or not self._num_servers:
+            if deadline.passed:
+                missing = "the job's layout" if self._spec is None else "its shard servers"
+                raise Timeout(f"{missing} did not become known within {deadline.timeout_s:g} s")
+            await self.wait(deadline.remaining())
+        self._check_open()
+        units = len(self._spec.layout.units)
+        if not 0 <= unit < units:
+            raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
+        return self._spec, self._spec.plan(self._num_servers).slices[unit]
+
+    async def stub(self, server: int, lane: int, deadline: Deadline) -> Stub:
+        """How to reach a shard server, once it is a member.
+
+        Raises:
+            Timeout: it was not in time.
+            Closed: the connections were closed.
+        """
+        key = (server, lane % self._lanes)
+        if (known := self._stubs.get(key)) is not None:
+            return known[2]
+        while (member := self._members.get(server)) is None:
+            if deadline.passed:
+                raise Timeout(f"shard server {server} was not there within {deadline.timeout_s:g} s")
+            await self.wait(deadline.remaining())
+        self._check_open()
+        if key not in self._stubs:
+            channel = connect(member.address, self._security, lane=key[1])
+            self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
+        return self._stubs[key][2]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for news of members or layout, at most `timeout_s`.
+
+        Raises:
+            Closed: the connections were closed.
+        """
+        self._check_open()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            await asyncio.wait([future], timeout=None if math.isinf(timeout_s) else timeout_s)
+        finally:
+            if not future.done():
+                self._waiting.remove(future)
+        self._check_open()
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail. Harmless when repeated."""
+        self._closed = True
+        self._wake()
+        stubs, self._stubs = self._stubs, {}
+        for _, channel, _ in stubs.values():
+            await channel.close()
+        await asyncio.gather(*self._closing)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the connections to the shard servers were closed")
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,123 @@
+"""The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
+
+Note: [Two kinds of first message]
+    The first message of a gradient stream names caller, step, unit and replica. With a payload (or `absent`) it is a
+    chunk as any other, and nothing is sent back until the reply: that is the lean way. Without payload it asks where
+    to go on after a broken stream, and the answer comes as initial metadata.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from axon_ps.errors import InvalidRequest, PermissionDenied
+from axon_ps.shard.shell import ShardShell
+from axon_ps.shard.transfers import RESUME_KEY
+from axon_ps.types import WIRE_DTYPES, Array, DType
+from axon_ps.wire.codec import dtype_from_proto
+from axon_ps.wire.frames import decode_chunk, payload_array
+from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ShardServicer:
+    """What `transport.service.service_handler` calls."""
+
+    def __init__(self, shell: ShardShell) -> None:
+        self._shell = shell
+        self._engine = shell.engine
+
+    async def all_gather(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+        """Chunks of a range, once the unit is at the version asked for."""
+        shell, engine = self._shell, self._engine
+        await shell.fence(request.context)
+        dtype = dtype_from_proto(request.dtype)
+        if dtype not in WIRE_DTYPES:
+            raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
+        await shell.available(request.unit, request.min_version, request.context.generation)
+        engine.counters["gathers"] += 1
+        if dtype is engine.param_dtype:
+            for frame in engine.frames(request.unit, request.begin, request.end):
+                await context.write(frame)
+                self._count("out", frame)
+        else:
+            for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+                frame = await shell.encoded(request.unit, index, dtype)
+                await context.write(frame)
+                self._count("out", frame)
+
+    async def reduce_scatter(self, context: Context) -> shard_pb2.ReduceScatterReply:
+        """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
+        shell = self._shell
+        message = await context.read()
+        header, payload = _first(message)
+        member = await shell.fence(header.context)
+        step, unit, replica, dtype = header.step, header.unit, header.replica, dtype_from_proto(header.dtype)
+        if replica != member.replica:
+            raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
+        self._engine.counters["pushes"] += 1
+        summed = 0
+        async with shell.pushing(header.context.generation):
+            if header.numel == 0:
+                resume = self._engine.resume_offset(step, unit, header.offset, replica)
+                await context.send_initial_metadata(((RESUME_KEY, str(resume)),))
+                message = await context.read()
+                if message is not grpc.aio.EOF:
+                    header, payload = decode_chunk(message)
+            while message is not grpc.aio.EOF:
+                if (header.step, header.unit, header.replica) != (step, unit, replica):
+                    raise InvalidRequest("a stream of gradients is of one step, one unit and one replica")
+                self._count("in", message)
+                if header.absent:
+                    summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
+                else:
+                    grad = payload_array(header, payload, header.numel)
+                    summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
+                message = await context.read()
+                if message is not grpc.aio.EOF:
+                    header, payload = decode_chunk(message)
+        return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
+
+    async def upload(self, context: Context) -> shard_pb2.UploadReply:
+        """First values, f32."""
+        message = await context.read()
+        header, payload = _first(message)
+        await self._shell.fence(header.context)
+        complete = False
+        while message is not grpc.aio.EOF:
+            header, payload = decode_chunk(message)
+            self._count("in", message)
+            complete = self._shell.upload(header.unit, header.offset, _first_values(header, payload))
+            message = await context.read()
+        return shard_pb2.UploadReply(complete=complete)
+
+    async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
+        """Counters of this server. An operator may ask, who is no worker."""
+        if request.context.job != self._shell.job:
+            raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
+        return shard_pb2.StatsReply(values=self._engine.statistics())
+
+    def _count(self, direction: str, message: bytes) -> None:
+        counters = self._engine.counters
+        counters[f"chunks_{direction}"] += 1
+        counters[f"bytes_{direction}"] += len(message)
+
+
+def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
+    """The first message of a stream, which must be there and say who calls."""
+    if message is grpc.aio.EOF:
+        raise InvalidRequest("the stream ended before its first message, which names caller and unit")
+    header, payload = decode_chunk(message)
+    if not header.HasField("context"):
+        raise InvalidRequest("the first message of a stream must have a context: job, generation and incarnation")
+    return header, payload
+
+
+def _first_values(header: common_pb2.Chunk, payload: memoryview) -> Array:
+    values = payload_array(header, payload, header.numel)
+    if dtype_from_proto(header.dtype) is not DType.F32:
+        raise InvalidRequest("first values travel as f32")
+    return values

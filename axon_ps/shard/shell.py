@@ -1,0 +1,340 @@
+"""Around the engine: waits, threads, and the way to the coordinator. Decides nothing.
+
+Everything here runs on one event loop, apart from what the apply pool and the snapshot thread do. Events of the
+coordinator's session come in through `on_event`, streams through the coroutines that the servicer calls, and reports go
+out through `reports`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from axon_ps.compress import cast
+from axon_ps.coordinator.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
+from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, StepAborted
+from axon_ps.shard import snapshot
+from axon_ps.shard.apply import ApplyPool, Hold, SnapshotGate
+from axon_ps.shard.engine import Push, ShardEngine
+from axon_ps.shard.waiters import Waiters
+from axon_ps.types import Array, Decision, DType, Member, Membership
+from axon_ps.wire.v1.common_pb2 import CallContext
+
+_logger = logging.getLogger(__name__)
+
+
+class Reports(Protocol):
+    """What a shard server tells the coordinator; `coordinator.client.CoordinatorClient` is one.
+
+    Attributes:
+        rank: our number among the shard servers.
+        num_shards: shard servers of the job.
+    """
+
+    rank: int
+    num_shards: int
+
+    def ready(self, *, generation: int, step: int, sum_of_squares: float) -> None:
+        """Every slice has every replica's gradients."""
+
+    def initialized(self, *, version: int, epoch: int) -> None:
+        """Every slice has its values."""
+
+    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
+        """Our files of a checkpoint are written, or why not."""
+
+    def restore_report(self, epoch: int, error: AxonError) -> None:
+        """We could not restore."""
+
+
+class ShardShell:
+    """One shard server's engine with what it needs to run.
+
+    Args:
+        job: name of the job; calls for another one are refused.
+        threads: for applying; None = one per core this process may use.
+
+    Attributes:
+        engine: the state.
+        reports: the way to the coordinator; set before the first event.
+        failure: set when this server cannot go on; the server ends with it.
+    """
+
+    def __init__(self, job: str, threads: int | None = None) -> None:
+        self.job = job
+        self.engine = ShardEngine()
+        self.reports: Reports | None = None
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._membership: Membership | None = None
+        self._workers: dict[str, Member] = {}
+        self._waiters = Waiters()
+        self._gate = SnapshotGate()
+        self._pool = ApplyPool(self.engine, self._gate, threads, self._finished, self._fail)
+        self._files = ThreadPoolExecutor(1, "axon-ps-files")
+        self._applying = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pushing: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epoch = 0
+        self._reported_step = (0, -1)
+
+    async def close(self) -> None:
+        """End the threads; unfinished snapshots fail."""
+        self._gate.close()
+        if self.failure.done():
+            self.failure.exception()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._pool.close)
+        await asyncio.to_thread(self._files.shutdown)
+
+    # ------------------------------------------------------------------ events from the coordinator
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the session, in order, on the loop's thread."""
+        try:
+            if isinstance(event, Membership):
+                self._on_membership(event)
+            elif isinstance(event, JobState):
+                self._on_job(event)
+            elif isinstance(event, Decision):
+                self._on_decision(event)
+            elif isinstance(event, SnapshotOrder):
+                self._start(self._snapshot(event, self._gate.hold(event.version)))
+            elif isinstance(event, RestoreOrder):
+                self.engine.begin_restore()
+                self._start(self._restore(event))
+            elif isinstance(event, SessionLost) and event.final:
+                self._fail(event.error)
+        except AxonError as error:
+            self._fail(error)
+
+    def _on_membership(self, membership: Membership) -> None:
+        self._membership = membership
+        self._workers = {m.incarnation: m for m in membership.workers}
+        if membership.generation > self.engine.generation:
+            self.engine.membership(membership.generation, membership.step, membership.version, membership.num_replicas)
+            for task in self._pushing:
+                task.cancel()
+        self._waiters.wake_all()
+        self._report_ready()
+
+    def _on_job(self, job: JobState) -> None:
+        assert self.reports is not None
+        self._epoch = max(self._epoch, job.epoch)
+        if job.spec is not None and not self.engine.configured:
+            self.engine.configure(job.spec, self.reports.rank, self.reports.num_shards)
+            precision = job.spec.precision
+            self._start(self._warm_up(partial(cast.warm_up, precision.param), partial(cast.warm_up, precision.grad)))
+            if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
+                self.reports.initialized(version=self.engine.version, epoch=self._epoch)
+        if job.optimizer is not None and self.engine.updater is None:
+            updater = self.engine.set_optimizer(job.optimizer)
+            self._start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
+        self._waiters.wake_all()
+
+    def _on_decision(self, decision: Decision) -> None:
+        units = self.engine.decide(decision)
+        if units:
+            self._applying = len(units)
+            self._idle.clear()
+            self._pool.start(units)
+        self._waiters.wake_all()
+
+    def _finished(self, unit: int) -> None:
+        self.engine.finish(unit)
+        self._gate.notify()
+        self._waiters.wake_unit(unit)
+        self._applying -= 1
+        if self._applying == 0:
+            self._idle.set()
+            self._report_ready()
+
+    def _report_ready(self) -> None:
+        engine = self.engine
+        name = (engine.generation, engine.step)
+        if name == self._reported_step or (total := engine.ready()) is None:
+            return
+        assert self.reports is not None
+        self._reported_step = name
+        self.reports.ready(generation=engine.generation, step=engine.step, sum_of_squares=total)
+
+    async def _warm_up(self, *compiles: Callable[[], None]) -> None:
+        """Compile kernels before the first gradient needs them."""
+        for compile_it in compiles:
+            await asyncio.get_running_loop().run_in_executor(self._files, compile_it)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    async def _snapshot(self, order: SnapshotOrder, hold: Hold) -> None:
+        reports = self.reports
+        assert reports is not None
+        try:
+            entry = await self._in_files_thread(
+                lambda: snapshot.write(
+                    self.engine, order.uri, order.version, reports.rank, reports.num_shards, self._gate, hold
+                )
+            )
+        except AxonError as error:
+            _logger.error("checkpoint at version %d failed: %s", order.version, error)
+            reports.snapshot_report(order.id, error=error)
+        else:
+            reports.snapshot_report(order.id, (SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes),))
+        finally:
+            self._gate.release(hold)
+
+    async def _restore(self, order: RestoreOrder) -> None:
+        assert self.reports is not None
+        engine = self.engine
+        await self._idle.wait()
+        try:
+            restore = await self._in_files_thread(lambda: snapshot.prepare(engine, order.uri, order.version))
+            engine.withdraw()
+            await self._in_files_thread(lambda: snapshot.load(engine, restore))
+        except AxonError as error:
+            _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
+            engine.cancel_restore()
+            self.reports.restore_report(order.epoch, error)
+        else:
+            engine.restored(order.version, restore.optimizer)
+            self._epoch = max(self._epoch, order.epoch)
+            self.reports.initialized(version=order.version, epoch=order.epoch)
+        self._waiters.wake_all()
+
+    async def _in_files_thread(self, work: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._files, work)
+        except AxonError:
+            raise
+        except Exception as error:
+            _logger.exception("a checkpoint operation failed")
+            raise InternalError(f"{type(error).__name__}: {error}") from error
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failure.done():
+            _logger.critical("this shard server cannot go on: %s", error)
+            self.failure.set_exception(error)
+
+    # ------------------------------------------------------------------ streams
+
+    async def fence(self, context: CallContext) -> Member:
+        """The worker that calls, once our generation is the caller's and the layout is known.
+
+        Raises:
+            PermissionDenied: another job, or not a worker of the generation it names.
+            GenerationChanged: the caller's generation is over.
+        """
+        if context.job != self.job:
+            raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
+        engine = self.engine
+        while engine.generation < context.generation or engine.spec is None:
+            if engine.generation > context.generation:
+                break
+            await self._waiters.wait()
+        self.check_generation(context.generation)
+        member = self._workers.get(context.incarnation)
+        if member is None:
+            raise PermissionDenied(
+                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {engine.generation}"
+            )
+        return member
+
+    def check_generation(self, generation: int) -> None:
+        """Refuse a generation that is over.
+
+        Raises:
+            GenerationChanged: it is.
+        """
+        if generation != self.engine.generation:
+            raise GenerationChanged(
+                f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
+            )
+
+    @asynccontextmanager
+    async def pushing(self, generation: int) -> AsyncIterator[None]:
+        """A stream of gradients is under way in the calling task: it ends when the generation does.
+
+        Raises:
+            GenerationChanged: it did.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._pushing.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.engine.generation == generation:
+                raise
+            task.uncancel()
+            self.check_generation(generation)
+        finally:
+            self._pushing.discard(task)
+
+    async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
+        """Add a gradient chunk when its turn comes; False for a duplicate. See `ShardEngine.push`."""
+        engine = self.engine
+        while (done := engine.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+            await self._waiters.wait(unit, offset, replica)
+        if done is Push.DUPLICATE:
+            return False
+        self._waiters.wake_turn(unit, offset, replica + 1)
+        if replica == engine.num_replicas - 1:
+            self._report_ready()
+        return True
+
+    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
+        """Say that a replica has no gradient for elements [offset, offset + numel); how many chunks that passed."""
+        owned = self.engine.slice_of(unit)
+        first, last = owned.range_of(offset, offset + numel)
+        dtype = self.engine.grad_dtype
+        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
+
+    async def available(self, unit: int, min_version: int, generation: int) -> None:
+        """Wait until the unit can be served at `min_version` or later.
+
+        Raises:
+            GenerationChanged: while it waited.
+            StepAborted: the job was restored to an older version while it waited.
+        """
+        restores = self.engine.counters["restores"]
+        while not self.engine.available(unit, min_version):
+            if self.engine.counters["restores"] != restores and min_version > self.engine.version:
+                raise StepAborted(
+                    f"the job was restored to version {self.engine.version} while version {min_version} was waited for"
+                )
+            await self._waiters.wait(unit)
+            self.check_generation(generation)
+
+    async def encoded(self, unit: int, index: int, dtype: DType) -> bytes:
+        """One chunk in a dtype that is encoded on demand, when nothing is changing it."""
+        while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
+            await self._waiters.wait(unit)
+        return self.engine.encode(unit, index, dtype)
+
+    def upload(self, unit: int, offset: int, values: Array) -> bool:
+        """Store first values of a chunk; True once this server has all of its own."""
+        before = self.engine.initialized
+        complete = self.engine.upload(unit, offset, values)
+        if complete and not before:
+            assert self.reports is not None
+            self.reports.initialized(version=self.engine.version, epoch=self._epoch)
+        if complete or self.engine.available(unit, 0):
+            self._waiters.wake_unit(unit)
+        return complete

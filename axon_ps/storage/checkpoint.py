@@ -1,0 +1,247 @@
+"""safetensors files, written as a stream and read in ranges, with bounded memory and a hash on the way.
+
+The format (huggingface/safetensors): eight bytes with the length of the header, the header in JSON (per tensor its
+dtype, shape and place in the data), the data of all tensors without gaps. The header comes first, so shapes must be
+known before the first value, and values then come in the order of the header, straight from live arrays.
+
+Ranges of a tensor are read by place, not mapped: it is the same for local files and object stores, and a damaged file
+gives an error where a mapping would give a signal. Any safetensors library reads what is written here (a test says so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
+from axon_ps.storage.files import FileStore, Sink, Source
+from axon_ps.types import Array, DType
+
+PIECE_BYTES = 4 << 20
+"""How much is hashed and written, or read, at a time."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""Longest header: the limit of the safetensors library."""
+
+_DTYPE_NAMES = {dtype: dtype.value.upper() for dtype in DType}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor of a file, before its values are there."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of a checkpoint: its name, the SHA-256 of its content in hex, and its size."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+class SafetensorsWriter:
+    """The values of one file's tensors, in the order that the header names them. Made by `create_file`."""
+
+    def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        self._sink = sink
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+        self._left = [(t.name, t.nbytes) for t in reversed(tensors)]
+        self._missing = 0
+        self._put(_header(tensors, metadata))
+
+    def write(self, name: str, values: Array) -> None:
+        """All values of tensor `name`, or the next of them: a contiguous array in the tensor's storage dtype.
+
+        Raises:
+            StorageFull: no space left.
+            CheckpointError: the file could not be written.
+        """
+        view = _bytes_of(np.ascontiguousarray(values))
+        if not self._missing:
+            expected, self._missing = self._left.pop() if self._left else ("nothing", 0)
+            if expected != name:
+                raise InternalError(f"{name} is written where the file's header has {expected}")
+        if len(view) > self._missing:
+            raise InternalError(f"{name} has {len(view)} bytes where the file's header leaves {self._missing}")
+        for begin in range(0, len(view), PIECE_BYTES):
+            self._put(view[begin : begin + PIECE_BYTES])
+        self._missing -= len(view)
+
+    def entry(self, name: str) -> FileEntry:
+        """Size and hash of what was written."""
+        if self._left or self._missing:
+            raise InternalError(f"{name} ends before its last tensor")
+        return FileEntry(name=name, sha256=self._hash.hexdigest(), bytes=self._bytes)
+
+    def _put(self, data: memoryview | bytes) -> None:
+        self._hash.update(data)
+        self._sink.write(data)
+        self._bytes += len(data)
+
+
+@contextlib.contextmanager
+def create_file(
+    store: FileStore, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]
+) -> Iterator[SafetensorsWriter]:
+    """Write a safetensors file; it is there once the context ends without an error. See `FileStore.create`.
+
+    Args:
+        store: where.
+        name: of the file.
+        tensors: names, dtypes and shapes, in the order of their values.
+        metadata: strings that the header carries.
+    """
+    with store.create(name) as sink:
+        writer = SafetensorsWriter(sink, tensors, metadata)
+        yield writer
+        writer.entry(name)
+
+
+class SafetensorsReader:
+    """An open safetensors file. Made by `open_file`.
+
+    Attributes:
+        metadata: the header's strings.
+        tensors: per name, dtype and shape.
+    """
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._source = source
+        self._name = name
+        self._places: dict[str, int] = {}
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, TensorSpec] = {}
+        length = int.from_bytes(source.read(0, 8), "little")
+        if source.size < 8 or length > min(_MAX_HEADER_BYTES, source.size - 8):
+            raise CheckpointCorrupt(
+                f"{name} is no safetensors file: its {source.size} bytes hold no header of {length}"
+            )
+        try:
+            header = json.loads(source.read(8, length))
+            self.metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
+            for tensor, fields in header.items():
+                self._add(tensor, fields, 8 + length)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointCorrupt(f"the header of {name} is damaged: {error!r}") from error
+
+    def read_into(self, name: str, begin: int, out: Array) -> None:
+        """Fill `out` (contiguous, in the tensor's storage dtype) with the tensor's elements from `begin` on.
+
+        Raises:
+            CheckpointCorrupt: the file has no such tensor or range, or ends early.
+            CheckpointError: it could not be read.
+        """
+        spec = self.tensors.get(name)
+        if spec is None:
+            raise CheckpointCorrupt(f"{self._name} has no tensor {name!r}; it belongs to another checkpoint or version")
+        numel = math.prod(spec.shape)
+        if spec.dtype.numpy != out.dtype or begin + out.size > numel:
+            raise CheckpointCorrupt(
+                f"tensor {name!r} of {self._name} has {numel} elements of {spec.dtype.value}; needed are those "
+                f"from {begin} to {begin + out.size}, as {out.dtype}"
+            )
+        view = _bytes_of(out)
+        place = self._places[name] + begin * spec.dtype.itemsize
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            if (got := self._source.read_into(place + start, piece)) != len(piece):
+                raise CheckpointCorrupt(f"{self._name} ends {len(piece) - got} bytes too early, in tensor {name!r}")
+
+    def _add(self, name: str, fields: Any, data_begin: int) -> None:
+        spec = TensorSpec(name=name, dtype=_DTYPES[fields["dtype"]], shape=tuple(_count(d) for d in fields["shape"]))
+        begin, end = (_count(x) for x in fields["data_offsets"])
+        if end - begin != spec.nbytes or data_begin + end > self._source.size:
+            raise CheckpointCorrupt(
+                f"{self._name}: tensor {name!r} of {spec.nbytes} bytes is said to lie at bytes {begin} to {end} of the "
+                f"data; the file has {self._source.size - data_begin}"
+            )
+        self.tensors[name] = spec
+        self._places[name] = data_begin + begin
+
+
+@contextlib.contextmanager
+def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
+    """Read a safetensors file.
+
+    Raises:
+        CheckpointCorrupt: it is missing, or is no safetensors file.
+        CheckpointError: it could not be read.
+    """
+    try:
+        with store.open(name) as source:
+            yield SafetensorsReader(source, f"{store.uri}/{name}")
+    except CheckpointNotFound as error:
+        raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
+
+
+def check_file(store: FileStore, entry: FileEntry) -> None:
+    """Compare a file with what its manifest says of it.
+
+    Raises:
+        CheckpointCorrupt: it is missing, of another size, or of another content.
+        CheckpointError: it could not be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with store.open(entry.name) as source:
+            if source.size != entry.bytes:
+                raise CheckpointCorrupt(
+                    f"{store.uri}/{entry.name} has {source.size} bytes; the manifest says {entry.bytes}: it is "
+                    "truncated or was replaced"
+                )
+            for begin in range(0, source.size, PIECE_BYTES):
+                digest.update(source.read(begin, PIECE_BYTES))
+    except CheckpointNotFound as error:
+        raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
+    if digest.hexdigest() != entry.sha256:
+        raise CheckpointCorrupt(
+            f"{store.uri}/{entry.name} has SHA-256 {digest.hexdigest()}; the manifest says {entry.sha256}: "
+            "it was altered"
+        )
+
+
+def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    if len({t.name for t in tensors}) != len(tensors):
+        raise InvalidRequest("two tensors of a file share a name")
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for t in tensors:
+        fields[t.name] = {
+            "dtype": _DTYPE_NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [place, place + t.nbytes],
+        }
+        place += t.nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(array: Array) -> memoryview:
+    flat: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value

@@ -1,0 +1,243 @@
+"""The manifest: what makes a directory of files a checkpoint.
+
+It is written last and whole, so a directory has a complete checkpoint or none. It says everything that a later job
+needs to know: the layout and how it was cut, the optimizer, and each file with its size and hash. File names are chosen
+afresh by every writer, so a second checkpoint in the same directory does not touch the first until its manifest takes
+over; then the files that are named no more are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
+from axon_ps.sharding.layout import Layout, layout_from_json, layout_to_json
+from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
+from axon_ps.storage.checkpoint import FileEntry, check_file
+from axon_ps.storage.files import FileStore, open_store
+from axon_ps.types import OptimizerSpec
+
+FORMAT_VERSION = 1
+"""Of the manifest and of the files it names."""
+
+MANIFEST_NAME = "manifest.json"
+FILE_PREFIX = "shard-"
+"""Begins the name of every file that a shard server writes."""
+
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        job: name of the job that wrote it.
+        version: committed steps.
+        layout: its parameters.
+        optimizer: whose moments it has; None when the job had no optimizer yet.
+        num_servers: how many shard servers wrote it.
+        options: how units were cut.
+        files: what they wrote.
+        extra: what the caller wanted back (sampler, schedule), JSON values.
+        created: when, ISO 8601 in UTC.
+        uri: where it was read from; not part of the file.
+    """
+
+    job: str
+    version: int
+    layout: Layout
+    optimizer: OptimizerSpec | None
+    num_servers: int
+    options: PlanOptions
+    files: tuple[FileEntry, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
+    uri: str = ""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How units were cut into slices."""
+        return make_plan(self.layout, self.num_servers, self.options)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(f.bytes for f in self.files)
+
+    def file_of(self, server: int) -> FileEntry:
+        """The file that shard server `server` wrote.
+
+        Raises:
+            CheckpointCorrupt: there is none.
+        """
+        prefix = file_prefix(server, self.num_servers)
+        for entry in self.files:
+            if entry.name.startswith(prefix):
+                return entry
+        raise CheckpointCorrupt(f"{self.uri} names no file of shard server {server} of {self.num_servers}")
+
+
+def file_prefix(server: int, num_servers: int) -> str:
+    """How the name of a shard server's file begins."""
+    return f"{FILE_PREFIX}{server:05d}-of-{num_servers:05d}-"
+
+
+def write_manifest(uri: str, manifest: Manifest) -> None:
+    """Make the directory at `uri` a checkpoint; replaces the one that was there, and removes its files.
+
+    Raises:
+        InvalidRequest: `extra` holds what JSON cannot.
+        StorageFull: no space left; what was there before is untouched.
+        CheckpointError: it could not be written; what was there before is untouched.
+    """
+    store = open_store(uri)
+    try:
+        text = json.dumps(_to_json(manifest), indent=1)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"extra holds what JSON cannot: {error}") from error
+    with store.create(MANIFEST_NAME) as sink:
+        sink.write(text.encode())
+    named = {f.name for f in manifest.files}
+    with contextlib.suppress(CheckpointError):  # the checkpoint is there; what is left over only takes space
+        for name in store.names():
+            if name.startswith(FILE_PREFIX) and name not in named:
+                store.remove(name)
+
+
+def read_manifest(uri: str) -> Manifest:
+    """The manifest at `uri`; of a directory of checkpoints, that of the newest complete one.
+
+    Raises:
+        CheckpointNotFound: there is no complete checkpoint.
+        CheckpointCorrupt: the manifest is damaged or of a later format.
+        CheckpointError: it could not be read.
+    """
+    store = open_store(uri)
+    if MANIFEST_NAME in store.names():
+        return _read(store)
+    found = list_checkpoints(uri)
+    if not found:
+        raise CheckpointNotFound(
+            f"there is no complete checkpoint at {uri}: no {MANIFEST_NAME} in it, or in a directory of it"
+        )
+    return found[-1]
+
+
+def list_checkpoints(uri: str) -> list[Manifest]:
+    """The complete checkpoints at `uri` and in its directories, oldest version first; damaged ones are left out.
+
+    Raises:
+        CheckpointError: the directory could not be read.
+    """
+    store = open_store(uri)
+    found: list[Manifest] = []
+    for candidate in (store, *(store.child(name) for name in store.directories())):
+        if MANIFEST_NAME in candidate.names():
+            with contextlib.suppress(AxonError):
+                found.append(_read(candidate))
+    return sorted(found, key=lambda m: (m.version, m.created))
+
+
+def verify(uri: str) -> Manifest:
+    """Read every file of a checkpoint and compare it with the manifest.
+
+    Raises:
+        CheckpointNotFound: there is no complete checkpoint.
+        CheckpointCorrupt: a file is missing, truncated or altered; the message says which, and what was expected.
+        CheckpointError: a file could not be read.
+    """
+    manifest = read_manifest(uri)
+    store = open_store(manifest.uri)
+    for entry in manifest.files:
+        check_file(store, entry)
+    return manifest
+
+
+def _read(store: FileStore) -> Manifest:
+    place = f"{store.uri}/{MANIFEST_NAME}"
+    with store.open(MANIFEST_NAME) as source:
+        if source.size > _MAX_BYTES:
+            raise CheckpointCorrupt(f"{place} has {source.size} bytes; a manifest has at most {_MAX_BYTES}")
+        text = source.read(0, source.size)
+    try:
+        value = json.loads(text)
+        if value["format_version"] != FORMAT_VERSION:
+            raise CheckpointCorrupt(
+                f"{place} is of format {value['format_version']!r}; this program reads format {FORMAT_VERSION}"
+            )
+        return _from_json(value, store.uri)
+    except CheckpointCorrupt:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{place} is damaged: {error!r}") from error
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    optimizer = manifest.optimizer
+    return {
+        "format_version": FORMAT_VERSION,
+        "job": manifest.job,
+        "version": manifest.version,
+        "created": manifest.created,
+        "num_servers": manifest.num_servers,
+        "options": {
+            "chunk_numel": manifest.options.chunk_numel,
+            "min_slice_numel": manifest.options.min_slice_numel,
+        },
+        "files": [{"name": f.name, "sha256": f.sha256, "bytes": f.bytes} for f in manifest.files],
+        "extra": dict(manifest.extra),
+        "optimizer": None
+        if optimizer is None
+        else {
+            "name": optimizer.name,
+            "groups": [dict(g) for g in optimizer.groups],
+            "group_of": list(optimizer.group_of),
+        },
+        "layout": layout_to_json(manifest.layout),
+    }
+
+
+def _from_json(value: Mapping[str, Any], uri: str) -> Manifest:
+    optimizer = value["optimizer"]
+    return Manifest(
+        job=str(value["job"]),
+        version=int(value["version"]),
+        created=str(value["created"]),
+        num_servers=int(value["num_servers"]),
+        options=PlanOptions(
+            chunk_numel=int(value["options"]["chunk_numel"]),
+            min_slice_numel=int(value["options"]["min_slice_numel"]),
+        ),
+        files=tuple(
+            FileEntry(name=str(f["name"]), sha256=str(f["sha256"]), bytes=int(f["bytes"])) for f in value["files"]
+        ),
+        extra=dict(value["extra"]),
+        optimizer=None
+        if optimizer is None
+        else OptimizerSpec(
+            name=str(optimizer["name"]),
+            groups=tuple({str(k): float(v) for k, v in g.items()} for g in optimizer["groups"]),
+            group_of=tuple(int(g) for g in optimizer["group_of"]),
+        ),
+        layout=layout_from_json(value["layout"]),
+        uri=uri,
+    )
+
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "file_prefix",
+    "list_checkpoints",
+    "read_manifest",
+    "verify",
+    "write_manifest",
+]

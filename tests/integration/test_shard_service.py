@@ -1,0 +1,746 @@
+"""The shard service over real gRPC: gather, reduce, upload, fencing, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from axon_ps.coordinator.events import RestoreOrder, SnapshotOrder
+from axon_ps.errors import (
+    CheckpointNotFound,
+    Closed,
+    GenerationChanged,
+    InvalidRequest,
+    Misuse,
+    PermissionDenied,
+    StepAborted,
+    Timeout,
+)
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.storage.manifest import Manifest, write_manifest
+from axon_ps.types import Array, DType, Outcome
+from axon_ps.wire.frames import encode_chunk
+from axon_ps.wire.v1 import common_pb2, shard_pb2
+from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
+
+SPEC = spec_of(3000, 200, 700, frozen=[2])
+
+
+def values_of(*numels: int, seed: int = 0) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(n).astype(np.float32) for n in numels]
+
+
+FIRST = values_of(3000, 200, 700)
+GRADS = [values_of(3000, 200, seed=s) for s in (1, 2)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something that must happen has happened (the test's own time-out is the limit)."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 40))
+
+
+# ---------------------------------------------------------------------- the way of a step
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_step_from_first_values_to_the_next_version(servers: int) -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=servers, workers=2) as j:
+            await j.upload(FIRST)
+            assert [r.initialized_at for r in j.reports] == [[(0, 0)]] * servers
+            for unit in range(3):
+                version, got = await j.gather(1, unit)
+                assert version == 0
+                assert got.tobytes() == FIRST[unit].tobytes()
+            await asyncio.gather(*(j.push(rank, unit, GRADS[rank][unit]) for rank in (1, 0) for unit in (1, 0)))
+            total = sum(r.ready_for[0][2] for r in j.reports if r.ready_for)
+            summed = [GRADS[0][u] + GRADS[1][u] for u in (0, 1)]
+            assert np.isclose(total, sum(np.sum(s.astype(np.float64) ** 2) for s in summed))
+            assert {(g, s) for r in j.reports for g, s, _ in r.ready_for} == {(1, 1)}
+            j.commit()
+            for unit in range(2):
+                version, got = await j.gather(0, unit)
+                assert version == 1
+                assert got.tobytes() == (FIRST[unit] - summed[unit]).tobytes()
+            assert await j.gather(0, 2) != (0, None)
+            assert (await j.gather(0, 2))[1].tobytes() == FIRST[2].tobytes()
+
+    run(scenario())
+
+
+def test_four_gatherers_cost_one_encoding() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, workers=4) as j:
+            await j.upload(FIRST)
+            before = j.statistics("encodings")
+            assert before == 12 + 1 + 3
+            await asyncio.gather(*(j.gather(rank, unit) for rank in range(4) for unit in range(3)))
+            assert j.statistics("encodings") == before
+            assert j.statistics("gathers") == 12
+            assert j.statistics("chunks_out") == 4 * before
+            payload = 4 * 4 * (3000 + 200 + 700)
+            assert payload < j.statistics("bytes_out") < payload + 40 * 4 * before
+            assert sum(g.statistics()["bytes_in"] for g in j.groups.values()) == payload
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("param", "storage"), [(DType.BF16, np.uint16), (DType.F16, np.float16)])
+def test_parameters_travel_in_the_jobs_dtype_or_in_the_callers(param: DType, storage: Any) -> None:
+    async def scenario() -> None:
+        async with job(spec_of(3000, 200, 700, frozen=[2], param=param)) as j:
+            await j.upload(FIRST)
+            before = j.statistics("encodings")
+            _, exact = await j.gather(0, 0)
+            assert exact.tobytes() == FIRST[0].tobytes()
+            assert j.statistics("encodings") == before + 12  # on demand
+            _, wire = await j.gather(0, 0, storage)
+            assert j.statistics("encodings") == before + 12
+            rounded = (wire.astype(np.uint32) << 16).view(np.float32) if param is DType.BF16 else wire
+            assert np.allclose(rounded, FIRST[0], rtol=1e-2)
+            assert (wire.nbytes, exact.nbytes) == (6000, 12000)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 3000), (5, 6), (250, 260), (999, 2001), (1000, 3000), (0, 1)])
+def test_any_range_of_a_unit(begin: int, end: int) -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=3) as j:
+            await j.upload(FIRST)
+            out = np.zeros(end - begin, np.float32)
+            await j.groups[0].gather(
+                0, out, min_version=0, context=j.context(), timeout_s=TIMEOUT_S, begin=begin, end=end
+            )
+            assert out.tobytes() == FIRST[0][begin:end].tobytes()
+
+    run(scenario())
+
+
+def test_two_workers_of_one_replica_push_their_parts() -> None:
+    """What HYBRID_SHARD does: ranges that begin and end where chunks do."""
+
+    async def scenario() -> None:
+        async with job(spec_of(2048)) as j:
+            await j.upload(values_of(2048))
+            grad = values_of(2048, seed=9)[0]
+            await j.push(0, 0, grad[1024:], begin=1024, end=2048)
+            assert not j.reports[0].ready_for
+            await j.push(0, 0, grad[:1024], begin=0, end=1024)
+            assert len(j.reports[0].ready_for) == 1
+            j.commit()
+            assert (await j.gather(0, 0))[1].tobytes() == (values_of(2048)[0] - grad).tobytes()
+
+    run(scenario())
+
+
+def test_a_replica_waits_for_its_turn_without_blocking_others() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2, workers=3) as j:
+            await j.upload(FIRST)
+            ahead = [asyncio.create_task(j.push(rank, 0, GRADS[0][0])) for rank in (2, 1)]
+            await until(lambda: j.statistics("waits") >= 4)
+            assert not any(t.done() for t in ahead)
+            assert (await j.gather(2, 0))[0] == 0  # another lane: gathers go on
+            await j.push(0, 0, GRADS[0][0])
+            await asyncio.gather(*ahead)
+            assert j.statistics("duplicates") == 0
+
+    run(scenario())
+
+
+def test_a_gather_waits_for_its_version_and_is_served_unit_by_unit() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            waiting = asyncio.create_task(j.gather(0, 0, min_version=1))
+            await j.push(0, 0, GRADS[0][0])
+            await j.push(0, 1, GRADS[0][1])
+            assert not waiting.done()
+            j.commit()
+            version, got = await waiting
+            assert version == 1
+            assert got.tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+def test_owners_that_disagree_are_asked_again_for_the_later_version() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            await j.push(0, 0, GRADS[0][0])
+            await j.push(0, 1, GRADS[0][1])
+            j.decide(servers=[0])
+            await until(lambda: j.shells[0].engine.available(0, 1))
+            gathering = asyncio.create_task(j.gather(0, 0))
+            await until(lambda: j.groups[0].statistics()["retries"] > 0)
+            j.decide(servers=[1])
+            j.advance()
+            version, got = await gathering
+            assert version == 1
+            assert got.tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+def test_absent_gradients_leave_a_unit_alone() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2, workers=2) as j:
+            await j.upload(FIRST)
+            for rank in (0, 1):
+                await j.push(rank, 0, None)
+                await j.push(rank, 1, GRADS[rank][1] if rank else None)
+            assert all(r.ready_for for r in j.reports)
+            j.commit()
+            assert await j.gather(0, 0) == (1, pytest.approx(FIRST[0]))
+            assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            assert (await j.gather(0, 1))[1].tobytes() == (FIRST[1] - GRADS[1][1]).tobytes()
+            assert j.groups[0].statistics()["bytes_out"] == sum(v.nbytes for v in FIRST)  # the upload alone
+
+    run(scenario())
+
+
+def test_a_skipped_step_can_be_followed_by_another() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            for unit in (0, 1):
+                await j.push(0, unit, np.full(SPEC.layout.units[unit].numel, np.nan, np.float32))
+            assert np.isnan(j.reports[0].ready_for[0][2])
+            j.decide(Outcome.SKIP)
+            j.step += 1
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            j.commit()
+            assert (await j.gather(0, 0))[1].tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------------- fences
+
+
+def changed(j: Job, **changes: Any) -> Callable[[], common_pb2.CallContext]:
+    def make() -> common_pb2.CallContext:
+        context = j.context()()
+        for name, value in changes.items():
+            setattr(context, name, value)
+        return context
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"job": "other"}, "serves job 'j', not 'other'"),
+        ({"incarnation": "stranger"}, "'stranger' is not a worker of generation 1"),
+        ({"incarnation": ""}, "is not a worker"),
+        ({"incarnation": "shard-0"}, "is not a worker"),
+    ],
+)
+def test_strangers_are_refused(change: dict[str, str], words: str) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            context = changed(j, **change)
+            with pytest.raises(PermissionDenied, match=words):
+                await j.gather(0, 0, context=context)
+            with pytest.raises(PermissionDenied, match=words):
+                await j.push(0, 0, GRADS[0][0], context=context)
+            with pytest.raises(PermissionDenied, match=words):
+                await j.groups[0].upload(0, FIRST[0], context=context, timeout_s=TIMEOUT_S)
+
+    run(scenario())
+
+
+def test_a_push_of_an_older_generation_is_told_the_new_one() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            old = changed(j, generation=1)
+            j.regenerate()
+            with pytest.raises(GenerationChanged, match="generation 1 is over") as raised:
+                await j.push(0, 0, GRADS[0][0], context=old)
+            assert raised.value.generation == 2
+
+    run(scenario())
+
+
+def test_a_gather_of_an_older_generation_is_repeated_with_the_new_context() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            asked = []
+
+            def late() -> common_pb2.CallContext:
+                """The session is late: two calls are made with the old generation."""
+                asked.append(1)
+                context = j.context()()
+                context.generation = 1 if len(asked) <= 2 else 2
+                return context
+
+            j.regenerate()
+            version, got = await j.gather(0, 0, context=late)
+            assert version == 0
+            assert got.tobytes() == FIRST[0].tobytes()
+            assert j.groups[0].statistics()["retries"] == 2
+
+    run(scenario())
+
+
+def test_a_caller_that_is_ahead_waits_for_the_servers_own_session() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            ahead = asyncio.create_task(j.gather(0, 0, context=changed(j, generation=2)))
+            with pytest.raises(Timeout):
+                await j.gather(0, 0, context=changed(j, generation=2), timeout_s=0.05)
+            assert not ahead.done()
+            j.regenerate()
+            assert (await ahead)[0] == 0
+
+    run(scenario())
+
+
+def test_a_new_generation_ends_open_pushes() -> None:
+    """One stream waits for its turn, another for its client's next chunk; both learn of it at once."""
+
+    async def scenario() -> None:
+        async with job(SPEC, workers=2) as j:
+            await j.upload(FIRST)
+            waiting = asyncio.create_task(j.push(1, 0, GRADS[0][0]))
+            stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
+            await stream.write(first_chunk(j, 1))
+            await until(lambda: j.statistics("waits") >= 1 and j.statistics("chunks_in") >= 18)
+            j.regenerate()
+            with pytest.raises(GenerationChanged) as raised:
+                await waiting
+            assert raised.value.generation == 2
+            with pytest.raises(GenerationChanged):
+                await stream
+            await j.push(0, 0, GRADS[0][0])
+            await j.push(1, 0, GRADS[1][0])
+            accumulator = j.shells[0].engine.slices[0].accumulator
+            assert accumulator is not None
+            assert accumulator.tobytes() == (GRADS[0][0] + GRADS[1][0]).tobytes()
+
+    run(scenario())
+
+
+def first_chunk(j: Job, of_unit: int, **changes: Any) -> bytes:
+    """The first chunk of worker 0's gradient of a unit, as a client would begin its stream."""
+    numel = min(256, SPEC.layout.units[of_unit].numel)
+    fields = {
+        "context": j.context()(), "step": j.step, "unit": of_unit, "offset": 0, "numel": numel,
+        "dtype": common_pb2.D_TYPE_F32, "replica": 0,
+    }  # fmt: skip
+    payload = changes.pop("payload", np.ones(numel, np.float32))
+    return encode_chunk(common_pb2.Chunk(**{**fields, **changes}), payload)
+
+
+def test_a_gather_that_waits_goes_on_in_the_new_generation() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, workers=2) as j:
+            await j.upload(FIRST)
+            waiting = asyncio.create_task(j.gather(0, 0, min_version=1))
+            await until(lambda: j.groups[0].statistics()["gather_streams"] >= 1)
+            j.regenerate([0])
+            await j.push(0, 0, GRADS[0][0])
+            await j.push(0, 1, GRADS[0][1])
+            j.commit()
+            assert (await waiting)[0] == 1
+
+    run(scenario())
+
+
+def test_late_pushes_of_an_aborted_step_are_told() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            j.decide(Outcome.ABORT)
+            with pytest.raises(StepAborted, match="step 1 is over"):
+                await j.push(0, 0, GRADS[0][0])
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------------- broken connections
+
+
+def test_a_push_is_resumed_where_the_server_says() -> None:
+    async def scenario() -> None:
+        async with job(spec_of(200_000, chunk_numel=4096), workers=2) as j:
+            first = values_of(200_000)
+            grads = [values_of(200_000, seed=s)[0] for s in (1, 2)]
+            await j.upload(first)
+            async with CuttingProxy(j.addresses[0], up=[300_000, 150_000]) as proxy:
+                j.addresses[0] = proxy.address
+                j.groups[0].set_members(j.membership)
+                await j.push(0, 0, grads[0])
+                assert proxy.cuts == 2
+            statistics = j.groups[0].statistics()
+            assert statistics["retries"] >= 2
+            # Only what the server lacked was sent again: less than the whole, and nothing was summed twice.
+            assert statistics["bytes_out"] - 800_000 < 2 * 800_000
+            await j.push(1, 0, grads[1])
+            accumulator = j.shells[0].engine.slices[0].accumulator
+            assert accumulator is not None
+            assert accumulator.tobytes() == (grads[0] + grads[1]).tobytes()
+
+    run(scenario())
+
+
+def test_a_gather_and_an_upload_are_repeated() -> None:
+    async def scenario() -> None:
+        async with job(spec_of(200_000, chunk_numel=4096)) as j:
+            first = values_of(200_000)
+            async with CuttingProxy(j.addresses[0], up=[300_000], down=[10**9]) as proxy:
+                j.addresses[0] = proxy.address
+                j.groups[0].set_members(j.membership)
+                await j.upload(first)
+                proxy._limits["down"][:] = [300_000, 100_000]
+                _, got = await j.gather(0, 0)
+                assert got.tobytes() == first[0].tobytes()
+                assert proxy.cuts == 3
+
+    run(scenario())
+
+
+def test_a_server_that_moved_is_found_at_its_new_address() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            right, j.addresses[0] = j.addresses[0], "127.0.0.1:1"
+            j.groups[0].set_members(j.membership)
+            gathering = asyncio.create_task(j.gather(0, 0))
+            await until(lambda: j.groups[0].statistics()["retries"] > 0)
+            j.addresses[0] = right
+            j.groups[0].set_members(j.membership)
+            assert (await gathering)[1].tobytes() == FIRST[0].tobytes()
+
+    run(scenario())
+
+
+def test_nobody_there_is_a_timeout_that_says_why() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            j.addresses[0] = "127.0.0.1:1"
+            j.groups[0].set_members(j.membership)
+            with pytest.raises(Timeout, match="gave up after 0.3 s; the last attempt failed: nobody answers at"):
+                await j.gather(0, 0, timeout_s=0.3)
+
+    run(scenario())
+
+
+def test_pushing_twice_changes_nothing() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            for _ in range(2):
+                for unit in (0, 1):
+                    await j.push(0, unit, GRADS[0][unit])
+            assert j.statistics("duplicates") == sum(
+                len(s.bounds) for x in j.shells for s in x.engine.slices.values() if s.trainable
+            )
+            assert [len(r.ready_for) for r in j.reports] == [1, 1]
+            j.commit()
+            assert (await j.gather(0, 0))[1].tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+            await j.push(0, 0, GRADS[0][0], step=1)  # the reply to a committed step was lost: acknowledged
+            j.step = 1
+            with contextlib.suppress(StepAborted):
+                await j.push(0, 1, None)
+            assert (await j.gather(0, 0))[1].tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+def test_a_cancelled_call_leaves_the_server_well() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, workers=2) as j:
+            await j.upload(FIRST)
+            calls = [
+                asyncio.create_task(j.push(1, 0, GRADS[1][0])),
+                asyncio.create_task(j.gather(1, 0, min_version=5)),
+            ]
+            await until(lambda: j.statistics("waits") >= 1)
+            for call in calls:
+                call.cancel()
+            assert all(
+                isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*calls, return_exceptions=True)
+            )
+            for rank in (0, 1):
+                await j.push(rank, 0, GRADS[rank][0])
+                await j.push(rank, 1, GRADS[rank][1])
+            j.commit()
+            assert (await j.gather(0, 0))[0] == 1
+            await until(lambda: not any(x._waiters._units for x in j.shells))
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"dtype": common_pb2.D_TYPE_BF16, "payload": np.ones(256, np.uint16)}, InvalidRequest, "travels as bf16"),
+        ({"dtype": 0}, InvalidRequest, "dtype is unset"),
+        ({"dtype": 99}, InvalidRequest, "number 99"),
+        ({"offset": 3}, InvalidRequest, "no chunk of unit 0 begins at element 3"),
+        ({"offset": 1 << 63}, InvalidRequest, "no chunk of unit 0 begins"),
+        ({"numel": 255}, InvalidRequest, "payload of 1024 bytes; it must have 1020"),
+        ({"numel": 257}, InvalidRequest, "payload of 1024 bytes; it must have 1028"),
+        ({"payload": np.ones(255, np.float32), "numel": 255}, InvalidRequest, "255 elements; it must have 256"),
+        ({"replica": 1}, InvalidRequest, "worker 0 contributes to replica 0, not 1"),
+        ({"unit": 77}, InvalidRequest, "there is no unit 77; the layout has 3"),
+        ({"unit": 2}, Misuse, "unit 2 is frozen"),
+        ({"context": None}, InvalidRequest, "must have a context"),
+        ({"absent": True, "payload": None, "numel": 77}, InvalidRequest, "no chunk of unit 0 begins at element 77"),
+        ({"absent": True, "payload": None, "offset": 256, "numel": 1 << 60}, InvalidRequest, "no chunk of unit 0"),
+    ],
+)
+def test_bad_gradient_chunks(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
+            await stream.write(first_chunk(j, 0, **changes))
+            await stream.done_writing()
+            with pytest.raises(error, match=words):
+                await stream
+            await j.push(0, 0, GRADS[0][0])
+            assert j.statistics("duplicates") == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", ["ReduceScatter", "Upload"])
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"", None])
+def test_bytes_that_are_no_chunk(method: str, message: bytes | None) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            stream = j.raw().open(method, timeout_s=TIMEOUT_S)
+            if message is not None:
+                await stream.write(message)
+            await stream.done_writing()
+            with pytest.raises(InvalidRequest):
+                await stream
+
+    run(scenario())
+
+
+def test_a_stream_is_of_one_unit() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
+            await stream.write(first_chunk(j, 0))
+            await stream.write(first_chunk(j, 1))
+            with pytest.raises(InvalidRequest, match="one step, one unit and one replica"):
+                await stream
+
+    run(scenario())
+
+
+def test_bad_uploads() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            for changes, words in (
+                ({"dtype": common_pb2.D_TYPE_BF16, "payload": np.ones(256, np.uint16)}, "first values travel as f32"),
+                ({"offset": 1}, "no chunk"),
+                ({"payload": np.ones(9, np.float32), "numel": 9}, "have 9 elements"),
+            ):
+                stream = j.raw().open("Upload", timeout_s=TIMEOUT_S)
+                await stream.write(first_chunk(j, 0, **changes))
+                await stream.done_writing()
+                with pytest.raises(InvalidRequest, match=words):
+                    await stream
+            await j.upload(FIRST)
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            j.commit()
+            with pytest.raises(Misuse, match="restore a checkpoint"):
+                await j.groups[0].upload(0, FIRST[0], context=j.context(), timeout_s=TIMEOUT_S)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unit": 3}, "no unit 3"),
+        ({"begin": 1}, "no chunk of unit 0 begins at element 1"),
+        ({"end": 2999}, "no chunk of unit 0 begins at element 2999"),
+        ({"begin": 256, "end": 256}, "empty range"),
+        ({"dtype": common_pb2.D_TYPE_I64}, "cannot travel as i64"),
+        ({"dtype": 0}, "unset"),
+    ],
+)
+def test_bad_gathers(changes: dict[str, Any], words: str) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            fields = {"context": j.context()(), "unit": 0, "begin": 0, "end": 3000, "dtype": common_pb2.D_TYPE_F32}
+            stream = j.raw().open("AllGather", shard_pb2.AllGatherRequest(**{**fields, **changes}), timeout_s=TIMEOUT_S)
+            with pytest.raises(InvalidRequest, match=words):
+                assert await stream.read() is grpc.aio.EOF
+
+    run(scenario())
+
+
+def test_the_clients_own_refusals() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            group = j.groups[0]
+            call: dict[str, Any] = {"context": j.context(), "timeout_s": TIMEOUT_S}
+            for out, words in (
+                (np.zeros(2999, np.float32), "contiguous 1-D array of 3000"),
+                (np.zeros((3000, 1), np.float32), "contiguous 1-D array of 3000"),
+                (np.zeros(6000, np.float32)[::2], "contiguous 1-D array of 3000"),
+                (np.zeros(3000, np.float64), "element type float64"),
+            ):
+                with pytest.raises(InvalidRequest, match=words):
+                    await group.gather(0, out, min_version=0, **call)
+            with pytest.raises(InvalidRequest, match="not a range of unit 0"):
+                await group.gather(0, np.zeros(10, np.float32), min_version=0, begin=2995, end=3005, **call)
+            with pytest.raises(InvalidRequest, match="gradients travel as f32 here"):
+                await group.reduce_scatter(0, np.zeros(3000, np.uint16), step=1, replica=0, **call)
+            with pytest.raises(InvalidRequest, match="they travel as float32"):
+                await group.upload(0, np.zeros(3000, np.float64), **call)
+            with pytest.raises(InvalidRequest, match="there is no unit 9"):
+                await group.upload(9, np.zeros(3000, np.float32), **call)
+            await group.close()
+            with pytest.raises(Closed):
+                await group.upload(0, np.zeros(3000, np.float32), **call)
+
+    run(scenario())
+
+
+def test_a_client_that_knows_no_members_times_out() -> None:
+    async def scenario() -> None:
+        from axon_ps.shard.client import ShardGroup
+        from axon_ps.transport.security import Security
+
+        group = ShardGroup(Security())
+        call: dict[str, Any] = {"context": common_pb2.CallContext, "timeout_s": 0.05, "min_version": 0}
+        with pytest.raises(Timeout, match="layout did not become known"):
+            await group.gather(0, np.zeros(1, np.float32), **call)
+        group.set_spec(SPEC)
+        with pytest.raises(Timeout, match="shard servers did not become known"):
+            await group.gather(0, np.zeros(1, np.float32), **call)
+        await group.close()
+
+    run(scenario())
+
+
+def test_stats_over_the_wire() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            operator = changed(j, incarnation="")
+            values = await j.groups[0].stats(0, context=operator)
+            assert values == j.shells[0].engine.statistics()
+            assert values["master_bytes"] == 4 * 3900
+            with pytest.raises(PermissionDenied):
+                await j.groups[0].stats(0, context=changed(j, job="other"))
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+async def save(j: Job, uri: str, order: int) -> None:
+    """A snapshot order and what the coordinator makes of the answers."""
+    version = j.version
+    j.tell(SnapshotOrder(id=order, uri=uri, version=version))
+    files = []
+    for reports in j.reports:
+        number, written, error = await reports.snapshots.get()
+        assert (number, error) == (order, None)
+        files += [FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in written]
+    engine = j.shells[0].engine
+    assert engine.updater is not None
+    manifest = Manifest(
+        job="j", version=version, layout=j.spec.layout, optimizer=engine.updater.spec,
+        num_servers=len(j.shells), options=j.spec.options, files=tuple(files),
+    )  # fmt: skip
+    await asyncio.to_thread(write_manifest, uri, manifest)
+
+
+def test_snapshot_beside_training_and_restore(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            uri = str(tmp_path / "c")
+            saving = None
+            for number in range(3):
+                for unit in (0, 1):
+                    await j.push(0, unit, GRADS[0][unit])
+                j.commit()
+                if number == 0:
+                    saving = asyncio.create_task(save(j, uri, 1))
+                    await asyncio.sleep(0)  # the order is out before the next step is decided
+            assert saving is not None
+            await saving
+            assert np.allclose((await j.gather(0, 0))[1], FIRST[0] - 3 * GRADS[0][0], atol=1e-5)
+            waiting = asyncio.create_task(j.gather(0, 0, min_version=99))
+            await until(lambda: j.groups[0].statistics()["gather_streams"] >= 4)
+            j.tell(RestoreOrder(epoch=1, uri=uri, version=1))
+            for reports in j.reports:
+                while await reports.restores.get() != 1:  # the first answer was to the upload
+                    pass
+                assert reports.initialized_at[-1] == (1, 1)
+            with pytest.raises(StepAborted, match="restored to version 1"):
+                await waiting
+            j.version = 1
+            version, got = await j.gather(0, 0)
+            assert version == 1
+            assert got.tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+            assert (await j.gather(0, 2))[1].tobytes() == FIRST[2].tobytes()
+
+    run(scenario())
+
+
+def test_a_restore_that_cannot_be_leaves_what_was_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            assert await j.reports[0].restores.get() == 0
+            j.tell(RestoreOrder(epoch=1, uri=str(tmp_path / "nowhere"), version=4))
+            assert isinstance(await j.reports[0].restores.get(), CheckpointNotFound)
+            assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+
+    run(scenario())
+
+
+def test_a_snapshot_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            (tmp_path / "file").write_bytes(b"")
+            j.tell(SnapshotOrder(id=3, uri=str(tmp_path / "file"), version=0))
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            j.commit()
+            assert (await j.gather(0, 0))[0] == 1
+            number, files, error = await j.reports[0].snapshots.get()
+            assert (number, files) == (3, ())
+            assert "cannot be written" in str(error)
+
+    run(scenario())

@@ -1,0 +1,175 @@
+"""Stores of files: whole or not at all, on local disks and through fsspec."""
+
+from __future__ import annotations
+
+import errno
+import io
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from axon_ps.errors import CheckpointError, CheckpointNotFound, ConfigurationError, InvalidRequest, StorageFull
+from axon_ps.storage.files import FileStore, FsspecStore, LocalStore, open_store
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
+    if request.param == "local":
+        yield LocalStore(tmp_path / "new" / "directory")
+    else:
+        yield open_store(f"memory://{uuid.uuid4().hex}/directory")
+
+
+def put(store: FileStore, name: str, *parts: bytes) -> None:
+    with store.create(name) as sink:
+        for part in parts:
+            sink.write(part)
+
+
+def get(store: FileStore, name: str) -> bytes:
+    with store.open(name) as source:
+        return source.read(0, source.size)
+
+
+def test_what_is_written_can_be_read(store: FileStore) -> None:
+    assert store.names() == []
+    put(store, "a", b"one ", b"two")
+    put(store, "b", b"")
+    assert store.names() == ["a", "b"]
+    assert get(store, "a") == b"one two"
+    assert get(store, "b") == b""
+
+
+def test_ranges(store: FileStore) -> None:
+    put(store, "a", bytes(range(100)))
+    with store.open("a") as source:
+        assert source.size == 100
+        assert source.read(10, 5) == bytes(range(10, 15))
+        assert source.read(95, 50) == bytes(range(95, 100))
+        assert source.read(100, 1) == b""
+        assert source.read(200, 1) == b""
+        out = bytearray(8)
+        assert source.read_into(96, memoryview(out)) == 4
+        assert out == bytes((96, 97, 98, 99, 0, 0, 0, 0))
+
+
+def test_a_file_is_replaced_as_a_whole(store: FileStore) -> None:
+    put(store, "a", b"old and long")
+    with store.create("a") as sink:
+        sink.write(b"new")
+    assert get(store, "a") == b"new"
+
+
+def test_what_fails_half_way_is_not_there(store: FileStore) -> None:
+    put(store, "a", b"old")
+    with pytest.raises(ZeroDivisionError), store.create("new") as sink:
+        sink.write(b"half")
+        raise ZeroDivisionError
+    assert store.names() == ["a"]
+    assert get(store, "a") == b"old"
+
+
+def test_remove_and_children(store: FileStore) -> None:
+    put(store, "a", b"1")
+    put(store.child("c"), "x", b"2")
+    assert store.names() == ["a"]
+    assert store.directories() == ["c"]
+    assert get(store.child("c"), "x") == b"2"
+    store.remove("a")
+    store.remove("a")
+    assert store.names() == []
+
+
+def test_a_missing_file_is_not_found(store: FileStore) -> None:
+    with pytest.raises(CheckpointNotFound, match="nothing-there"), store.open("nothing-there"):
+        pass
+    assert store.child("no").names() == []
+    assert store.child("no").directories() == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a\\b", "a\0b"])
+def test_names_do_not_lead_out(store: FileStore, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="not a file name"), store.create(name):
+        pass
+    with pytest.raises(InvalidRequest, match="not a file name"), store.open(name):
+        pass
+
+
+class FullDisk(io.FileIO):
+    """A file that takes the first 1000 bytes, the last write in part, as a disk that runs full does."""
+
+    def __init__(self, path: Path, error: int) -> None:
+        super().__init__(path, "xb")
+        self._error = error
+        self._left = 1000
+
+    def write(self, data: Any, /) -> int:
+        if not self._left:
+            raise OSError(self._error, "no")
+        count = min(self._left, memoryview(data).nbytes)
+        self._left -= count
+        return super().write(memoryview(data)[:count])
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_full(tmp_path: Path, error: int) -> None:
+    def open_file(path: Path) -> BinaryIO:
+        return FullDisk(path, error)  # type: ignore[return-value]
+
+    store = LocalStore(tmp_path, open_file)
+    with pytest.raises(StorageFull, match="no space left for .*model"), store.create("model") as sink:
+        sink.write(bytes(900))
+        sink.write(bytes(900))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_name_the_file(tmp_path: Path) -> None:
+    def open_file(path: Path) -> BinaryIO:
+        return FullDisk(path, errno.EIO)  # type: ignore[return-value]
+
+    with (
+        pytest.raises(CheckpointError, match="model cannot be written") as raised,
+        LocalStore(tmp_path, open_file).create("model") as sink,
+    ):
+        sink.write(bytes(2000))
+    assert not isinstance(raised.value, StorageFull)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be written"), LocalStore(tmp_path / "file").create("a"):
+        pass
+
+
+def test_half_written_files_of_a_killed_process_are_no_files(tmp_path: Path) -> None:
+    (tmp_path / ".a.0123.partial").write_bytes(b"half")
+    assert LocalStore(tmp_path).names() == []
+
+
+def test_uris(tmp_path: Path) -> None:
+    assert isinstance(open_store(str(tmp_path)), LocalStore)
+    assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
+    assert isinstance(open_store("memory://x"), FsspecStore)
+    with pytest.raises(InvalidRequest, match="empty"):
+        open_store("")
+    with pytest.raises(ConfigurationError, match="nosuchscheme://x cannot be reached"):
+        open_store("nosuchscheme://x")
+
+
+def test_an_upload_that_fails_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    assert isinstance(store, FsspecStore)
+
+    def full(self: Any, *_: Any) -> int:
+        raise OSError(errno.ENOSPC, "no")
+
+    from fsspec.implementations.memory import MemoryFile
+
+    monkeypatch.setattr(MemoryFile, "write", full)
+    with pytest.raises(StorageFull), store.create("a") as sink:
+        sink.write(b"1")
+    assert store.names() == []

@@ -1,0 +1,164 @@
+"""Manifests: what makes a directory a checkpoint, and which one of several is taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InvalidRequest
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.storage.checkpoint import FileEntry
+from axon_ps.storage.files import open_store
+from axon_ps.storage.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    file_prefix,
+    list_checkpoints,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from axon_ps.types import DType, OptimizerSpec
+
+LAYOUT = Layout(
+    units=(
+        build_unit("a", [("w", (3, 4), DType.BF16), ("b", (), DType.F32)]),
+        build_unit("f", [("x", (7,), DType.F16)], trainable=False),
+    )
+)
+
+
+def put_file(uri: str, server: int = 0, content: bytes = b"content", token: str = "v1-aa") -> FileEntry:
+    import hashlib
+
+    name = f"{file_prefix(server, 1)}{token}.safetensors"
+    with open_store(uri).create(name) as sink:
+        sink.write(content)
+    return FileEntry(name=name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+
+
+def manifest(version: int = 5, **changes: Any) -> Manifest:
+    made = Manifest(
+        job="j",
+        version=version,
+        layout=LAYOUT,
+        optimizer=OptimizerSpec(name="adamw", groups=({"lr": 0.1},), group_of=(0, 0, -1)),
+        num_servers=1,
+        options=PlanOptions(chunk_numel=100, min_slice_numel=3),
+        files=(),
+        extra={"sampler": {"epoch": 3}, "lr": [1, 2.5, None]},
+        created="2026-01-02T03:04:05+00:00",
+    )
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "memory:/"])
+def test_round_trip(tmp_path: Path, scheme: str) -> None:
+    uri = f"{scheme}{tmp_path}/checkpoint"
+    files = (put_file(uri),)
+    write_manifest(uri, manifest(files=files))
+    got = read_manifest(uri)
+    assert got == manifest(files=files, uri=got.uri)
+    assert got.uri == uri.removeprefix("file://")
+    assert got.bytes == 7
+    assert got.file_of(0) == files[0]
+    assert verify(uri) == got
+
+
+def test_without_an_optimizer(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), manifest(optimizer=None))
+    assert read_manifest(str(tmp_path)).optimizer is None
+
+
+def test_the_newest_complete_checkpoint_of_a_directory(tmp_path: Path) -> None:
+    for version in (3, 20, 100):
+        write_manifest(str(tmp_path / f"v{version}"), manifest(version))
+    write_manifest(str(tmp_path / "v20-again"), manifest(20, created="2027-01-01T00:00:00+00:00"))
+    (tmp_path / "v100" / MANIFEST_NAME).unlink()  # written aside, never completed
+    (tmp_path / "v7").mkdir()
+    (tmp_path / "v7" / MANIFEST_NAME).write_bytes(b"{ damaged")
+    assert [Path(m.uri).name for m in list_checkpoints(str(tmp_path))] == ["v3", "v20", "v20-again"]
+    assert Path(read_manifest(str(tmp_path)).uri).name == "v20-again"
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    put_file(str(tmp_path))
+    for uri in (str(tmp_path), str(tmp_path / "nowhere")):
+        with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
+            read_manifest(uri)
+        assert list_checkpoints(uri) == []
+
+
+def test_a_second_checkpoint_in_the_same_place_takes_over_with_its_manifest(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    first = put_file(uri)
+    write_manifest(uri, manifest(1, files=(first,)))
+    second = put_file(uri, content=b"other content", token="v2-bb")
+    assert verify(uri).version == 1  # the first is untouched while the second is being written
+    (tmp_path / "notes.txt").write_text("the user's own")
+    write_manifest(uri, manifest(2, files=(second,)))
+    assert verify(uri).version == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([MANIFEST_NAME, "notes.txt", second.name])
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    entry = put_file(uri)
+    write_manifest(uri, manifest(files=(entry,)))
+    (tmp_path / entry.name).write_bytes(b"contenT")
+    with pytest.raises(CheckpointCorrupt, match=f"{entry.name} has SHA-256"):
+        verify(uri)
+    (tmp_path / entry.name).write_bytes(b"conten")
+    with pytest.raises(CheckpointCorrupt, match="has 6 bytes; the manifest says 7"):
+        verify(uri)
+    (tmp_path / entry.name).unlink()
+    with pytest.raises(CheckpointCorrupt, match=f"lacks the file {entry.name}"):
+        verify(uri)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v.update(format_version=2), "format 2; this program reads format 1"),
+        (lambda v: v.pop("format_version"), "damaged"),
+        (lambda v: v.pop("layout"), "damaged"),
+        (lambda v: v["layout"]["units"][0]["parameters"][0].update(offset=9), "damaged"),
+        (lambda v: v["files"].append(3), "damaged"),
+        (lambda v: v["files"].append({"name": "x"}), "damaged"),
+        (lambda v: v.update(version="five"), "damaged"),
+        (lambda v: v["options"].update(chunk_numel=-1), "damaged"),
+        (lambda v: v["optimizer"].update(groups=3), "damaged"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, words: str) -> None:
+    write_manifest(str(tmp_path), manifest())
+    path = tmp_path / MANIFEST_NAME
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(CheckpointCorrupt, match=words):
+        read_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'"text"', b"null"])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match="damaged"):
+        read_manifest(str(tmp_path))
+
+
+def test_extra_must_be_json(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="extra holds what JSON cannot"):
+        write_manifest(str(tmp_path), manifest(extra={"x": object()}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_without_a_file_is_damage(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), manifest())
+    with pytest.raises(CheckpointCorrupt, match="names no file of shard server 0 of 1"):
+        read_manifest(str(tmp_path)).file_of(0)
