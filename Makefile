@@ -1,0 +1,57 @@
+# Needs python3.11 or later and make, nothing else. `make help` lists what there is.
+
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(if $(shell command -v python$(v)),python$(v))) python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PROTOS := $(wildcard protos/axon_ps/wire/v1/*.proto)
+PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help setup demo test check lint format proto proto-drift bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(INSTALLED) ## make .venv with everything at the pinned versions; again: nothing to do
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[torch,dev]'
+	touch $@
+
+demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of this machine
+	$(BIN)/axon-ps run --nproc-per-node 2 --shards 2 examples/train_gpt.py $(DEMO_ARGS)
+
+test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint test ## everything CI does
+
+lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+
+format: $(INSTALLED) ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(INSTALLED) ## generate axon_ps/wire/v1 from protos/
+	$(PROTOC) --python_out=. --pyi_out=. $(PROTOS)
+
+proto-drift: $(INSTALLED)
+	@dir=$$(mktemp -d) && trap 'rm -rf "$$dir"' EXIT && \
+	$(PROTOC) --python_out="$$dir" --pyi_out="$$dir" $(PROTOS) && \
+	diff -r -x __init__.py -x __pycache__ "$$dir/axon_ps/wire/v1" axon_ps/wire/v1 || \
+	{ echo "axon_ps/wire/v1 is not what protos/ generates; run make proto" >&2; exit 1; }
+
+bench: $(INSTALLED) ## measure, with the peers in the same run; tables and JSON under benchmarks/results/
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,147 @@
+"""The commands `checkpoint save | ls | restore | export | verify`.
+
+`save` and `restore` ask the running coordinator; the others read the store themselves and need no job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axon_ps.cli import options as o
+from axon_ps.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from axon_ps.coordinator.events import CheckpointInfo
+    from axon_ps.coordinator.operator import OperatorClient
+
+app = o.Commands(help="Write, list, load, export and check checkpoints.")
+
+Uri = Annotated[str, typer.Argument(help="Directory or fsspec URI.", show_default=False)]
+LongTimeout = Annotated[float, typer.Option(help="Seconds it may take.")]
+
+
+@app.command()
+def save(
+    uri: Uri,
+    extra: Annotated[str, typer.Option(help="A JSON object to keep with it.")] = "{}",
+    timeout_s: LongTimeout = 600.0,
+    coordinator: o.Coordinator = None,
+    job: o.Job = None,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    config: o.Config = None,
+) -> None:
+    """Have the shard servers write a running job's state to URI."""
+    extra_json = _json_object(extra)
+
+    async def write(operator: OperatorClient) -> CheckpointInfo:
+        return await operator.save_checkpoint(_absolute(uri), extra_json, timeout_s=timeout_s)
+
+    _operate(
+        write, "saved", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
+        tls_cert=tls_cert, tls_key=tls_key,
+    )  # fmt: skip
+
+
+@app.command()
+def restore(
+    uri: Uri,
+    timeout_s: LongTimeout = 600.0,
+    coordinator: o.Coordinator = None,
+    job: o.Job = None,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    config: o.Config = None,
+) -> None:
+    """Have a running job's shard servers load URI (the newest complete checkpoint of a directory)."""
+
+    async def load(operator: OperatorClient) -> CheckpointInfo:
+        return await operator.restore_checkpoint(_absolute(uri), timeout_s=timeout_s)
+
+    _operate(
+        load, "restored", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
+        tls_cert=tls_cert, tls_key=tls_key,
+    )  # fmt: skip
+
+
+@app.command("ls")
+def list_(uri: Uri, as_json: o.Json = False) -> None:
+    """List the complete checkpoints in a directory, newest last."""
+    from axon_ps.storage.manifest import list_checkpoints
+
+    found = list_checkpoints(uri)
+    if as_json:
+        print(json.dumps([_facts(c) for c in found], indent=2))
+        return
+    for c in found:
+        facts = _facts(c)
+        print(f"{facts['uri']}  version {facts['version']}  {facts['bytes']:,} bytes  {facts['created']}")
+
+
+@app.command()
+def export(
+    uri: Uri,
+    target: Annotated[str, typer.Argument(help="File to write.", show_default=False)] = "model.safetensors",
+    dtype: Annotated[
+        str | None, typer.Option(help="f32, bf16 or f16 for all.", show_default="as the model had them")
+    ] = None,
+) -> None:
+    """Write a checkpoint's parameters as one safetensors file that plain PyTorch loads."""
+    from axon_ps.storage.export import export_model
+    from axon_ps.types import DType
+
+    written = export_model(uri, target, DType.parse(dtype) if dtype else None)
+    print(f"exported {target} ({written:,} bytes)")
+
+
+@app.command()
+def verify(uri: Uri) -> None:
+    """Read every file of a checkpoint and compare it with its manifest."""
+    from axon_ps.storage import manifest
+
+    verified = manifest.verify(uri)
+    print(f"{verified.uri} is complete and unaltered: version {verified.version}, {verified.bytes:,} bytes")
+
+
+def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
+    from axon_ps.cli.operate import client, settings_for
+
+    settings = settings_for(config, **flags)
+
+    async def perform() -> CheckpointInfo:
+        async with client(settings) as operator:
+            info: CheckpointInfo = await action(operator)
+            return info
+
+    info = asyncio.run(perform())
+    print(f"{done} {info.uri}: version {info.version}, {info.bytes:,} bytes")
+
+
+def _absolute(uri: str) -> str:
+    """The servers may run in another directory than we: a local path is made absolute, a URI left alone."""
+    return uri if "://" in uri else str(Path(uri).absolute())
+
+
+def _json_object(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--extra is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"--extra must be a JSON object; {type(value).__name__} given")
+    return text
+
+
+def _facts(c: Any) -> dict[str, Any]:
+    return {"uri": c.uri, "version": c.version, "bytes": c.bytes, "created": c.created}

@@ -1,0 +1,143 @@
+"""`axon-ps doctor`: what this machine and environment look like, and what will go wrong with them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from axon_ps import __version__
+from axon_ps.cli.settings import Settings, environment_report
+from axon_ps.errors import AxonError
+
+_REQUIRED = ("grpcio", "protobuf", "numpy", "numba", "safetensors", "fsspec", "grpcio-health-checking")
+_OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "etcd3gw", "s3fs", "grpcio-reflection")
+_LEAST_FILES = 1024
+_LEAST_SHM_BYTES = 64 << 20
+_REACH_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        what: what it is.
+        found: how it is.
+        problem: what is wrong with it and what to do; empty when nothing is.
+    """
+
+    what: str
+    found: str
+    problem: str = ""
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Look at everything; never raises."""
+    return [
+        Finding("axon-ps", f"{__version__} in {Path(__file__).parents[1]}"),
+        Finding("python", f"{platform.python_version()} ({sys.executable})"),
+        Finding(
+            "system", f"{platform.system()} {platform.release()} {platform.machine()}, host {socket.gethostname()}"
+        ),
+        Finding("cpus", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
+        Finding("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
+        *_packages(),
+        _gpu(),
+        _open_files(),
+        _shared_memory(),
+        _kernel_cache(),
+        *(Finding(f"${name}", value) for name, value in environment_report().items()),
+        _security(settings),
+        _coordinator(settings.coordinator),
+    ]
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """Show them as a table, with what is wrong in red."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for f in findings:
+        table.add_row("[red]✗[/red]" if f.problem else "[green]✓[/green]", f.what, f.found)
+        if f.problem:
+            table.add_row("", "", f"[red]{f.problem}[/red]")
+    Console(highlight=False).print(table)
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _REQUIRED:
+        version = _version(name)
+        yield Finding(name, version or "missing", "" if version else f"install it: pip install {name}")
+    for name in _OPTIONAL:
+        yield Finding(name, _version(name) or "not installed (optional)")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _gpu() -> Finding:
+    if shutil.which("nvidia-smi") is None:
+        return Finding("gpu", "no NVIDIA driver")
+    has_cupy = importlib.util.find_spec("cupy") is not None
+    return Finding("gpu", f"NVIDIA driver present, cupy {'installed' if has_cupy else 'not installed'}")
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    problem = "" if soft >= _LEAST_FILES else f"too few for many connections; raise it: ulimit -n {_LEAST_FILES}"
+    return Finding("open files", f"at most {soft}", problem)
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Finding("/dev/shm", "missing; processes on this host talk over sockets")
+    problem = "" if free >= _LEAST_SHM_BYTES else "almost full; in a container, give it more: --shm-size 1g"
+    return Finding("/dev/shm", f"{free / 2**20:,.0f} MiB free", problem)
+
+
+def _kernel_cache() -> Finding:
+    """numba keeps compiled kernels beside the source or in the user's cache: without either every start compiles."""
+    places = [Path(__file__).parents[1] / "optim", Path.home() / ".cache" / "numba"]
+    if configured := environment_report().get("NUMBA_CACHE_DIR"):
+        places = [Path(configured)]
+    for place in places:
+        existing = next((p for p in (place, *place.parents) if p.exists()), place)
+        if os.access(existing, os.W_OK):
+            return Finding("kernel cache", f"{place} is writable")
+    return Finding("kernel cache", "not writable", "kernels are compiled at every start; set NUMBA_CACHE_DIR")
+
+
+def _security(settings: Settings) -> Finding:
+    try:
+        security = settings.security()
+    except AxonError as error:
+        return Finding("security", "settings do not fit together", str(error))
+    parts = ["a token" if security.token else "no token", "TLS" if security.ca_file or security.cert_file else "no TLS"]
+    return Finding("security", ", ".join(parts))
+
+
+def _coordinator(address: str) -> Finding:
+    if not address:
+        return Finding("coordinator", "none named (AXON_PS_COORDINATOR)")
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S):
+            return Finding("coordinator", f"{address} accepts connections")
+    except OSError as error:
+        return Finding("coordinator", address, f"nobody answers there: {error}")

@@ -1,0 +1,223 @@
+"""Performing a launch: coordinator, shard servers and workers as child processes, watched until the end.
+
+How it ends:
+- every worker exits with 0: the services are asked to drain, exit code 0.
+- a worker or a service fails: everything else is ended; its exit code is ours, its traceback is the last on the screen.
+- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143. Again: kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Iterable
+
+from axon_ps.cli.console import Console
+from axon_ps.cli.network import free_port, wait_until_listening
+from axon_ps.cli.processes import PYTHON, Process, ReadyPipe
+from axon_ps.cli.run import Launch
+from axon_ps.cli.settings import Settings, child_environment, variable_is_set
+from axon_ps.errors import AxonError
+
+WORKER_GRACE_S = 5.0
+SERVICE_GRACE_S = 10.0
+
+
+async def perform(launch: Launch, settings: Settings) -> int:
+    """Run it to the end and return the exit code."""
+    console = Console(sys.stdout, sys.stderr, colour=sys.stderr.isatty())
+    launcher = _Launcher(launch, settings, console)
+    try:
+        return await launcher.run()
+    finally:
+        await launcher.end_everything()
+
+
+class _Launcher:
+    def __init__(self, launch: Launch, settings: Settings, console: Console) -> None:
+        self._launch, self._settings, self._console = launch, settings, console
+        self._services: list[Process] = []  # the coordinator, if it is ours, comes first
+        self._workers: list[Process] = []
+        self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._master_port = launch.master_port or free_port()
+        self._cpus = len(os.sched_getaffinity(0))
+
+    async def run(self) -> int:
+        self._catch_signals()
+        work = asyncio.ensure_future(self._work())
+        await asyncio.wait((work, self._signal), return_when=asyncio.FIRST_COMPLETED)
+        if self._signal.done():
+            work.cancel()
+            await asyncio.wait((work,))
+            return await self._interrupted()
+        failure = work.exception()
+        await self.end_everything()
+        if culprit := self._culprit():
+            self._report(culprit)
+            return culprit.exit_code or 1
+        if failure is not None:
+            raise failure
+        return 0
+
+    async def end_everything(self) -> None:
+        """Workers first, then shard servers, which take their leave of the coordinator, then the coordinator."""
+        steps = [(signal.SIGTERM, WORKER_GRACE_S)]
+        if self._console.interrupted:
+            steps.insert(0, (signal.SIGINT, WORKER_GRACE_S))
+        await _all(p.end(*steps) for p in self._workers)
+        await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[1:])
+        await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[:1])
+
+    # ------------------------------------------------------------------ starting
+
+    async def _work(self) -> None:
+        if self._settings.coordinator:
+            address = self._settings.coordinator
+            await wait_until_listening(address, self._launch.connect_timeout_s)
+            await _all(self._start_shard(i, address) for i in range(self._launch.shards_here))
+        else:
+            address = await self._start_services()
+        for local_rank in range(self._launch.nproc_per_node):
+            await self._start_worker(local_rank, address)
+        await self._watch()
+
+    async def _start_services(self) -> str:
+        """Start ours, all at once: the shard servers load while the coordinator finds its port."""
+        launch = self._launch
+        if launch.node_rank > 0:
+            address = f"{launch.master_addr}:{launch.coordinator_port}"
+            await wait_until_listening(address, launch.connect_timeout_s)
+            await _all(self._start_shard(i, address) for i in range(launch.shards_here))
+            return address
+        with ReadyPipe() as pipe:
+            coordinator = await self._start_service("coordinator", self._coordinator_command(pipe.fd), pipe.fd)
+        shards = [await self._start_shard(i, "-") for i in range(launch.shards_here)]
+        port = (await pipe.address(coordinator)).rpartition(":")[2]
+        address = f"{launch.master_addr}:{port}"
+        await _all(shard.tell(address) for shard in shards)
+        return address
+
+    def _coordinator_command(self, ready_fd: int) -> list[str]:
+        launch = self._launch
+        command = ["coordinator", "--host", launch.host, "--port", str(launch.coordinator_port)]
+        command += ["--world-size", str(launch.world_size), "--shards", str(launch.shards), "--state", launch.state]
+        command += ["--ready-fd", str(ready_fd)]
+        if launch.min_workers is not None:
+            command += ["--min-workers", str(launch.min_workers)]
+        if launch.resume:
+            command += ["--resume", launch.resume]
+        return command
+
+    async def _start_shard(self, index: int, coordinator: str) -> Process:
+        rank = max(self._launch.node_rank, 0) + index * self._launch.nnodes
+        threads = max(1, self._cpus // self._launch.shards_here)
+        command = ["shard", "--coordinator", coordinator, "--host", self._launch.host, "--port", "0"]
+        command += ["--rank", str(rank), "--threads", str(threads)]
+        if self._launch.advertise:
+            command += ["--advertise", self._launch.advertise]
+        return await self._start_service(f"shard {rank}", command)
+
+    async def _start_service(self, name: str, command: list[str], *pass_fds: int) -> Process:
+        settings = self._settings
+        security = ["--insecure"] if settings.insecure else []
+        process = await Process.start(
+            self._console.source(name),
+            [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
+            child_environment(
+                settings.environment(token=self._launch.token)
+                | self._node()
+                | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
+            ),
+            is_worker=False,
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=pass_fds,
+        )
+        self._services.append(process)
+        return process
+
+    async def _start_worker(self, local_rank: int, coordinator: str) -> None:
+        launch = self._launch
+        rank = launch.node_rank * launch.nproc_per_node + local_rank
+        variables = {
+            "MASTER_ADDR": launch.master_addr,
+            "MASTER_PORT": str(self._master_port),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(launch.nproc_per_node),
+            "AXON_PS_COORDINATOR": coordinator,
+            "PYTHONUNBUFFERED": "1",
+        }
+        if launch.node_rank >= 0:
+            variables |= {"RANK": str(rank), "GROUP_RANK": str(launch.node_rank)}
+        if not variable_is_set("OMP_NUM_THREADS"):
+            variables["OMP_NUM_THREADS"] = str(max(1, self._cpus // launch.nproc_per_node))
+        if sys.stderr.isatty():
+            variables["COLUMNS"] = str(max(40, os.get_terminal_size(sys.stderr.fileno()).columns - len("[worker 00] ")))
+        process = await Process.start(
+            self._console.source(f"worker {rank if launch.node_rank >= 0 else local_rank}"),
+            [*PYTHON[:1], *launch.program],
+            child_environment(self._settings.environment(token=launch.token) | self._node() | variables),
+            is_worker=True,
+        )
+        self._workers.append(process)
+
+    def _node(self) -> dict[str, str]:
+        """Two launches on one host are two nodes, as their --node-rank says; else the host name tells them apart."""
+        if self._settings.node or self._launch.nnodes == 1 or self._launch.node_rank < 0:
+            return {}
+        return {"AXON_PS_NODE": f"{socket.gethostname()}/{self._launch.node_rank}"}
+
+    # ------------------------------------------------------------------ watching and ending
+
+    async def _watch(self) -> None:
+        """Return when every worker has ended, or anything has failed."""
+        ends = {asyncio.ensure_future(p.wait()): p for p in (*self._services, *self._workers)}
+        try:
+            while any(p.is_running for p in self._workers):
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for process in [ends.pop(end) for end in done]:
+                    if process.failed:
+                        return
+                    if not process.is_worker:
+                        raise AxonError(f"{process.name} {process.ending} while workers were running")
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def _catch_signals(self) -> None:
+        def on_signal(number: int) -> None:
+            if self._signal.done():
+                for process in (*self._workers, *self._services):
+                    process.send(signal.SIGKILL)
+            else:
+                self._signal.set_result(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+    async def _interrupted(self) -> int:
+        number = self._signal.result()
+        self._console.interrupted = number == signal.SIGINT
+        self._console.say(
+            f"axon-ps: {'interrupted' if number == signal.SIGINT else 'terminated'}; ending all processes"
+        )
+        await self.end_everything()
+        return 128 + number
+
+    def _culprit(self) -> Process | None:
+        """Of the processes that failed, the one whose trouble was on the screen first: the others followed from it."""
+        failed = [p for p in (*self._services, *self._workers) if p.failed]
+        return min(failed, key=lambda p: p.source.first_trouble or self._console.lines, default=None)
+
+    def _report(self, culprit: Process) -> None:
+        repeat = self._console.last_writer is not culprit.source
+        self._console.say(f"axon-ps: {culprit.name} {culprit.ending}", error=True)
+        for line in culprit.source.last_words() if repeat else ():
+            self._console.line(culprit.source, line, error=True)
+
+
+async def _all(awaitables: Iterable[Awaitable[object]]) -> None:
+    await asyncio.gather(*awaitables)

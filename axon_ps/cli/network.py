@@ -1,0 +1,44 @@
+"""What a launch needs to know about addresses, without gRPC: the launcher itself holds no channel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from axon_ps.errors import Unreachable
+from axon_ps.transport.backoff import Deadline, retry
+
+_ATTEMPT_S = 5.0
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def wait_until_listening(address: str, timeout_s: float) -> None:
+    """Return as soon as somebody listens at `address`.
+
+    Raises:
+        Unreachable: nobody did within `timeout_s` seconds.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = Deadline(timeout_s)
+
+    async def knock() -> None:
+        opening = asyncio.open_connection(host.strip("[]"), int(port))
+        _, writer = await asyncio.wait_for(opening, min(_ATTEMPT_S, deadline.remaining() + 0.1))
+        writer.close()
+
+    try:
+        await retry(knock, until=deadline, on=(OSError, TimeoutError), most_s=1.0)
+    except (OSError, TimeoutError) as error:
+        reason = (
+            "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)
+        )
+        raise Unreachable(
+            f"nobody answers at {address} ({reason}), waited {timeout_s:g} s; is the coordinator running there?"
+        ) from None

@@ -1,0 +1,90 @@
+"""The options that several commands share, as types: one spelling, one help text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+_SECURITY = "Security"
+_LOG = "Log"
+
+Config = Annotated[
+    Path | None, typer.Option(help="TOML file with settings; flags and environment win.", show_default=False)
+]
+Coordinator = Annotated[
+    str | None, typer.Option(help="host:port of the coordinator [env: AXON_PS_COORDINATOR].", show_default=False)
+]
+Job = Annotated[str | None, typer.Option(help="Name of the job [env: AXON_PS_JOB].", show_default="default")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        help="The job's token [env: AXON_PS_TOKEN, which other users of the host cannot see].",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File that holds the token.", show_default=False, rich_help_panel=_SECURITY)
+]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(help="Authorities we trust (PEM).", show_default=False, rich_help_panel=_SECURITY),
+]
+TlsCert = Annotated[
+    str | None, typer.Option(help="Our certificate chain (PEM).", show_default=False, rich_help_panel=_SECURITY)
+]
+TlsKey = Annotated[str | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_SECURITY)]
+TlsMutual = Annotated[
+    bool | None,
+    typer.Option(
+        "--tls-mutual", help="Ask clients for a certificate too.", show_default=False, rich_help_panel=_SECURITY
+    ),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure",
+        help="Bind beyond loopback without TLS or token.",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
+Log = Annotated[
+    str | None,
+    typer.Option(help="auto, rich, plain or json.", show_default="auto", rich_help_panel=_LOG),
+]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(help="debug, info, warning or error.", show_default="info", rich_help_panel=_LOG),
+]
+ReadyFd = Annotated[
+    int | None,
+    typer.Option(help="File descriptor that gets a line with our address as soon as we listen.", hidden=True),
+]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Commands(typer.Typer):
+    """A typer application that leaves exceptions to `main` and takes `--nproc_per_node` for `--nproc-per-node`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            no_args_is_help=True,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": dashes},
+            **options,
+        )
+
+
+def dashes(name: str) -> str:
+    """`--nproc_per_node` as torchrun spells it, as we do."""
+    return name.replace("_", "-")
+
+
+def leave(code: int) -> NoReturn:
+    """End the command with an exit code."""
+    raise typer.Exit(code)

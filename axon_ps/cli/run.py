@@ -1,0 +1,213 @@
+"""The command `run`: what a launch consists of, checked before anything is started. `launch` then performs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axon_ps.cli import options as o
+from axon_ps.cli.options import leave
+from axon_ps.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from axon_ps.cli.settings import Settings
+
+COMMAND: dict[str, Any] = {
+    "no_args_is_help": True,
+    "context_settings": {"allow_interspersed_args": False, "token_normalize_func": o.dashes},
+}
+"""How typer registers the command: everything behind the script's name belongs to the script."""
+
+DEFAULT_MASTER_PORT = 29500
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Everything `axon-ps run` was asked to do.
+
+    Attributes:
+        program: arguments for Python that run the user's program.
+        nproc_per_node: workers on this node.
+        nnodes: nodes of the job.
+        node_rank: which of them we are; -1 = whichever, the coordinator gives out the ranks.
+        shards: shard servers of the job that we and our like on other nodes start; 0 = they are elsewhere.
+        min_workers: least workers to go on with; None = all.
+        master_addr: where node 0 is.
+        master_port: port for torch.distributed's own store; 0 = any free one.
+        coordinator_port: port of the embedded coordinator; 0 = any free one.
+        host: address that embedded services listen on.
+        advertise: where other nodes reach our shard servers; empty = as they find out themselves.
+        state: the embedded coordinator's state store.
+        resume: checkpoint to start from, or empty.
+        connect_timeout_s: how long to wait for a coordinator that is not ours.
+        token: the job's token.
+    """
+
+    program: tuple[str, ...]
+    nproc_per_node: int
+    nnodes: int
+    node_rank: int
+    shards: int
+    min_workers: int | None
+    master_addr: str
+    master_port: int
+    coordinator_port: int
+    host: str
+    advertise: str
+    state: str
+    resume: str
+    connect_timeout_s: float
+    token: str
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the job."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def shards_here(self) -> int:
+        """Shard servers of this node: the nodes take turns, so that every network card gets its share."""
+        return len(range(max(self.node_rank, 0), self.shards, self.nnodes))
+
+
+def run(
+    program: Annotated[list[str], typer.Argument(help="Script (or module) and its arguments.", show_default=False)],
+    nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine.", min=1)] = 1,
+    shards: Annotated[int | None, typer.Option(help="Shard servers of the job.", min=0, show_default="1")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as python -m does.")] = False,
+    nnodes: Annotated[int, typer.Option(help="Machines; start the same command on each.", min=1)] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of them this is, from 0.", min=0, show_default=False)
+    ] = None,
+    master_addr: Annotated[str, typer.Option(help="Address of machine 0.")] = "127.0.0.1",
+    master_port: Annotated[
+        int | None, typer.Option(help="Port for torch.distributed's own store.", show_default="free, or 29500")
+    ] = None,
+    coordinator_port: Annotated[
+        int | None, typer.Option(help="Port of the coordinator on machine 0.", show_default="free, or master port + 1")
+    ] = None,
+    coordinator: o.Coordinator = None,
+    connect_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for that coordinator.")] = 60.0,
+    host: Annotated[
+        str | None, typer.Option(help="Address our services listen on.", show_default="loopback; all with --nnodes")
+    ] = None,
+    advertise: Annotated[
+        str, typer.Option(help="Address under which other machines reach our shard servers.", show_default=False)
+    ] = "",
+    min_workers: Annotated[
+        int | None, typer.Option(help="Least workers to go on with.", min=1, show_default="all")
+    ] = None,
+    checkpoint_dir: Annotated[
+        str | None,
+        typer.Option(help="Where checkpoints go: AXON_PS_CHECKPOINT_DIR of the workers.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="Checkpoint to start from; 'auto' = newest in --checkpoint-dir.", show_default=False)
+    ] = "",
+    state: Annotated[str, typer.Option(help="State of the coordinator: sqlite file, or 'memory'.")] = "memory",
+    job: o.Job = None,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    insecure: o.Insecure = None,
+    config: o.Config = None,
+    log: o.Log = None,
+    log_level: o.LogLevel = None,
+) -> None:
+    """Start a cluster on this machine, run a script on it with N workers, and end everything with it."""
+    from axon_ps.cli.launch import perform
+    from axon_ps.cli.settings import load
+
+    settings = load(
+        config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, token=token, token_file=token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log, log_level=log_level,
+    )  # fmt: skip
+    embedded = not settings.coordinator
+    if node_rank is None:
+        node_rank = -1 if nnodes > 1 and not embedded else 0
+    launch = Launch(
+        program=_program(program, module=module),
+        nproc_per_node=nproc_per_node,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        shards=shards if shards is not None else int(embedded),
+        min_workers=min_workers,
+        master_addr=master_addr,
+        master_port=master_port if master_port is not None else DEFAULT_MASTER_PORT * (nnodes > 1),
+        coordinator_port=_coordinator_port(coordinator_port, master_port, nnodes),
+        host=host or ("127.0.0.1" if nnodes == 1 else "0.0.0.0"),
+        advertise=advertise,
+        state=state,
+        resume=_resume(resume, settings.checkpoint_dir),
+        connect_timeout_s=connect_timeout_s,
+        token=_token(settings, nnodes=nnodes, embedded=embedded),
+    )
+    _check(launch, embedded=embedded)
+    leave(asyncio.run(perform(launch, settings)))
+
+
+def _program(program: Sequence[str], *, module: bool) -> tuple[str, ...]:
+    if module:
+        return ("-m", *program)
+    if not os.path.isfile(program[0]):
+        hint = "; give a module as -m NAME" if os.sep not in program[0] and not program[0].endswith(".py") else ""
+        raise ConfigurationError(f"the script {program[0]!r} does not exist{hint}")
+    return tuple(program)
+
+
+def _coordinator_port(given: int | None, master_port: int | None, nnodes: int) -> int:
+    if given is not None:
+        return given
+    return (master_port or DEFAULT_MASTER_PORT) + 1 if nnodes > 1 or master_port else 0
+
+
+def _token(settings: Settings, *, nnodes: int, embedded: bool) -> str:
+    token = settings.resolved_token
+    if token or not embedded:
+        return token
+    if nnodes == 1:
+        return secrets.token_urlsafe(24)
+    if not settings.insecure:
+        raise ConfigurationError(
+            "a job on several machines needs the same token on each: set AXON_PS_TOKEN or give --token-file "
+            "(or --insecure to go without)"
+        )
+    return ""
+
+
+def _resume(resume: str, checkpoint_dir: str) -> str:
+    if resume != AUTO:
+        return resume
+    if not checkpoint_dir:
+        raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
+    from axon_ps.storage.manifest import list_checkpoints
+
+    return checkpoint_dir if list_checkpoints(checkpoint_dir) else ""
+
+
+def _check(launch: Launch, *, embedded: bool) -> None:
+    if launch.node_rank >= launch.nnodes:
+        raise ConfigurationError(
+            f"--node-rank is {launch.node_rank} and --nnodes {launch.nnodes}; it must be below that"
+        )
+    if launch.nnodes > 1 and embedded and launch.master_addr in ("127.0.0.1", "localhost") and launch.host == "0.0.0.0":
+        print("axon-ps: --master-addr is this machine itself; other machines will not find it", file=sys.stderr)
+    if embedded and launch.shards < 1:
+        raise ConfigurationError("--shards is 0, but a job without --coordinator needs a shard server of its own")
+    if not embedded and (launch.resume or launch.state != "memory" or launch.min_workers is not None):
+        raise ConfigurationError(
+            "--resume, --state and --min-workers are the coordinator's; give them where you start it, "
+            "since --coordinator names one that runs already"
+        )
+    if launch.min_workers is not None and launch.min_workers > launch.world_size:
+        raise ConfigurationError(f"--min-workers is {launch.min_workers}; the job has {launch.world_size} workers")

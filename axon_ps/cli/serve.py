@@ -1,0 +1,226 @@
+"""The commands `coordinator` and `shard`: one service in the foreground, until SIGTERM or Ctrl-C.
+
+Either signal asks the service to drain and leave; a second one, or `DRAIN_S` seconds, ends it as it is. The exit code
+is 0 after SIGTERM (the way supervisors stop a service) and 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axon_ps.cli import options as o
+from axon_ps.cli.options import leave
+from axon_ps.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from axon_ps.cli.settings import Settings
+    from axon_ps.storage.state_store import StateStore
+    from axon_ps.transport.security import Security
+
+DRAIN_S = 20
+"""Seconds that a service gets to finish what is under way; the alarm clock ends it after that."""
+
+MEMORY = "memory"
+
+Ready = Callable[[int], None]
+
+
+def coordinator(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 7077,
+    job: o.Job = None,
+    world_size: Annotated[int, typer.Option(help="Workers the job starts with; 0 = as the first worker says.")] = 0,
+    shards: Annotated[int, typer.Option(help="Shard servers of the job.")] = 1,
+    min_workers: Annotated[
+        int | None, typer.Option(help="Least workers to go on with.", show_default="world size")
+    ] = None,
+    lease_s: Annotated[float, typer.Option(help="Seconds of silence after which a member is gone.")] = 5.0,
+    join_timeout_s: Annotated[
+        float, typer.Option(help="Seconds that workers wait for lost members to be replaced.")
+    ] = 600.0,
+    state: Annotated[
+        str | None,
+        typer.Option(help="sqlite file that survives a restart, or 'memory'.", show_default="under ~/.local/state"),
+    ] = None,
+    resume: Annotated[
+        str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
+    ] = "",
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    tls_mutual: o.TlsMutual = None,
+    insecure: o.Insecure = None,
+    config: o.Config = None,
+    log: o.Log = None,
+    log_level: o.LogLevel = None,
+    ready_fd: o.ReadyFd = None,
+) -> None:
+    """Serve a job's coordinator: who is alive, which steps count."""
+    settings = _settings(
+        config, job=job, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+    )  # fmt: skip
+    security = _security(settings, host)
+    from axon_ps.coordinator.config import CoordinatorConfig
+    from axon_ps.coordinator.server import serve
+
+    configuration = CoordinatorConfig(
+        job=settings.job,
+        world_size=world_size,
+        num_shards=shards,
+        min_workers=min_workers,
+        lease_s=lease_s,
+        join_timeout_s=join_timeout_s,
+        resume=resume,
+    )
+    store = _state_store(state, settings.job)
+    _configure_logging(settings, "coordinator")
+
+    def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
+        return serve(configuration, host, port, security, store, ready, stop)
+
+    leave(_in_foreground(start, host, ready_fd))
+
+
+def shard(
+    coordinator: o.Coordinator = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 7078,
+    advertise: Annotated[
+        str, typer.Option(help="host or host:port where others reach us.", show_default="as the host is bound")
+    ] = "",
+    node: Annotated[str | None, typer.Option(help="Name of this host [env: AXON_PS_NODE].", show_default=False)] = None,
+    rank: Annotated[int, typer.Option(help="Wanted number among the shard servers; -1 = any.", min=-1)] = -1,
+    threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
+    job: o.Job = None,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    tls_mutual: o.TlsMutual = None,
+    insecure: o.Insecure = None,
+    config: o.Config = None,
+    log: o.Log = None,
+    log_level: o.LogLevel = None,
+    ready_fd: o.ReadyFd = None,
+) -> None:
+    """Serve one shard server: slices of the parameters and of the optimizer's state."""
+    settings = _settings(
+        config, coordinator=coordinator, node=node, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
+        tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+    )  # fmt: skip
+    security = _security(settings, host)
+    if not settings.coordinator:
+        raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
+    from axon_ps.shard.server import ShardConfig, serve
+
+    configuration = ShardConfig(
+        coordinator=_coordinator_address(settings),
+        job=settings.job,
+        host=host,
+        port=port,
+        advertise=advertise,
+        node=settings.node,
+        rank=rank,
+        threads=threads,
+        security=security,
+    )
+    _configure_logging(settings, "shard")
+
+    def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
+        return serve(configuration, ready, stop)
+
+    leave(_in_foreground(start, host, ready_fd))
+
+
+def _settings(config: Path | None, **flags: Any) -> Settings:
+    from axon_ps.cli.settings import load
+
+    return load(config, **flags)
+
+
+def _security(settings: Settings, host: str) -> Security:
+    from axon_ps.transport.security import is_loopback
+
+    security = settings.security()
+    if not (security.insecure or is_loopback(host) or (security.cert_file and security.token)):
+        raise ConfigurationError(
+            f"--host {host} can be reached from other machines, which needs TLS and a token: give --tls-cert, "
+            "--tls-key and --token-file (or AXON_PS_TOKEN), or --insecure to listen without"
+        )
+    return security
+
+
+def _state_store(state: str | None, job: str) -> StateStore:
+    from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
+
+    if state == MEMORY:
+        return MemoryStateStore()
+    path = Path(state) if state else Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--state {path} cannot be made: {error.strerror}") from error
+    return SqliteStateStore(path)
+
+
+def _coordinator_address(settings: Settings) -> str:
+    """The coordinator's address; `-` reads it from standard input, so that we can start before it is known."""
+    if settings.coordinator != "-":
+        return settings.coordinator
+    address = sys.stdin.readline().strip()
+    if not address:
+        raise ConfigurationError("--coordinator - was promised an address on standard input, which ended without one")
+    return address
+
+
+def _configure_logging(settings: Settings, role: str) -> None:
+    from axon_ps.observe.logging import configure
+
+    configure(role, style=settings.log, level=settings.log_level or "INFO")
+
+
+def _in_foreground(start: Callable[[Ready, asyncio.Event], Awaitable[None]], host: str, ready_fd: int | None) -> int:
+    """Run a service until it ends or a signal stops it; the exit code."""
+    received: list[int] = []
+
+    def ready(port: int) -> None:
+        if ready_fd is not None:
+            os.write(ready_fd, f"{_address(host, port)}\n".encode())
+            os.close(ready_fd)
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if received:
+                os._exit(128 + number)
+            received.append(number)
+            signal.alarm(DRAIN_S)
+            stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        await start(ready, stop)
+
+    asyncio.run(serve())
+    signal.alarm(0)
+    return 130 if signal.SIGINT in received else 0
+
+
+def _address(host: str, port: int) -> str:
+    from axon_ps.transport.channels import join_address
+
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)

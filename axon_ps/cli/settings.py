@@ -1,0 +1,208 @@
+"""Every setting of the command line, composed from flags, environment, a file and defaults, in that order.
+
+This module and `collectives.environment` (what a worker learns from its launcher) are the only readers of environment
+variables; the names here are `AXON_PS_` plus the field's name, the same that workers read. The file is TOML with the
+same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.observe.logging import LogStyle
+
+if TYPE_CHECKING:
+    from axon_ps.transport.security import Security
+
+PREFIX = "AXON_PS_"
+DEFAULT_COORDINATOR_PORT = 7077
+DEFAULT_SHARD_PORT = 7078
+
+
+class Settings(BaseSettings):
+    """What commands have in common; see `axon-ps COMMAND --help` for what only one of them takes.
+
+    Attributes:
+        coordinator: "host:port" of the coordinator.
+        job: name of the job.
+        token: the job's token; whoever holds it may join.
+        token_file: a file that holds the token, when `token` is empty.
+        tls_ca: certificates of the authorities we trust (PEM); on a client it switches TLS on.
+        tls_cert: our own certificate chain (PEM).
+        tls_key: its private key (PEM).
+        tls_mutual: servers: ask every client for a certificate of `tls_ca`.
+        insecure: bind beyond loopback without TLS or without a token.
+        node: name of this host, where the host name will not do.
+        checkpoint_dir: where a job keeps its checkpoints.
+        log: how records are written.
+        log_level: least level that is written; empty = the command's own choice.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+
+    coordinator: str = ""
+    job: str = Field(default="default", min_length=1, max_length=128)
+    token: SecretStr = SecretStr("")
+    token_file: Path | None = None
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_mutual: bool = False
+    insecure: bool = False
+    node: str = ""
+    checkpoint_dir: str = ""
+    log: LogStyle = LogStyle.AUTO
+    log_level: str = ""
+
+    @field_validator("log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        if value and value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError("it must be debug, info, warning or error")
+        return value.upper()
+
+    @field_validator("coordinator")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and value != "-" and not (host and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError("it must be host:port, such as 10.0.0.1:7077")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then environment, then the file that `load` put into the class's configuration."""
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+    @property
+    def resolved_token(self) -> str:
+        """The token, read from `token_file` when it is not given itself.
+
+        Raises:
+            ConfigurationError: the file cannot be read or is empty.
+        """
+        if self.token.get_secret_value() or self.token_file is None:
+            return self.token.get_secret_value()
+        try:
+            token = self.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigurationError(f"the token file {self.token_file} cannot be read: {reason}") from error
+        if not token:
+            raise ConfigurationError(f"the token file {self.token_file} is empty")
+        return token
+
+    def security(self) -> Security:
+        """Token and certificates, as `transport` takes them.
+
+        Raises:
+            ConfigurationError: they do not go together.
+        """
+        from axon_ps.transport.security import Security  # gRPC comes with it, which `run` has no use for
+
+        return Security(
+            token=self.resolved_token,
+            ca_file=self.tls_ca,
+            cert_file=self.tls_cert,
+            key_file=self.tls_key,
+            mutual=self.tls_mutual,
+            insecure=self.insecure,
+        )
+
+    def environment(self, *, token: str) -> dict[str, str]:
+        """The variables by which a process that we start learns these settings."""
+        values = {
+            "JOB": self.job,
+            "TOKEN": token,
+            "TLS_CA": self.tls_ca,
+            "TLS_CERT": self.tls_cert,
+            "TLS_KEY": self.tls_key,
+            "CHECKPOINT_DIR": self.checkpoint_dir,
+            "NODE": self.node,
+        }
+        return {f"{PREFIX}{name}": value for name, value in values.items() if value}
+
+
+def load(config: Path | None = None, **flags: Any) -> Settings:
+    """The settings: flags that were given (not None), environment, file, defaults.
+
+    Args:
+        config: the file; None = the one `AXON_PS_CONFIG` names, if any.
+        flags: by field name.
+
+    Raises:
+        ConfigurationError: a value cannot work; the message names the flag or variable.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if config is None and os.environ.get(f"{PREFIX}CONFIG"):
+        config = Path(os.environ[f"{PREFIX}CONFIG"])
+    if config is not None and not config.is_file():
+        raise ConfigurationError(f"the configuration file {config} does not exist")
+    source = Settings if config is None else _reading(config)
+    try:
+        return source(**given)
+    except ValidationError as error:
+        raise ConfigurationError("; ".join(_in_words(e, flags) for e in error.errors())) from None
+    except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
+        raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
+
+
+def _reading(config: Path) -> type[Settings]:
+    class SettingsWithFile(Settings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+    return SettingsWithFile
+
+
+def child_environment(values: Mapping[str, str]) -> dict[str, str]:
+    """Our own environment with `values` over it, for a process that we start."""
+    return {**os.environ, **values}
+
+
+def environment_report() -> dict[str, str]:
+    """Every `AXON_PS_` variable that is set, secrets left out, and what else changes how we run."""
+    others = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "GRPC_VERBOSITY", "http_proxy", "https_proxy")
+    report = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
+    if f"{PREFIX}TOKEN" in report:
+        report[f"{PREFIX}TOKEN"] = "(set, not shown)"
+    return report | {name: os.environ[name] for name in others if name in os.environ}
+
+
+def variable_is_set(name: str) -> bool:
+    """Whether an environment variable is set by the user, so that we leave it alone."""
+    return name in os.environ
+
+
+def quiet_grpc() -> None:
+    """Keep gRPC's C++ log off the terminal unless the user asked for it: what goes wrong reaches us as errors."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _in_words(error: Any, flags: Mapping[str, Any]) -> str:
+    field = str(error["loc"][0]) if error["loc"] else "settings"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"the configuration file sets {field!r}, which is no setting of ours"
+    flag = f"--{field.replace('_', '-')}"
+    where = flag if flags.get(field) is not None else f"{PREFIX}{field.upper()}"
+    shown = "" if field == "token" else f" is {error['input']!r}"
+    return f"{where}{shown}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,32 @@
+"""Become a command that dies with its parent: `python -m axon_ps.cli.tether PARENT SIGNAL COMMAND...`.
+
+The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9; the setting survives
+`exec`, so the command itself needs to know nothing of it and its tracebacks show nothing of us. PARENT is the process
+id of the starter: when it is no longer our parent at the time of asking, it died before we asked, and so do we.
+
+Why a program and not `preexec_fn`: that forks, and a process that holds gRPC channels must not.
+Imports nothing of ours and little of Python: it runs in front of every process we start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Tie this process to its parent and replace it by the command."""
+    parent, number, command = int(argv[1]), int(argv[2]), argv[3:]
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(f"axon-ps: process {parent}, which started {command[0]}, is gone")
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,146 @@
+"""How a process writes its log: one line a record, with time, level, role and rank.
+
+Owns the handler on the logger "axon_ps" and nothing else: the root logger belongs to the user's program, and a library
+that is merely imported configures nothing. Only the command line calls `configure`.
+
+Three styles: `rich` (coloured, for a terminal), `plain` (one line a record; a traceback follows on lines of its own,
+indented), `json` (one JSON object a record, the traceback a field of it). `auto` is rich on a terminal, else plain.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from enum import Enum
+from typing import TextIO
+
+ROOT = "axon_ps"
+"""Name of the logger above all of ours."""
+
+
+class LogStyle(Enum):
+    """How records are written."""
+
+    AUTO = "auto"
+    RICH = "rich"
+    PLAIN = "plain"
+    JSON = "json"
+
+
+class Identity(logging.Filter):
+    """Writes who we are into every record. The rank is known only after joining, hence `rank` may be set later.
+
+    Args:
+        role: "coordinator", "shard", "worker" or "run".
+        rank: the rank; None until it is known.
+    """
+
+    def __init__(self, role: str, rank: int | None = None) -> None:
+        super().__init__()
+        self.role = role
+        self.rank = rank
+
+    @property
+    def who(self) -> str:
+        """The role and, when known, the rank: "shard 1"."""
+        return self.role if self.rank is None else f"{self.role} {self.rank}"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Mark the record; never drops one."""
+        record.who, record.role, record.rank = self.who, self.role, self.rank
+        return True
+
+
+class PlainFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z INFO shard 1 axon_ps.shard.server: message`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the traceback indented below it."""
+        name = record.name.removeprefix(f"{ROOT}.")
+        line = f"{_timestamp(record)} {record.levelname} {_who(record)} {name}: {_one_line(record)}"
+        if traceback := _traceback(self, record):
+            line += "\n" + "\n".join(f"    {part}" for part in traceback.splitlines())
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, role, rank, logger, message, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One JSON object."""
+        value: dict[str, object] = {
+            "time": _timestamp(record),
+            "level": record.levelname,
+            "role": getattr(record, "role", ""),
+            "rank": getattr(record, "rank", None),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if traceback := _traceback(self, record):
+            value["traceback"] = traceback
+        return json.dumps(value)
+
+
+def configure(
+    role: str,
+    *,
+    rank: int | None = None,
+    style: LogStyle = LogStyle.AUTO,
+    level: str = "INFO",
+    stream: TextIO | None = None,
+) -> Identity:
+    """Send everything that axon_ps logs to `stream`; calling it again replaces what it set up before.
+
+    Args:
+        role: what this process is.
+        rank: its rank, if known.
+        style: how records are written.
+        level: least level that is written.
+        stream: where to; None = standard error as it is now.
+
+    Returns:
+        The identity in every record; set its `rank` once it is known.
+    """
+    stream = stream if stream is not None else sys.stderr
+    if style is LogStyle.AUTO:
+        style = LogStyle.RICH if stream.isatty() else LogStyle.PLAIN
+    identity = Identity(role, rank)
+    handler = _handler(style, stream)
+    handler.addFilter(identity)
+    logger = logging.getLogger(ROOT)
+    logger.handlers[:] = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    return identity
+
+
+def _handler(style: LogStyle, stream: TextIO) -> logging.Handler:
+    if style is LogStyle.RICH:
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        rich_handler = RichHandler(console=Console(file=stream), show_path=False, log_time_format="%H:%M:%S")
+        rich_handler.setFormatter(logging.Formatter("%(who)s: %(message)s"))
+        return rich_handler
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else PlainFormatter())
+    return handler
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def _who(record: logging.LogRecord) -> str:
+    return str(getattr(record, "who", "-"))
+
+
+def _one_line(record: logging.LogRecord) -> str:
+    return record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return formatter.formatException(record.exc_info) if record.exc_info else ""

@@ -1,0 +1,30 @@
+"""A clock for tests: it stands still until it is told to go on."""
+
+from __future__ import annotations
+
+from axon_ps.errors import InvalidRequest
+
+
+class ManualClock:
+    """Seconds since nothing in particular; call it to read it, wherever a `time.monotonic` is expected.
+
+    Args:
+        now_s: what it shows first.
+    """
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> float:
+        """Let time pass; returns the new time.
+
+        Raises:
+            InvalidRequest: time would run backwards.
+        """
+        if not seconds >= 0:
+            raise InvalidRequest(f"a clock was told to advance by {seconds} s; time does not run backwards")
+        self._now_s += seconds
+        return self._now_s

@@ -1,0 +1,367 @@
+"""`LocalCluster`: a coordinator and shard servers as real processes on this machine, and workers to use them.
+
+For tests and notebooks. The services are the command line's own, started side by side and waited for on a pipe each, so
+a cluster is up as fast as Python can import what it needs. On leaving, everything is reaped by its process id; a
+service that died by itself is an error then, and its log is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from axon_ps.errors import AxonError, InvalidRequest, Misuse
+from axon_ps.testing.processes import ChildProcess, LinePipe
+from axon_ps.testing.workers import WorkerProcess, WorkerResult, results_of
+from axon_ps.transport.security import Security
+from axon_ps.types import Role
+
+_DRAIN_S = 10.0
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+COORDINATOR = "coordinator"
+
+
+class LocalCluster:
+    """A cluster for one job, as a context manager.
+
+    Args:
+        shards: shard servers.
+        world_size: workers the job starts with.
+        job: name of the job.
+        token: the job's token; None = a random one, "" = none.
+        security: certificates, for TLS; its token is not used.
+        min_workers: least workers to go on with; None = all.
+        lease_s: seconds of silence after which a member is gone.
+        durable: keep the coordinator's state in a file, so that it can be restarted.
+        resume: checkpoint to start from.
+        environment: further variables for every process.
+        start_timeout_s: seconds that starting may take.
+
+    Attributes:
+        directory: a directory for the test's own files, removed on leaving.
+    """
+
+    def __init__(
+        self,
+        shards: int = 2,
+        world_size: int = 1,
+        *,
+        job: str = "test",
+        token: str | None = None,
+        security: Security | None = None,
+        min_workers: int | None = None,
+        lease_s: float = 5.0,
+        durable: bool = False,
+        resume: str = "",
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 30.0,
+    ) -> None:
+        self.world_size = world_size
+        self.job = job
+        self.token = secrets.token_urlsafe(16) if token is None else token
+        self._security = security or Security()
+        self._num_shards = shards
+        self._coordinator_options = [
+            "--world-size",
+            str(world_size),
+            "--shards",
+            str(shards),
+            "--lease-s",
+            str(lease_s),
+        ]
+        if min_workers is not None:
+            self._coordinator_options += ["--min-workers", str(min_workers)]
+        if resume:
+            self._coordinator_options += ["--resume", resume]
+        self._durable = durable
+        self._environment = dict(environment or {})
+        self._start_timeout_s = start_timeout_s
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._coordinator: ChildProcess | None = None
+        self._address = ""
+        self._shards: list[ChildProcess] = []
+        self._workers: list[WorkerProcess] = []
+        self._started = 0
+
+    # ------------------------------------------------------------------ starting and ending
+
+    def __enter__(self) -> LocalCluster:
+        """Start coordinator and shard servers; returns when all of them listen.
+
+        Raises:
+            AxonError: one of them ended, or did not listen in time; its log is in the message.
+        """
+        if self._temporary is not None:
+            raise Misuse("this LocalCluster is running already; make another")
+        self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
+        self.directory = Path(self._temporary.name)
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            coordinator, coordinator_pipe = self._spawn_coordinator(port=0)
+            pipes = [self._spawn_shard(i, "-") for i in range(self._num_shards)]
+            self._address = self._listening(coordinator, coordinator_pipe, deadline)
+            for shard in self._shards:
+                shard.tell(self._address)
+            for shard, pipe in zip(self._shards, pipes, strict=True):
+                self._listening(shard, pipe, deadline)
+        except BaseException:
+            self._end_all()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End everything.
+
+        Raises:
+            AxonError: a service had died by itself, or did not drain when asked to; not when leaving by an error,
+                which is given the logs of all services as a note instead.
+        """
+        troubles, logs = self._end_all()
+        if error is not None:
+            error.add_note(logs)
+        elif troubles:
+            raise AxonError("; ".join(troubles) + "\n" + logs)
+
+    def _end_all(self) -> tuple[list[str], str]:
+        """End workers, shard servers, coordinator, in this order; what was wrong with them, and their logs."""
+        for worker in self._workers:
+            worker.process.end()
+        coordinator = [self._coordinator] if self._coordinator else []
+        troubles = [trouble for group in (self._shards, coordinator) for trouble in _end_services(group)]
+        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*coordinator, *self._shards))
+        if self._temporary is not None:
+            self._temporary.cleanup()
+        self._workers, self._shards, self._coordinator, self._temporary = [], [], None, None
+        return troubles, logs
+
+    # ------------------------------------------------------------------ what workers need
+
+    @property
+    def address(self) -> str:
+        """The coordinator's "host:port"."""
+        if self._temporary is None:
+            raise Misuse("this LocalCluster is not running; use it as a context manager")
+        return self._address
+
+    @property
+    def security(self) -> Security:
+        """What a client of this cluster presents."""
+        s = self._security
+        return Security(token=self.token, ca_file=s.ca_file, cert_file=s.cert_file, key_file=s.key_file)
+
+    def env(self, rank: int, world_size: int | None = None) -> dict[str, str]:
+        """The variables by which a worker joins this cluster, as `axon-ps run` sets them.
+
+        Args:
+            rank: the rank it takes; -1 = whichever is free.
+            world_size: workers of the job; None = as the cluster was made for.
+        """
+        world_size = self.world_size if world_size is None else world_size
+        host, _, port = self.address.rpartition(":")
+        return {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if rank >= 0 else {}),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "AXON_PS_COORDINATOR": self.address,
+            "OMP_NUM_THREADS": "1",
+            **self._common_environment(),
+        }
+
+    def start_workers(
+        self,
+        target: Callable[..., object] | str | Path,
+        n: int | None = None,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> list[WorkerProcess]:
+        """Start `n` worker processes and return at once.
+
+        Args:
+            target: a function at the top of a module, or the path of a script.
+            n: how many; None = the cluster's world size.
+            args: positional arguments of the function, or the script's arguments.
+            kwargs: keyword arguments of the function.
+            env: further variables.
+            ranks: the ranks they take; None = 0 to n - 1.
+        """
+        ranks = range(self.world_size if n is None else n) if ranks is None else ranks
+        workers = [
+            WorkerProcess(
+                rank,
+                target,
+                args,
+                kwargs or {},
+                environment=self._process_environment(self.env(rank) | dict(env or {})),
+                log=self._new_log(f"worker-{rank}"),
+            )
+            for rank in ranks
+        ]
+        self._workers += workers
+        return workers
+
+    def run_workers(
+        self,
+        target: Callable[..., object] | str | Path,
+        n: int | None = None,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 50.0,
+        check: bool = True,
+    ) -> list[WorkerResult]:
+        """Start `n` worker processes, wait for all of them and return what came of each, by rank.
+
+        Args:
+            target, n, args, kwargs, env: as for `start_workers`.
+            timeout_s: seconds for all of them; who still runs then is killed, its stacks are in its output.
+            check: raise when one fails, and do not wait long for the others then.
+
+        Raises:
+            WorkerFailed: `check` is set and a worker raised, died or did not end in time; the message has it all.
+        """
+        workers = self.start_workers(target, n, args=args, kwargs=kwargs, env=env)
+        return results_of(workers, timeout_s=timeout_s, check=check)
+
+    # ------------------------------------------------------------------ faults
+
+    def process(self, role: Role | str, index: int = 0) -> ChildProcess:
+        """A process of the cluster.
+
+        Args:
+            role: "coordinator", "shard" or "worker".
+            index: which of them, in the order they were started.
+        """
+        name = role.value if isinstance(role, Role) else role
+        groups: dict[str, list[ChildProcess]] = {
+            COORDINATOR: [self._coordinator] if self._coordinator else [],
+            Role.SHARD.value: self._shards,
+            Role.WORKER.value: [worker.process for worker in self._workers],
+        }
+        if name not in groups or not 0 <= index < len(groups[name]):
+            raise InvalidRequest(f"there is no {name} {index} in this cluster")
+        return groups[name][index]
+
+    def kill(self, role: Role | str, index: int = 0, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process of the cluster (SIGKILL, unless another is given; SIGSTOP freezes it)."""
+        process = self.process(role, index)
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.wait(_DRAIN_S)
+
+    def restart(self, role: Role | str, index: int = 0) -> None:
+        """Start a service again in the place of one that was killed: the coordinator on its port, a shard server anew.
+
+        Raises:
+            Misuse: it still runs, or it is a worker.
+        """
+        old = self.process(role, index)
+        if old.exit_code is None:
+            raise Misuse(f"{old.name} still runs; kill it before you restart it")
+        old.end()
+        deadline = time.monotonic() + self._start_timeout_s
+        if old is self._coordinator:
+            coordinator, pipe = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
+            self._listening(coordinator, pipe, deadline)
+        elif old in self._shards:
+            pipe = self._spawn_shard(index, self._address)
+            self._listening(self._shards[index], pipe, deadline)
+        else:
+            raise Misuse("a worker is not restarted; start another with start_workers")
+
+    def log(self, role: Role | str, index: int = 0) -> str:
+        """The end of what a process wrote."""
+        return self.process(role, index).output
+
+    # ------------------------------------------------------------------ inside
+
+    def _spawn_coordinator(self, port: int) -> tuple[ChildProcess, LinePipe]:
+        state = str(self.directory / "coordinator.sqlite") if self._durable else "memory"
+        options = [*self._coordinator_options, "--port", str(port), "--state", state]
+        self._coordinator, pipe = self._spawn(COORDINATOR, "coordinator", options)
+        return self._coordinator, pipe
+
+    def _spawn_shard(self, index: int, coordinator: str) -> LinePipe:
+        options = ["--coordinator", coordinator, "--port", "0", "--rank", str(index), "--threads", "1"]
+        process, pipe = self._spawn(f"shard {index}", "shard", options)
+        self._shards[index : index + 1] = [process]
+        return pipe
+
+    def _spawn(self, name: str, command: str, options: Sequence[str]) -> tuple[ChildProcess, LinePipe]:
+        pipe = LinePipe()
+        process = ChildProcess(
+            name,
+            [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options, "--ready-fd", str(pipe.fd)],
+            environment=self._process_environment(self._common_environment() | self._service_environment()),
+            log=self._new_log(name.replace(" ", "-")),
+            pass_fds=(pipe.fd,),
+            stdin=subprocess.PIPE,
+        )
+        pipe.started()
+        return process, pipe
+
+    def _listening(self, process: ChildProcess, pipe: LinePipe, deadline: float) -> str:
+        address = pipe.read(deadline).strip()
+        if not address:
+            exit_code = process.end()
+            raise AxonError(f"{process.name} did not start (exit code {exit_code}):\n{process.output}")
+        return address
+
+    def _common_environment(self) -> dict[str, str]:
+        s = self._security
+        values = {
+            "AXON_PS_JOB": self.job,
+            "AXON_PS_TOKEN": self.token,
+            "AXON_PS_TLS_CA": s.ca_file,
+            "AXON_PS_TLS_CERT": s.cert_file,
+            "AXON_PS_TLS_KEY": s.key_file,
+        }
+        return {name: value for name, value in values.items() if value} | self._environment
+
+    def _service_environment(self) -> dict[str, str]:
+        return {"AXON_PS_LOG": "plain", **({"AXON_PS_TLS_MUTUAL": "1"} if self._security.mutual else {})}
+
+    def _process_environment(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Our own environment without what a launcher or another cluster put there, and `values`."""
+        ours = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES and not k.startswith("AXON_PS_")}
+        return ours | dict(values)
+
+    def _new_log(self, name: str) -> Path:
+        self._started += 1
+        return self.directory / f"{self._started:02d}-{name}.log"
+
+
+def _end_services(services: Sequence[ChildProcess]) -> list[str]:
+    """Ask all to drain, wait, reap; what was wrong, in words."""
+    troubles = []
+    disturbed = {process for process in services if process.was_signalled}
+    for process in services:
+        if process.exit_code is None:
+            process.send_signal(signal.SIGTERM)
+        elif process not in disturbed:
+            troubles.append(f"{process.name} ended by itself with exit code {process.exit_code}")
+            disturbed.add(process)
+    for process in services:
+        process.send_signal(signal.SIGCONT)  # it may be frozen
+        process.wait(_DRAIN_S)
+        exit_code = process.end()
+        if exit_code != 0 and process not in disturbed:
+            troubles.append(f"{process.name} did not drain when asked to; exit code {exit_code}")
+    return troubles

@@ -1,0 +1,156 @@
+"""A child process as tests need it: tied to us, its output in a file, reaped by its own process id.
+
+Everything is started with the same programs that the command line uses (`axon_ps/cli/tether.py` runs in front, so a
+test run that is killed leaves nothing behind), by path and by `exec`: nothing of the command line is imported here.
+The tie is to the *thread* that starts the process: start clusters from a thread that outlives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import axon_ps
+
+_TETHER = Path(axon_ps.__file__).parent / "cli" / "tether.py"
+_SHOWN_BYTES = 16 << 10
+
+
+class ChildProcess:
+    """One process.
+
+    Args:
+        name: what messages call it: "shard 1".
+        command: the command, found on the path.
+        environment: all of its environment.
+        log: file that its standard output and error are appended to.
+        pass_fds: descriptors that it inherits.
+        stdin: None, or PIPE to be able to `tell` it something.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        self.name = name
+        self.log_path = log
+        self.was_signalled = False
+        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(signal.SIGKILL))]
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [*tether, *command],
+                env=dict(environment),
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=tuple(pass_fds),
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def output(self) -> str:
+        """The end of what it wrote."""
+        content = self.log_path.read_bytes()
+        return content[-_SHOWN_BYTES:].decode("utf-8", "replace")
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input and close that; if it has died, its output says why."""
+        assert self._process.stdin is not None, "started without a pipe to its standard input"
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; harmless when it has ended."""
+        self.was_signalled = True
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, or None when it still runs after `timeout_s` seconds."""
+        wait_for_any([self], time.monotonic() + timeout_s)
+        return self.exit_code
+
+    def end(self, *steps: tuple[int, float]) -> int:
+        """Send each signal and give it that many seconds to take effect, then kill it; reap it and what it left behind.
+
+        Returns:
+            Its exit code; -9 when it had to be killed.
+        """
+        for number, grace_s in steps:
+            if self.exit_code is None:
+                self.send_signal(number)
+                self.send_signal(signal.SIGCONT)
+                self.wait(grace_s)
+        if self.exit_code is None:
+            self.send_signal(signal.SIGKILL)
+        exit_code = self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        return exit_code
+
+
+def wait_for_any(processes: Sequence[ChildProcess], deadline: float) -> list[ChildProcess]:
+    """Wait until one of the processes has ended; those that have, none when `deadline` (of `time.monotonic`) passed."""
+    while not (ended := [process for process in processes if process.exit_code is not None]):
+        with contextlib.ExitStack() as stack:
+            fds = [os.pidfd_open(process.pid) for process in processes]
+            for fd in fds:
+                stack.callback(os.close, fd)
+            if not select.select(fds, [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return []
+    return ended
+
+
+class LinePipe:
+    """A pipe on which a child says one line."""
+
+    def __init__(self) -> None:
+        self._read_end, self.fd = os.pipe()
+
+    def started(self) -> None:
+        """The child holds its end now; close ours, so that its death ends the pipe."""
+        os.close(self.fd)
+
+    def read(self, deadline: float) -> str:
+        """The line; empty when the child died or `deadline` (of `time.monotonic`) passed. Closes the pipe."""
+        content = b""
+        try:
+            while not content.endswith(b"\n"):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
+                    break
+                part = os.read(self._read_end, 4096)
+                if not part:
+                    break
+                content += part
+        finally:
+            os.close(self._read_end)
+        return content.decode().strip() if content.endswith(b"\n") else ""

@@ -1,0 +1,146 @@
+"""Worker processes of a `LocalCluster`, as the test sees them: start a function or a script, wait, learn the result."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from axon_ps.testing.processes import ChildProcess, wait_for_any
+from axon_ps.testing.worker_main import Target
+
+_AFTER_A_FAILURE_S = 5.0
+_CALL = "import sys; from axon_ps.testing.worker_main import main; sys.exit(main(int(sys.argv[1])))"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResult:
+    """What came of one worker.
+
+    Attributes:
+        rank: its rank.
+        value: what the function returned; None for a script.
+        error: the traceback, or how it died, in words; empty when it ended well.
+        exit_code: its exit code; negative for a signal.
+        output: the end of what it printed.
+    """
+
+    rank: int
+    value: Any
+    error: str
+    exit_code: int
+    output: str
+
+
+class WorkerFailed(Exception):
+    """A worker raised or died.
+
+    Attributes:
+        results: what came of all of them, by rank.
+    """
+
+    def __init__(self, results: Sequence[WorkerResult]) -> None:
+        self.results = tuple(results)
+        parts = [f"worker {r.rank}: {r.error}\n--- its output:\n{r.output}" for r in results if r.error]
+        super().__init__("\n".join(parts))
+
+
+class WorkerProcess:
+    """One worker. Made by `LocalCluster.start_workers`.
+
+    Attributes:
+        rank: the rank it was told to take.
+        process: the process itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        target: Callable[..., object] | str | Path,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        self.rank = rank
+        self._reply: tuple[str, Any] = ("", None)
+        self._listener: threading.Thread | None = None
+        name = f"worker {rank}"
+        if not callable(target):
+            command = [sys.executable, str(target), *map(str, args)]
+            self.process = ChildProcess(name, command, environment=environment, log=log)
+            return
+        located = Target.of(target)
+        connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            fd = theirs.fileno()
+            command = [sys.executable, "-c", _CALL, str(fd)]
+            self.process = ChildProcess(name, command, environment=environment, log=log, pass_fds=(fd,))
+        with contextlib.suppress(BrokenPipeError):  # when it has died already, the result says how
+            connection.send(located)
+            connection.send((tuple(args), dict(kwargs)))
+        self._listener = threading.Thread(target=self._listen, args=(connection,), name=name, daemon=True)
+        self._listener.start()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def result(self, timeout_s: float = 50.0) -> WorkerResult:
+        """Wait for it and say what came of it; a worker that does not end in time is killed, which is an error too."""
+        self.process.wait(timeout_s)
+        return self.end()
+
+    def end(self) -> WorkerResult:
+        """Kill it if it still runs, its output showing where it was, and say what came of it."""
+        running = self.process.exit_code is None
+        exit_code = self.process.end((signal.SIGABRT, 5.0))
+        if self._listener is not None:
+            self._listener.join()
+        kind, content = self._reply
+        if kind == "error":
+            error = str(content)
+        elif running:
+            error = "it did not end in time and was killed; where it was is in its output"
+        elif exit_code:
+            error = f"it was ended by signal {-exit_code}" if exit_code < 0 else f"it exited with code {exit_code}"
+        else:
+            error = ""
+        value = content if kind == "value" else None
+        return WorkerResult(rank=self.rank, value=value, error=error, exit_code=exit_code, output=self.process.output)
+
+    def _listen(self, connection: Connection) -> None:
+        with connection, contextlib.suppress(EOFError, ConnectionError):
+            self._reply = connection.recv()
+
+
+def results_of(workers: Sequence[WorkerProcess], *, timeout_s: float, check: bool) -> list[WorkerResult]:
+    """Wait for all workers and say what came of them, by rank.
+
+    Args:
+        workers: the workers.
+        timeout_s: seconds for all of them together.
+        check: end the others soon after one has failed, and raise.
+
+    Raises:
+        WorkerFailed: `check` is set, and one failed or did not end in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    running = [worker.process for worker in workers]
+    while running and (ended := wait_for_any(running, deadline)):
+        running = [process for process in running if process not in ended]
+        if check and any(process.exit_code for process in ended):
+            deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
+    results = [worker.end() for worker in workers]
+    if check and any(result.error for result in results):
+        raise WorkerFailed(results)
+    return results

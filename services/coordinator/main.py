@@ -1,0 +1,12 @@
+"""What the coordinator's container runs: `axon-ps coordinator`, with the container's places as defaults."""
+
+from __future__ import annotations
+
+import sys
+
+from axon_ps.cli.main import main
+
+DEFAULTS = ("coordinator", "--host", "0.0.0.0", "--port", "7077", "--state", "/state/coordinator.sqlite")
+
+if __name__ == "__main__":
+    sys.exit(main([*DEFAULTS, *sys.argv[1:]]))

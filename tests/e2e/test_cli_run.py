@@ -1,0 +1,287 @@
+"""`axon-ps run` and the services in the foreground, as real processes: what a user sees and what is left behind.
+
+Every case ends with a clean stop or a clear error, an exit code that says which, and no process left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from axon_ps.testing import LocalCluster
+
+AXON_PS = (sys.executable, "-m", "axon_ps.cli.main")
+GONE_S = 20.0
+
+SHOW_ENVIRONMENT = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+         "AXON_PS_COORDINATOR", "AXON_PS_JOB", "AXON_PS_TOKEN", "AXON_PS_CHECKPOINT_DIR")
+print(json.dumps({"args": sys.argv[1:], **{n: os.environ.get(n) for n in names}}))
+"""
+
+MEET = """
+import axon_ps
+with axon_ps.World.init(join_timeout_s=40) as world:
+    print("everybody:", world.gather_json(world.rank))
+"""
+
+ONE_FAILS = """
+import axon_ps
+world = axon_ps.World.init(join_timeout_s=40)
+if world.rank == 1:
+    raise ValueError("rank one is unhappy")
+world.kv_wait("never")
+"""
+
+WAIT = """
+import os, subprocess, sys, axon_ps
+world = axon_ps.World.init(join_timeout_s=40)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("pids", os.getpid(), child.pid, flush=True)
+world.kv_wait("never")
+"""
+
+
+def clean_environment(**values: str) -> dict[str, str]:
+    """Our environment without anything of ours, and `values`."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")} | values
+
+
+def axon_ps(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [*AXON_PS, *arguments], capture_output=True, text=True, timeout=50, env=clean_environment(**environment)
+    )
+
+
+@contextlib.contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that is running; killed at the end, if it has not ended by itself."""
+    process = subprocess.Popen(
+        [*AXON_PS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment(**environment),
+        process_group=0,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines_until(process: subprocess.Popen[str], words: str, count: int = 1) -> list[str]:
+    """Read lines until `count` of them held `words`; those."""
+    assert process.stdout is not None
+    found: list[str] = []
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if words in line:
+            found.append(line)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"it ended before it wrote {words!r}:\n{''.join(seen)}")
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below one."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    """All of them end."""
+    _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    assert alive == []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    def write(text: str, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def used_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_workers_are_told_what_torchrun_tells_them_and_more(script: Callable[..., str], tmp_path: Path) -> None:
+    done = axon_ps(
+        "run", "--nproc-per-node", "2", "--checkpoint-dir", str(tmp_path), script(SHOW_ENVIRONMENT), "--lr", "1"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = {}
+    for line in done.stdout.splitlines():
+        name, _, text = line.partition("] ")
+        told[name.strip("[")] = json.loads(text)
+    assert sorted(told) == ["worker 0", "worker 1"]
+    one = told["worker 1"]
+    assert (one["RANK"], one["WORLD_SIZE"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) == ("1", "2", "1", "2")
+    assert one["args"] == ["--lr", "1"]
+    assert one["AXON_PS_CHECKPOINT_DIR"] == str(tmp_path)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "AXON_PS_JOB"):
+        assert one[name], name
+        assert one[name] == told["worker 0"][name]
+    assert one["MASTER_PORT"] != one["AXON_PS_COORDINATOR"].rpartition(":")[2]
+    assert int(one["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_workers_meet_through_the_embedded_cluster(script: Callable[..., str]) -> None:
+    done = axon_ps("run", "--nproc-per-node", "2", "--shards", "2", script(MEET))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[worker 0] everybody: [0, 1]", "[worker 1] everybody: [0, 1]"]
+
+
+def test_a_module_runs_too(script: Callable[..., str], tmp_path: Path) -> None:
+    script("import sys; print('module', sys.argv[1:])", "some_training.py")
+    done = axon_ps("run", "-m", "some_training", "--deep", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "[worker 0] module ['--deep']\n")
+
+
+def test_a_dead_workers_traceback_is_what_is_seen_last(script: Callable[..., str]) -> None:
+    done = axon_ps("run", "--nproc-per-node", "2", script(ONE_FAILS))
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert "[worker 1] ValueError: rank one is unhappy" in lines[-2:]
+    assert "axon-ps: worker 1 exited with code 1" in lines
+    assert "[worker 0]" not in done.stderr
+
+
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_dead_workers_exit_code_is_ours(statement: str, code: int, script: Callable[..., str]) -> None:
+    done = axon_ps("run", script(f"import os, sys\n{statement}\n"))
+    assert done.returncode == code
+    assert done.stderr.startswith("axon-ps: worker 0 ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_ends_everything(number: signal.Signals, code: int, script: Callable[..., str]) -> None:
+    with started("run", "--nproc-per-node", "2", "--shards", "2", script(WAIT)) as process:
+        lines_until(process, "pids", 2)
+        below = descendants(process.pid)
+        assert len(below) == 7  # a coordinator, two shard servers, two workers, and a child of each worker
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=40)
+        assert process.returncode == code
+        assert "Traceback" not in rest
+        assert_gone(below)
+
+
+def test_nothing_outlives_a_killed_launcher(script: Callable[..., str]) -> None:
+    text = WAIT.replace("child = subprocess.Popen(", "child = (lambda _: type('', (), {'pid': 0}))(")
+    with started("run", "--nproc-per-node", "2", "--shards", "2", script(text)) as process:
+        lines_until(process, "pids", 2)
+        below = descendants(process.pid)
+        assert len(below) == 5
+        process.kill()
+        assert_gone(below)
+
+
+def test_a_port_in_use_is_said_so(script: Callable[..., str], used_port: int) -> None:
+    done = axon_ps("run", "--coordinator-port", str(used_port), script(MEET))
+    assert done.returncode == 2
+    assert f"port {used_port} is in use by another process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unreachable_coordinator_is_named(script: Callable[..., str], unused_port: int) -> None:
+    address = f"127.0.0.1:{unused_port}"
+    done = axon_ps("run", "--coordinator", address, "--connect-timeout-s", "0.3", script(MEET))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"axon-ps: nobody answers at {address} (Connection refused), waited 0.3 s; is the coordinator running there?\n"
+    )
+    done = axon_ps("status", "--coordinator", address)
+    assert done.returncode == 1
+    assert address in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_wrong_token_or_job_is_refused(script: Callable[..., str]) -> None:
+    with LocalCluster(shards=1, world_size=1, token="right") as cluster:
+        for arguments in (["--token", "wrong"], [], ["--token", "right", "--job", "another"]):
+            done = axon_ps("status", "--coordinator", cluster.address, "--job", "test", *arguments)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.startswith("axon-ps: ")
+            assert done.stderr.count("\n") == 1
+        done = axon_ps("run", "--coordinator", cluster.address, "--job", "test", "--token", "wrong", script(MEET))
+        assert done.returncode == 1
+        assert "PermissionDenied" in "".join(done.stderr.splitlines()[-3:])
+
+
+def test_two_launchers_are_two_nodes_of_one_job(script: Callable[..., str], unused_port: int) -> None:
+    arguments = ["run", "--nnodes", "2", "--host", "127.0.0.1", "--token", "t", "--shards", "2"]
+    arguments += ["--coordinator-port", str(unused_port), "--node-rank"]
+    with started(*arguments, "1", script(MEET)) as other:
+        done = axon_ps(*arguments, "0", script(MEET))
+        rest, _ = other.communicate(timeout=40)
+    assert (done.returncode, done.stdout) == (0, "[worker 0] everybody: [0, 1]\n")
+    assert (other.returncode, rest) == (0, "[worker 1] everybody: [0, 1]\n")
+
+
+def test_status_and_health_of_a_cluster(script: Callable[..., str]) -> None:
+    with LocalCluster(shards=2, world_size=1, job="look") as cluster:
+        environment = cluster.env(0)
+        done = axon_ps("status", "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        reply = json.loads(done.stdout)
+        assert (reply["job"], reply["version"], len(reply["membership"]["shards"])) == ("look", 0, 2)
+        assert reply["membership"]["complete"] is False
+        done = axon_ps("status", **environment)
+        assert "job look" in done.stdout
+        assert cluster.address in done.stdout
+        assert axon_ps("health", cluster.address).stdout == "SERVING\n"
+        assert axon_ps("health", cluster.address, "--service", "axon_ps.wire.v1.Coordinator").stdout == "SERVING\n"
+        assert axon_ps("health", cluster.address, "--service", "nobody").returncode == 2
+
+
+def test_services_drain_on_sigterm_and_end_on_ctrl_c(unused_port: int) -> None:
+    coordinator = ["coordinator", "--port", str(unused_port), "--state", "memory", "--log", "plain", "--token", "t"]
+    with started(*coordinator) as first:
+        lines_until(first, f"listening on 127.0.0.1:{unused_port}")
+        address = f"127.0.0.1:{unused_port}"
+        with started("shard", "--coordinator", address, "--port", "0", "--token", "t", "--log", "plain") as shard:
+            lines_until(shard, "shard server 0 of job 'default'")
+            shard.send_signal(signal.SIGTERM)
+            rest, _ = shard.communicate(timeout=40)
+            assert shard.returncode == 0, rest
+            assert "Traceback" not in rest
+        first.send_signal(signal.SIGINT)
+        rest, _ = first.communicate(timeout=40)
+        assert first.returncode == 130, rest
+        assert "Traceback" not in rest
+
+
+def test_doctor_finds_this_machine_in_order() -> None:
+    done = axon_ps("doctor", "--json")
+    findings = {f["what"]: f for f in json.loads(done.stdout)}
+    assert findings["numpy"]["problem"] == ""
+    assert findings["coordinator"]["found"].startswith("none named")
+    assert "grpcio" in axon_ps("doctor").stdout

@@ -1,0 +1,131 @@
+"""The fences that import-linter cannot hold: what an import loads, and what code may say where.
+
+The order of the rooms and who may import which library are contracts in pyproject.toml (`make lint`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(p for p in (ROOT / "axon_ps").rglob("*.py") if p.parent.name != "v1")  # v1 is generated
+PURE_ROOMS = ("errors.py", "types.py", "sharding/", "optim/", "compress/", "wire/")
+SANS_IO = (
+    "coordinator/state.py",
+    "coordinator/assembly.py",
+    "coordinator/barriers.py",
+    "coordinator/kv.py",
+    "coordinator/registration.py",
+    "coordinator/roster.py",
+    "coordinator/snapshots.py",
+    "coordinator/steps.py",
+    "shard/engine.py",
+    "shard/segments.py",
+    "shard/slices.py",
+)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level names in `sys.modules` after `statement`, in a Python of its own."""
+    code = f"import json, sys; {statement}; print(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(run.stdout))
+
+
+def name_of(path: Path) -> str:
+    """The path under axon_ps, with forward slashes."""
+    return path.relative_to(ROOT / "axon_ps").as_posix()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of everything imported anywhere in a module, lazily too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """Every `name.attribute` of a module, as text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+
+
+def parsed(*, but: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Module]]:
+    """Every module of ours, `but` those under some paths."""
+    for path in SOURCES:
+        if not name_of(path).startswith(but):
+            yield name_of(path), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_importing_axon_ps_loads_no_heavy_library() -> None:
+    assert not loaded_by("import axon_ps") & {"torch", "cupy", "numba", "grpc", "typer", "rich", "pydantic", "fsspec"}
+
+
+def test_a_world_needs_neither_torch_nor_numba_nor_the_command_line() -> None:
+    assert not loaded_by("import axon_ps; axon_ps.World") & {"torch", "cupy", "numba", "typer", "rich", "pydantic"}
+
+
+def test_the_command_line_loads_only_what_its_help_needs() -> None:
+    assert not loaded_by("import axon_ps.cli.main") & {"grpc", "numba", "pydantic", "fsspec", "torch", "rich"}
+
+
+def test_nothing_is_pickled() -> None:
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    offenders = [name for name, tree in parsed() if forbidden & set(imports(tree))]
+    offenders += [name for name, tree in parsed() if {"torch.save", "torch.load"} & set(attributes(tree))]
+    assert offenders == []
+
+
+def test_only_the_command_line_exits() -> None:
+    exits = {"sys.exit", "os._exit", "os.abort"}
+    offenders = [name for name, tree in parsed(but=("cli/",)) if exits & set(attributes(tree))]
+    assert offenders == []
+
+
+def test_only_settings_and_the_workers_environment_read_the_environment() -> None:
+    # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
+    readers = ("cli/settings.py", "collectives/environment.py", "collectives/world.py", "testing/cluster.py")
+    reading = {"os.environ", "os.getenv", "os.environb"}
+    assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []
+
+
+@pytest.mark.parametrize("name", SANS_IO)
+def test_sans_io_cores_have_no_threads_sockets_or_clocks(name: str) -> None:
+    found = set(imports(ast.parse((ROOT / "axon_ps" / name).read_text(encoding="utf-8"))))
+    assert not found & {"asyncio", "threading", "socket", "time", "datetime", "grpc", "concurrent", "random", "os"}
+
+
+def test_pure_rooms_do_not_wait_or_talk() -> None:
+    waiting = {"asyncio", "socket", "subprocess", "time", "grpc", "concurrent"}
+    offenders = [n for n, tree in parsed() if n.startswith(PURE_ROOMS) and waiting & set(imports(tree))]
+    assert offenders == []
+
+
+def test_every_module_says_what_it_owns() -> None:
+    assert [name for name, tree in parsed() if not ast.get_docstring(tree)] == []
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils", "util", "common", "helpers", "misc"}
+    assert [name_of(p) for p in SOURCES if drawers & {p.stem, *p.parts}] == []
+
+
+def test_service_entry_points_are_thin() -> None:
+    for path in sorted((ROOT / "services").glob("*/main.py")):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 40, path
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    # Without packages pytest knows a test module by its file name alone; two of one name would collide.
+    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

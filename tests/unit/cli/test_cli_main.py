@@ -1,0 +1,187 @@
+"""cli.main: exit codes, one red line for an error, and mistakes that are found before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from axon_ps import __version__
+from axon_ps.cli import run
+from axon_ps.cli.main import main
+from axon_ps.errors import AxonError, Unreachable
+
+
+@pytest.fixture(autouse=True)
+def _no_variables_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COORDINATOR", "TOKEN", "TOKEN_FILE", "JOB", "INSECURE", "CONFIG"):
+        monkeypatch.delenv(f"AXON_PS_{name}", raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").write_text("")
+    return str(tmp_path / "train.py")
+
+
+def complaint(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line printed for a user's mistake."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("axon-ps: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"axon-ps {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["run"],
+        ["coordinator"],
+        ["shard"],
+        ["status"],
+        ["health"],
+        ["doctor"],
+        ["checkpoint"],
+        ["checkpoint", "save"],
+    ],
+)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    assert "Usage: axon-ps" in capsys.readouterr().out
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--colour"]) == 2
+    assert "--colour" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "no-such-file.py"], "the script 'no-such-file.py' does not exist"),
+        (["run", "package.module"], "give a module as -m NAME"),
+        (["run", "--shards", "0", "SCRIPT"], "--shards is 0"),
+        (["run", "--nnodes", "2", "SCRIPT"], "needs the same token on each"),
+        (["run", "--nnodes", "2", "--node-rank", "2", "--token", "t", "SCRIPT"], "--node-rank is 2 and --nnodes 2"),
+        (["run", "--min-workers", "3", "SCRIPT"], "--min-workers is 3; the job has 1 workers"),
+        (["run", "--resume", "auto", "SCRIPT"], "newest checkpoint of --checkpoint-dir"),
+        (["run", "--coordinator", "h:1", "--resume", "x", "SCRIPT"], "are the coordinator's"),
+        (["run", "--coordinator", "h", "SCRIPT"], "--coordinator is 'h': it must be host:port"),
+        (["status"], "which coordinator?"),
+        (["shard"], "a shard server needs its coordinator"),
+        (["shard", "--coordinator", "h:1", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
+        (["coordinator", "--host", "10.1.2.3", "--token", "t"], "needs TLS and a token"),
+        (["coordinator", "--tls-cert", "c.pem"], "without key_file"),
+        (["coordinator", "--shards", "0", "--state", "memory"], "num_shards is 0"),
+        (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "[]"], "must be a JSON object"),
+        (["checkpoint", "save", "/c", "--coordinator", "h:1", "--extra", "{"], "--extra is not JSON"),
+        (["checkpoint", "verify", "/no/such/checkpoint"], "/no/such/checkpoint"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint([script if a == "SCRIPT" else a for a in arguments], capsys)
+
+
+def test_other_errors_exit_with_1_and_debug_shows_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unreachable("nobody answers at h:1")
+
+    monkeypatch.setattr("axon_ps.cli.operate.client", fail)
+    assert main(["status", "--coordinator", "h:1"]) == 1
+    assert capsys.readouterr().err == "axon-ps: nobody answers at h:1\n"
+    assert main(["--debug", "status", "--coordinator", "h:1"]) == 1
+    assert "Traceback (most recent call last):" in capsys.readouterr().err
+    assert main(["status", "--coordinator", "h:1"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_our_own_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("axon_ps.cli.settings.load", fail)
+    assert main(["doctor"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> run.Launch:
+    """What `axon-ps run` would have performed."""
+    seen: list[run.Launch] = []
+
+    async def perform(launch: run.Launch, _: object) -> int:
+        seen.append(launch)
+        return 0
+
+    monkeypatch.setattr("axon_ps.cli.launch.perform", perform)
+    assert main(["run", *arguments]) == 0
+    return seen[0]
+
+
+def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    launch = launched(monkeypatch, ["--nproc_per_node", "2", script, "--shards", "9", "-m", "--help"])
+    assert launch.program == (script, "--shards", "9", "-m", "--help")
+    assert (launch.nproc_per_node, launch.shards, launch.world_size) == (2, 1, 2)
+
+
+def test_a_module_runs_as_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, ["-m", "package.train", "--lr", "1"]).program == ("-m", "package.train", "--lr", "1")
+
+
+def test_every_run_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    tokens = {launched(monkeypatch, [script]).token for _ in range(2)}
+    assert len(tokens) == 2
+    assert all(len(token) >= 32 for token in tokens)
+    assert launched(monkeypatch, ["--token", "mine", script]).token == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "master_port", "coordinator_port"),
+    [
+        ([], 0, 0),
+        (["--master-port", "4000"], 4000, 4001),
+        (["--coordinator-port", "5000"], 0, 5000),
+        (["--nnodes", "2", "--node-rank", "1", "--token", "t", "--master-addr", "n0"], 29500, 29501),
+    ],
+)
+def test_ports(
+    arguments: list[str], master_port: int, coordinator_port: int, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    launch = launched(monkeypatch, [*arguments, script])
+    assert (launch.master_port, launch.coordinator_port) == (master_port, coordinator_port)
+
+
+def test_nodes_share_the_shard_servers(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    here = [
+        launched(
+            monkeypatch, ["--nnodes", "2", "--node-rank", str(r), "--shards", "3", "--token", "t", script]
+        ).shards_here
+        for r in range(2)
+    ]
+    assert here == [2, 1]
+
+
+def test_with_a_coordinator_elsewhere_nothing_is_embedded(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    launch = launched(monkeypatch, ["--coordinator", "h:1", "--nnodes", "2", script])
+    assert (launch.shards, launch.node_rank, launch.token) == (0, -1, "")
+
+
+def test_unknown_errors_are_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AxonError("two\nlines")
+
+    monkeypatch.setattr("axon_ps.cli.settings.load", fail)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "axon-ps: two lines\n"

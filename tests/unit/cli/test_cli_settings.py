@@ -1,0 +1,105 @@
+"""cli.settings: flags over environment over file over defaults; wrong values are errors that name where they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from axon_ps.cli.settings import PREFIX, environment_report, load
+from axon_ps.collectives.environment import worker_config
+from axon_ps.errors import ConfigurationError
+from axon_ps.observe.logging import LogStyle
+
+
+@pytest.fixture(autouse=True)
+def _no_variables_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment_report():
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "axon.toml"
+    file.write_text('job = "file"\ncoordinator = "file:1"\nlog = "json"\n')
+    monkeypatch.setenv("AXON_PS_JOB", "environment")
+    monkeypatch.setenv("AXON_PS_COORDINATOR", "environment:2")
+    settings = load(file, job="flag", coordinator=None)
+    assert (settings.job, settings.coordinator, settings.log) == ("flag", "environment:2", LogStyle.JSON)
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "axon.toml").write_text('job = "file"\n')
+    monkeypatch.setenv("AXON_PS_CONFIG", str(tmp_path / "axon.toml"))
+    assert load().job == "file"
+
+
+def test_empty_variables_are_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXON_PS_JOB", "")
+    monkeypatch.setenv("AXON_PS_TOKEN_FILE", "")
+    assert load().job == "default"
+    assert load().resolved_token == ""
+
+
+def test_the_token_may_be_in_a_file_and_is_never_shown(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret-token\n")
+    settings = load(token_file=tmp_path / "token")
+    assert settings.resolved_token == "s3cret-token"
+    assert "s3cret" not in repr(load(token="s3cret-token"))
+    assert settings.security().token == "s3cret-token"
+
+
+def test_workers_read_what_we_tell_them() -> None:
+    settings = load(job="j", tls_ca="ca.pem", tls_cert="c.pem", tls_key="k.pem", node="n", checkpoint_dir="/c")
+    config = worker_config({**settings.environment(token="t"), "AXON_PS_COORDINATOR": "host:7"})
+    assert (config.job, config.node, config.security.token) == ("j", "n", "t")
+    assert (config.security.ca_file, config.security.cert_file, config.security.key_file) == (
+        "ca.pem",
+        "c.pem",
+        "k.pem",
+    )
+
+
+def test_the_report_hides_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXON_PS_TOKEN", "s3cret")
+    assert environment_report()["AXON_PS_TOKEN"] == "(set, not shown)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"coordinator": "nowhere"}, "--coordinator is 'nowhere': it must be host:port"),
+        ({"coordinator": "host:99999"}, "--coordinator is 'host:99999'"),
+        ({"log_level": "loud"}, "--log-level is 'loud'"),
+        ({"log": "pretty"}, "--log is 'pretty'"),
+        ({"job": ""}, "--job is ''"),
+        ({"config": Path("/no/such/file.toml")}, "/no/such/file.toml does not exist"),
+    ],
+)
+def test_wrong_values_name_the_flag(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(**flags)  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_wrong_values_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXON_PS_COORDINATOR", "nowhere")
+    with pytest.raises(ConfigurationError, match="AXON_PS_COORDINATOR is 'nowhere'"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("joob = 'x'\n", "sets 'joob', which is no setting"), ("job = \n", "cannot be read")]
+)
+def test_a_file_with_mistakes_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "axon.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        load(tmp_path / "axon.toml")
+
+
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        _ = load(token_file=tmp_path / "none").resolved_token
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        _ = load(token_file=tmp_path / "empty").resolved_token

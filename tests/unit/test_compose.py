@@ -1,0 +1,164 @@
+"""docker-compose.yml and the images say to the command line only what it understands: they cannot drift apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from axon_ps.cli.main import app
+from axon_ps.cli.serve import DRAIN_S
+from axon_ps.cli.settings import PREFIX, Settings
+from axon_ps.collectives.environment import worker_config
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("coordinator", "shard", "worker")
+COMPOSE: Mapping[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+
+
+def dockerfile(service: str) -> str:
+    """The Dockerfile with continued lines joined and comments left out."""
+    text = (ROOT / "services" / service / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def instruction(service: str, name: str) -> list[str]:
+    """The arguments of the last `name` of a Dockerfile, which are in exec form, or none."""
+    found = re.findall(rf"^{name}.*?(\[.*\])\s*$", dockerfile(service), flags=re.MULTILINE)
+    return list(yaml.safe_load(found[-1])) if found else []
+
+
+def image_of(service: Mapping[str, Any]) -> str:
+    """Which of our images a compose service runs."""
+    return str(service["image"]).removeprefix("axon-ps-")
+
+
+def entry_point(service: str) -> list[str]:
+    """The options with which services/*/main.py begins."""
+    spec = importlib.util.spec_from_file_location(f"entry_{service}", ROOT / "services" / service / "main.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.DEFAULTS)
+
+
+def understood(arguments: list[str]) -> dict[str, Any]:
+    """What the command line makes of a command, not run; fails where it would refuse it."""
+    command = get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    return dict(command.make_context(arguments[0], arguments[1:]).params)
+
+
+def interpolated(text: str) -> str:
+    """What compose makes of ${NAME:-default} when NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_a_services_command_is_understood(name: str) -> None:
+    service = COMPOSE["services"][name]
+    image = image_of(service)
+    assert image in SERVICES
+    assert service["build"]["dockerfile"] == f"services/{image}/Dockerfile"
+    assert instruction(image, "ENTRYPOINT") == ["python", "/app/main.py"]
+    understood([*entry_point(image), *map(interpolated, service["command"])])
+
+
+def test_the_cluster_fits_together() -> None:
+    services = COMPOSE["services"]
+    commands = {
+        n: understood([*entry_point(image_of(s)), *map(interpolated, s["command"])]) for n, s in services.items()
+    }
+    shards = [n for n, s in services.items() if image_of(s) == "shard"]
+    workers = [n for n, s in services.items() if image_of(s) == "worker"]
+    (coordinator,) = [n for n, s in services.items() if image_of(s) == "coordinator"]
+    assert (len(shards), len(workers)) == (2, 2)
+    assert commands[coordinator]["shards"] == len(shards)
+    assert commands[coordinator]["world_size"] == len(workers)
+    assert sorted(commands[n]["rank"] for n in shards) == list(range(len(shards)))
+    assert {commands[n]["nnodes"] for n in workers} == {len(workers)}
+    assert sorted(commands[n]["node_rank"] for n in workers) == list(range(len(workers)))
+    for name in services:
+        address = services[name]["environment"]["AXON_PS_COORDINATOR"]
+        assert address == f"{coordinator}:{commands[coordinator]['port']}"
+        assert any(volume.startswith("checkpoints:") for volume in services[name]["volumes"])
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_every_variable_is_read_by_somebody(name: str) -> None:
+    ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
+    for variable in COMPOSE["services"][name]["environment"]:
+        assert variable in ours or not variable.startswith(PREFIX)
+    environment = {k: interpolated(str(v)) for k, v in COMPOSE["services"][name]["environment"].items()}
+    config = worker_config(environment)
+    assert config.security.token
+    assert config.job == environment["AXON_PS_JOB"]
+
+
+def test_what_the_workers_run_is_in_the_image_and_takes_their_options() -> None:
+    assert "COPY examples /app/examples" in dockerfile("worker")
+    for service in COMPOSE["services"].values():
+        if image_of(service) != "worker":
+            continue
+        program = understood([*entry_point("worker"), *map(interpolated, service["command"])])["program"]
+        script = (ROOT / program[0]).read_text(encoding="utf-8")
+        for option in program[1:]:
+            assert f'"{option.partition("=")[0]}"' in script
+        assert understood([*entry_point("worker"), *instruction("worker", "CMD")])["program"] == [program[0]]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_health_checks_ask_the_port_that_is_listened_on(service: str) -> None:
+    check = instruction(service, "HEALTHCHECK")
+    words = shlex.split(check[2]) if check[0] == "sh" else check
+    assert words[:2] == ["axon-ps", "health"]
+    asked = understood(words[1:])["address"]
+    if service == "worker":
+        assert asked == "$AXON_PS_COORDINATOR"
+        return
+    port = understood(entry_point(service))["port"]
+    assert asked == f"127.0.0.1:{port}"
+    assert f"EXPOSE {port}" in dockerfile(service)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
+    text = dockerfile(service)
+    stages = text.split("\nFROM ")
+    assert len(stages) == 2
+    assert text.count("FROM python:3.11-slim-bookworm") == 2
+    assert "\nUSER axon\n" in stages[1]
+    assert "PATH=/opt/venv/bin:$PATH" in stages[1]
+    for compiler in ("gcc", "g++", "build-essential", "cmake"):
+        assert compiler not in text
+    if "NUMBA_CACHE_DIR" in text:
+        cache = re.findall(r"NUMBA_CACHE_DIR=(\S+)", text)[0]
+        assert cache in re.findall(r"install -d -o axon .*", stages[1])[0]
+
+
+def test_dockerfiles_differ_only_where_they_must() -> None:
+    def build_stage(service: str) -> str:
+        return dockerfile(service).split("\nFROM ")[0].replace("'.[torch]'", ".")
+
+    assert build_stage("coordinator") == build_stage("shard") == build_stage("worker")
+
+
+def test_compose_waits_longer_than_services_drain() -> None:
+    for service in COMPOSE["services"].values():
+        if image_of(service) != "worker":
+            assert int(str(service["stop_grace_period"]).rstrip("s")) > DRAIN_S
+
+
+def test_what_is_copied_into_the_images_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for service in SERVICES:
+        for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile(service), flags=re.MULTILINE):
+            for source in sources.split():
+                assert f"!{source.split('/')[0].rstrip('*')}" in ignored
