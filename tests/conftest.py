@@ -1,0 +1,29 @@
+"""What holds for every test: it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def _left(directory: Path, pattern: str) -> set[Path]:
+    return set(directory.glob(pattern)) if directory.is_dir() else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No process, listening port, shared-memory segment or directory of ours outlives a test."""
+    me = psutil.Process(os.getpid())
+    shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
+    before = set(me.children(recursive=True)), _left(shm, "axon*"), _left(temporary, f"axon-ps-{me.pid}-*")
+    yield
+    after = set(me.children(recursive=True)), _left(shm, "axon*"), _left(temporary, f"axon-ps-{me.pid}-*")
+    for what, old, new in zip(("processes", "segments in /dev/shm", "directories"), before, after, strict=True):
+        assert not new - old, f"the test left {what} behind: {new - old}"
+    listening = [c.laddr for c in me.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert not listening, f"the test left listening ports behind: {listening}"

@@ -1,0 +1,115 @@
+"""Memory promises as formulas against counters, and the counters against what the kernel says of real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.testing import LocalCluster
+
+WIDTH, BLOCKS, BATCH, STEPS = 512, 6, 4, 3
+BLOCK_NUMEL = 2 * WIDTH * WIDTH + 2 * WIDTH  # two matrices with biases: one unit
+ROOT_NUMEL = 2 * WIDTH  # the norm
+CHUNK_BYTES = 1 << 20
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """One unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks and a norm, which is the root."""
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.blocks(x))
+
+
+def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model = parallel.FSDP(
+            Model(blocks),
+            world.default_group,
+            sharding_strategy=parallel.ShardingStrategy[strategy],
+            mixed_precision=parallel.MixedPrecision(**precision),
+            unit_types={Block},
+        )
+        optimizer = parallel.AdamW(model, lr=1e-3)
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+            assert optimizer.step().committed
+        world.barrier("trained")
+        servers = [
+            world._loop.run(world._shards.stats(m.rank, context=world._coordinator.context))
+            for m in world.membership.shards
+        ]
+        world.barrier("measured")
+        return {"worker": model.statistics(), "servers": servers}
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "wire"),
+    [
+        ({}, 4, 4),
+        ({"param_dtype": torch.bfloat16}, 2, 2),
+        ({"wire_dtype": torch.bfloat16}, 4, 2),
+    ],
+    ids=["f32", "bf16", "bf16 wire"],
+)
+def test_full_shard_memory(precision: dict[str, torch.dtype], compute: int, wire: int) -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        results = cluster.run_workers(train, args=("FULL_SHARD", precision))
+    for result in results:
+        worker, servers = result.value["worker"], result.value["servers"]
+        # worker: parameters in memory = the root + the unit in use + one unit's worth gathered ahead; with a narrower
+        # wire, what is gathered ahead waits in wire buffers, which count too
+        root, unit = compute * ROOT_NUMEL + (wire * ROOT_NUMEL if wire != compute else 0), compute * BLOCK_NUMEL
+        assert unit < worker["peak_param_memory_bytes"] <= root + 2 * unit
+        # worker: gradients on their way = at most two units as they travel
+        assert 0 < worker["peak_grad_buffer_bytes"] <= 2 * wire * BLOCK_NUMEL
+        # servers: master 4 + two moments 8 + accumulator 4 = 16 bytes per parameter, plus one wire copy and its headers
+        owned = BLOCKS * BLOCK_NUMEL + ROOT_NUMEL
+        total = {k: sum(s[k] for s in servers) for k in servers[0]}
+        kept = total["master_bytes"] + total["state_bytes"] + total["accumulator_bytes"]
+        assert kept == 16 * owned
+        assert wire * owned < total["frame_bytes"] < wire * owned + 32 * 2 * (BLOCKS + 1) * 8
+
+
+def test_shard_grad_op_keeps_all_parameters_and_two_units_of_buffers() -> None:
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        (result,) = cluster.run_workers(train, args=("SHARD_GRAD_OP", {}))
+    whole, unit = 4 * (BLOCKS * BLOCK_NUMEL + ROOT_NUMEL), 4 * BLOCK_NUMEL
+    assert whole <= result.value["worker"]["peak_param_memory_bytes"] <= whole + 2 * unit
+
+
+def test_a_server_process_is_no_larger_than_its_counters() -> None:
+    blocks, workers = 24, 3
+    with LocalCluster(shards=1, world_size=workers) as cluster:
+        server = psutil.Process(cluster.process("shard").pid)
+        empty_bytes = server.memory_info().rss
+        cluster.run_workers(train, args=("FULL_SHARD", {}, blocks))
+        grown_bytes = server.memory_info().rss - empty_bytes
+    owned = blocks * BLOCK_NUMEL + ROOT_NUMEL
+    # 16 bytes a parameter + the f32 wire copy, + compiled kernels and what is in flight: per worker and direction a
+    # window of chunks (lookahead 16 MiB) at most
+    assert 20 * owned < grown_bytes <= 20 * owned + 96 * MIB + workers * 2 * 16 * CHUNK_BYTES
