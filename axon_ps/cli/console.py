@@ -8,9 +8,10 @@ final state is. After an interrupt the tracebacks of `KeyboardInterrupt` are lef
 from __future__ import annotations
 
 import codecs
+import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -27,16 +28,24 @@ class Console:
     Args:
         out: where their standard output goes.
         err: where their standard error goes, and what we say ourselves.
-        colour: whether names are coloured and progress is redrawn.
+        colour: whether names are coloured and progress is redrawn; in `out` only if that is a terminal too.
+
+    Attributes:
+        interrupted: whether Ctrl-C was pressed.
+        lines: how many were written.
+        last_writer: whose line was the last one; None when it was ours.
+        on_broken_pipe: called when the reader of `out` or `err` has gone; what is written to it then is dropped.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, colour: bool) -> None:
         self._out, self._err, self._colour = out, err, colour
+        self._colours_out = colour and out.isatty()
         self._sources: list[Source] = []
         self._progress = ""
         self.interrupted = False
         self.lines = 0
         self.last_writer: Source | None = None
+        self.on_broken_pipe: Callable[[], None] = lambda: None
 
     def source(self, name: str) -> Source:
         """A new process by this name."""
@@ -51,13 +60,14 @@ class Console:
 
     def line(self, source: Source, text: str, *, error: bool) -> None:
         """Write a line of a process."""
-        self._write(f"{self._prefix(source)} {text}", self._err if error else self._out)
+        prefix = self._prefix(source, colour=self._colour if error else self._colours_out)
+        self._write(f"{prefix} {text}", self._err if error else self._out)
         self.last_writer = source
 
     def progress(self, source: Source, text: str) -> None:
         """Show the line that a process is rewriting; nothing where there is no terminal."""
         if self._colour:
-            self._progress = f"{self._prefix(source)} {text}"
+            self._progress = f"{self._prefix(source, colour=True)} {text}"
             self._err.write(f"\r\x1b[2K{self._progress}")
             self._err.flush()
 
@@ -70,14 +80,19 @@ class Console:
     def _write(self, text: str, stream: TextIO) -> None:
         clear = "\r\x1b[2K" if self._progress else ""
         self.lines += 1
-        stream.write(f"{clear}{text}\n")
-        stream.flush()
+        try:
+            stream.write(f"{clear}{text}\n")
+            stream.flush()
+        except BrokenPipeError:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+            self.on_broken_pipe()
         if self._progress:
             self._err.write(self._progress)
             self._err.flush()
 
-    def _prefix(self, source: Source) -> str:
-        return f"\x1b[{source.colour}m[{source.name}]\x1b[0m" if self._colour else f"[{source.name}]"
+    def _prefix(self, source: Source, *, colour: bool) -> str:
+        return f"\x1b[{source.colour}m[{source.name}]\x1b[0m" if colour else f"[{source.name}]"
 
 
 class Source:

@@ -197,6 +197,7 @@ class _Launcher:
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        self._console.on_broken_pipe = lambda: None if self._signal.done() else on_signal(signal.SIGPIPE)
 
     async def _interrupted(self) -> int:
         number = self._signal.result()

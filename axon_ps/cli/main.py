@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import checkpoint, inspect, run, serve
+from axon_ps.cli import checkpoint, run, serve, status
 from axon_ps.cli.options import Commands, leave
 from axon_ps.errors import (
     AxonError,
@@ -30,10 +30,10 @@ app = Commands(help="axon_ps: a gRPC parameter server for sharded training.")
 app.command(**run.COMMAND)(run.run)
 app.command()(serve.coordinator)
 app.command()(serve.shard)
-app.command()(inspect.status)
+app.command()(status.status)
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command()(inspect.health)
-app.command()(inspect.doctor)
+app.command()(status.health)
+app.command()(status.doctor)
 
 
 def _show_version(wanted: bool) -> None:

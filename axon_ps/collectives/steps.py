@@ -36,6 +36,9 @@ from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
 
+_DECISIONS_KEPT = 16
+"""After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
@@ -148,7 +151,9 @@ class StepClient:
                 if event.spec is not None:
                     self._shards.set_spec(event.spec)
             elif isinstance(event, Decision):
-                self._decisions = {event.step: event}
+                self._decisions[event.step] = event
+                for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
+                    del self._decisions[old]
                 self._step = max(self._step, event.step + 1)
                 self._version = event.version
             elif isinstance(event, SessionLost) and event.final:
@@ -193,6 +198,18 @@ class StepClient:
             ),
         )
 
+    def wait_generation(self, generation: int, timeout_s: float) -> None:
+        """Block until this worker has been told of a generation.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self._wait(
+            lambda: True if self._membership is not None and self._membership.generation >= generation else None,
+            timeout_s,
+            lambda: f"generation {generation} has not been announced to this worker",
+        )
+
     # ------------------------------------------------------------------ registration
 
     def register(self, spec: JobSpec) -> Registered:
@@ -215,14 +232,27 @@ class StepClient:
         """
         self._loop.run(self._coordinator.register(optimizer=optimizer, timeout_s=self.timeout_s), self.timeout_s)
 
-    def wait_initialized(self) -> None:
+    def wait_initialized(self, registered: Registered) -> bool:
         """Block until every shard server holds its parameters.
+
+        Args:
+            registered: what `register` answered.
+
+        Returns:
+            False when the membership changed before: register again, for the worker that uploads may have died, and
+            a shard server may have been replaced.
 
         Raises:
             Timeout: they do not; usually because the rank that uploads has died.
         """
-        self._wait(
-            lambda: True if self._job is not None and self._job.initialized else None,
+
+        def known() -> bool | None:
+            if self._job is not None and self._job.initialized:
+                return True
+            return False if self.membership.generation > registered.generation else None
+
+        return self._wait(
+            known,
             self.timeout_s,
             lambda: "the shard servers still lack first values from the rank that uploads them",
         )
@@ -269,6 +299,34 @@ class StepClient:
                 end=end,
             ),
             f"gathering unit {unit}",
+        )
+
+    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Work[int]:
+        """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            ticket: the step.
+            hyper: per parameter group, the hyperparameters this worker will vote for.
+
+        Returns:
+            A handle; what was gathered is the next version's only if the decision is a commit with clip factor 1 and
+            these hyperparameters.
+
+        After an error: `out` holds anything; gather the unit in the ordinary way.
+        """
+        return Work(
+            self._loop,
+            self._shards.gather_ahead(
+                unit,
+                out,
+                step=ticket.step,
+                hyper=tuple(hyper),
+                context=lambda: self._context_of(ticket),
+                timeout_s=self.timeout_s,
+            ),
+            f"gathering unit {unit} ahead of step {ticket.step}",
         )
 
     def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Work[None]:

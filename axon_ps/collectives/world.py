@@ -18,8 +18,9 @@ from typing import Any
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.steps import StepClient
 from axon_ps.coordinator.client import CoordinatorClient
-from axon_ps.errors import Closed, InvalidRequest, Misuse
+from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
 from axon_ps.shard.client import ShardGroup
+from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Membership, Role
 
@@ -213,12 +214,22 @@ class World:
 
         Raises:
             Timeout: some workers have not come; the message names them.
+            GenerationChanged: a worker left or came meanwhile.
         """
         self._barrier(name, (), timeout_s)
 
     def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
-        limit_s = self._limit(timeout_s)
-        self._loop.run(self._coordinator.barrier(name, ranks, limit_s))
+        """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
+        deadline = Deadline(self._limit(timeout_s))
+        workers = {m.incarnation for m in self.membership.workers}
+        while True:
+            try:
+                self._loop.run(self._coordinator.barrier(name, ranks, deadline.remaining()))
+                return
+            except GenerationChanged as error:
+                self.steps.wait_generation(error.generation, deadline.remaining())
+                if {m.incarnation for m in self.membership.workers} != workers:
+                    raise
 
     def _limit(self, timeout_s: float | None) -> float:
         if self._closed:

@@ -245,6 +245,7 @@ class Shell:
         session = self._sessions.get(number)
         if session is not None and not session.send(message):
             session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is broken off"))
+            self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)

@@ -68,9 +68,7 @@ class Adagrad(ServerOptimizer):
         update: int,
         grad_scale: float,
     ) -> None:
-        from axon_ps.optim import kernels
-
-        kernels.adagrad(
+        self._kernels.adagrad(
             param,
             grad,
             state[0],

@@ -56,10 +56,8 @@ class Adam(ServerOptimizer):
         update: int,
         grad_scale: float,
     ) -> None:
-        from axon_ps.optim import kernels
-
         lr, beta1, beta2, weight_decay = hyper["lr"], hyper["beta1"], hyper["beta2"], hyper["weight_decay"]
-        kernels.adam(
+        self._kernels.adam(
             param,
             grad,
             state[0],

@@ -20,7 +20,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -197,6 +198,13 @@ class ServerOptimizer(ABC):
         grad_scale: float,
     ) -> None:
         """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits."""
+
+    @cached_property
+    def _kernels(self) -> Any:
+        """The compiled loops. Imported at the first update, because describing an optimizer needs no numba."""
+        from axon_ps.optim import kernels
+
+        return kernels
 
     def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
         """Whether a hyperparameter is other than 0 in some group."""

@@ -42,10 +42,8 @@ class Lion(ServerOptimizer):
         update: int,
         grad_scale: float,
     ) -> None:
-        from axon_ps.optim import kernels
-
         lr, beta1, beta2 = hyper["lr"], hyper["beta1"], hyper["beta2"]
-        kernels.lion(
+        self._kernels.lion(
             param,
             grad,
             state[0],

@@ -55,10 +55,8 @@ class RMSprop(ServerOptimizer):
         update: int,
         grad_scale: float,
     ) -> None:
-        from axon_ps.optim import kernels
-
         alpha, momentum = hyper["alpha"], hyper["momentum"]
-        kernels.rmsprop(
+        self._kernels.rmsprop(
             param,
             grad,
             state[0],

@@ -67,10 +67,8 @@ class SGD(ServerOptimizer):
         update: int,
         grad_scale: float,
     ) -> None:
-        from axon_ps.optim import kernels
-
         momentum, first = hyper["momentum"], update == 1
-        kernels.sgd(
+        self._kernels.sgd(
             param,
             grad,
             state[0] if momentum else None,

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from axon_ps.collectives.steps import StepClient
+from axon_ps.collectives.steps import StepClient, Ticket
 from axon_ps.collectives.work import Work
-from axon_ps.errors import StepAborted
+from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.sharding.layout import Unit
-from axon_ps.types import Array, DType
+from axon_ps.types import Array, DType, Hyper
 
 _STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
 
@@ -95,6 +95,8 @@ class FlatUnit:
         self._buffer: torch.Tensor | None = None
         self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._coming: tuple[int, int] | None = None  # of those under way
+        self._ahead: tuple[Work[int], torch.Tensor] | None = None  # those of an undecided step
+        self._adopted = False  # whether what is under way was begun ahead
 
     @property
     def trainable(self) -> bool:
@@ -135,6 +137,7 @@ class FlatUnit:
             return
         self.abandon(pool)
         self._coming = self.wanted(steps)
+        self._adopted = False
         if self._direct:
             self._allocate()
             out = _window(self.flat, self.wire)
@@ -143,6 +146,28 @@ class FlatUnit:
             out = array_of(self._buffer, self.wire)
         self._work = steps.gather(self.index, out)
 
+    def start_ahead(self, steps: StepClient, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
+        """Begin to gather what this step will make of the unit, beside the values that count until it is decided."""
+        self.drop_ahead(pool)
+        buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
+        self._ahead = steps.gather_ahead(self.index, array_of(buffer, self.wire), ticket, hyper), buffer
+
+    def adopt_ahead(self, steps: StepClient, pool: BufferPool) -> None:
+        """The step committed as foreseen: what was begun ahead is what is coming."""
+        if self._ahead is not None:
+            self.abandon(pool)
+            (self._work, self._buffer), self._ahead = self._ahead, None
+            self._adopted = True
+            self._coming = self.wanted(steps)
+
+    def drop_ahead(self, pool: BufferPool) -> None:
+        """The step was not decided as foreseen: forget what was begun ahead."""
+        if self._ahead is not None:
+            work, buffer = self._ahead
+            work.cancel()
+            pool.give(buffer)
+            self._ahead = None
+
     def unshard(self, steps: StepClient, pool: BufferPool) -> None:
         """Block until the parameters hold current values."""
         while not self.fresh(steps):
@@ -150,10 +175,11 @@ class FlatUnit:
             assert self._work is not None
             try:
                 self._work.wait()
-            except StepAborted:  # the job was restored to an older version: gather that
-                stale = self._coming != self.wanted(steps)
+            except AxonError as error:
+                # restored to an older version meanwhile: gather that; begun ahead: gather in the ordinary way
+                again = self._adopted or (isinstance(error, StepAborted) and self._coming != self.wanted(steps))
                 self.abandon(pool)
-                if not stale:
+                if not again:
                     raise
                 continue
             except BaseException:

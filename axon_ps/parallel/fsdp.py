@@ -84,9 +84,12 @@ class FullyShardedDataParallel(nn.Module):
         wire = self._precision.wire(built)
         self._spec = JobSpec(layout=wrap.layout_of(parts), precision=wire, options=plan_options or PlanOptions())
         steps = group.world.steps
-        if steps.register(self._spec).upload:
-            materialize.upload(module, parts, steps, param_init_fn)
-        steps.wait_initialized()
+        initialized = False
+        while not initialized:
+            registered = steps.register(self._spec)
+            if registered.upload:
+                materialize.upload(module, parts, steps, param_init_fn)
+            initialized = steps.wait_initialized(registered)
         where = torch.device(device) if device is not None else _device_of(parts)
         parts = materialize.replace_meta(module, parts)
         self.module = module

@@ -45,6 +45,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
         owner.process_group.world.steps.register_optimizer(spec)
         self._runtime = owner.runtime
+        self._runtime.foresee = self._hyper
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only while the optimizer is being made, since the servers then know its groups.

@@ -16,12 +16,20 @@ Note: [When memory may be freed in backward]
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
     its memory plus what is held stays within two of the largest unit.
+
+Note: [Gathering ahead of the decision]
+    Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
+    are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
+    gathered right behind its own push, into a buffer beside the values that still count, assuming the hyperparameters
+    that the optimizer has now. `step()` adopts the buffers if the decision is what was assumed and drops them if not,
+    so nobody ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they
+    travel. It begins once a step went by without clipping.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,7 +128,9 @@ class Runtime:
         largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._budget_bytes = _BUFFERS * largest
         flats = [f for u in self.units for f in u.flats]
-        self.gather_buffers = BufferPool(_BUFFERS * max(f.gather_bytes for f in flats), meter, pinned=pinned)
+        buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
+        buffers_bytes += sum(f.gather_bytes for f in flats if f.resident and f.trainable)
+        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)
         self._grad_meter = Meter()
         most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
         self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned)
@@ -128,6 +138,9 @@ class Runtime:
         self._callback_queued = False
         self._ticket: Ticket | None = None
         self._pushes: dict[int, Work[None]] = {}
+        self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
+        self._unclipped = False
+        self.foresee: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.max_norm = 0.0
         self.counters = Counters()
@@ -223,9 +236,12 @@ class Runtime:
 
     def _gather(self, flat: FlatUnit) -> None:
         if not flat.fresh(self._steps) and not flat.coming(self._steps):
-            self.counters.gathers += 1
-            self.counters.gathered_bytes += flat.unit.numel * flat.wire.itemsize
+            self._count_gather(flat)
             flat.start_gather(self._steps, self.gather_buffers)
+
+    def _count_gather(self, flat: FlatUnit) -> None:
+        self.counters.gathers += 1
+        self.counters.gathered_bytes += flat.unit.numel * flat.wire.itemsize
 
     def _prefetch(self) -> None:
         """Start gathering the next units expected, as far as Note: [Memory] allows."""
@@ -271,10 +287,14 @@ class Runtime:
         self._pushes[flat.index] = self._steps.push(
             flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
         )
+        if flat.resident and self._hyper is not None:
+            self._count_gather(flat)
+            flat.start_ahead(self._steps, self.gather_buffers, ticket, self._hyper)
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self._steps.ticket()
+            self._hyper = self.foresee() if self.foresee is not None and self._unclipped else None
         return self._ticket
 
     # ------------------------------------------------------------------ the step
@@ -295,12 +315,17 @@ class Runtime:
             decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=self.max_norm, hyper=hyper)
             if decision.outcome is Outcome.ABORT:
                 self._steps.wait_complete()
+        except BaseException:
+            self._settle_ahead(foreseen=False)
+            raise
         finally:
+            self._unclipped = self.max_norm == 0.0
             self._ticket = None
             self._pushes = {}
             self.max_norm = 0.0
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
+        self._settle_ahead(foreseen=committed and decision.clip_factor == 1.0 and decision.hyper == self._hyper)
         self.counters.steps_committed += committed
         self.counters.steps_not_committed += not committed
         self._training = True
@@ -308,6 +333,15 @@ class Runtime:
         return StepResult(
             committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
         )
+
+    def _settle_ahead(self, *, foreseen: bool) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                if foreseen:
+                    flat.adopt_ahead(self._steps, self.gather_buffers)
+                else:
+                    flat.drop_ahead(self.gather_buffers)
+        self._hyper = None
 
     def reset(self) -> None:
         """Free everything; for code that wants the memory, and at the end."""

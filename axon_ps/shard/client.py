@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from axon_ps.errors import Broken, GenerationChanged, InvalidRequest, Timeout
+from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout
 from axon_ps.shard import transfers
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
@@ -29,7 +29,7 @@ from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
-from axon_ps.types import Array, DType, Membership
+from axon_ps.types import Array, DType, Hyper, Membership
 from axon_ps.wire.v1 import shard_pb2
 
 T = TypeVar("T")
@@ -116,6 +116,63 @@ class ShardGroup:
                 return max(versions[0], min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._counters["retries"] += 1
+
+    async def gather_ahead(
+        self,
+        unit: int,
+        out: Array,
+        *,
+        step: int,
+        hyper: tuple[Hyper, ...],
+        context: MakeContext,
+        timeout_s: float | None,
+    ) -> int:
+        """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel] in the job's parameter dtype, contiguous.
+            step: the undecided step attempt.
+            hyper: per parameter group, the hyperparameters it is taken to have.
+            context: gives job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+
+        Returns:
+            The version this would be.
+
+        Raises:
+            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            GenerationChanged: the step is lost.
+            InvalidRequest: `out` does not fit, or another worker assumes otherwise.
+            Timeout: a replica did not push in time.
+            Broken: a connection broke.
+
+        After an error: `out` holds anything; nothing changed on the servers.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._peers.owners(unit, deadline)
+        begin, end = _range(spec, unit, 0, None, out)
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=out,
+            dtype=spec.precision.param,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            step=step,
+            assumed=hyper,
+        )
+        if out.dtype != spec.precision.param.numpy:
+            raise InvalidRequest(
+                f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
+            )
+
+        async def pull(s: Slice) -> int:
+            stub = await self._peers.stub(s.server, _GATHER_LANE, deadline)
+            return await transfers.pull(stub, s, transfer, self._counters)
+
+        return max(await _together([pull(s) for s in slices]))
 
     async def reduce_scatter(
         self,
@@ -229,7 +286,7 @@ class ShardGroup:
             stub = await self._peers.stub(s.server, lane, transfer.deadline)
             try:
                 return await stream(stub, s, transfer, self._counters)
-            except (Broken, GenerationChanged) as error:
+            except (Broken, GenerationChanged, Closed) as error:
                 await self._pause(pause_s, transfer.deadline, error)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -241,13 +298,19 @@ class ShardGroup:
             stub = await self._peers.stub(s.server, _PUSH_LANE, transfer.deadline)
             try:
                 return await transfers.push(stub, s, transfer, self._counters, resume=resume)
-            except Broken as error:
+            except (Broken, Closed) as error:
                 await self._pause(pause_s, transfer.deadline, error)
             resume = True
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _pause(self, pause_s: float, deadline: Deadline, error: BaseException) -> None:
-        """Before another attempt: wait a moment, less if the membership changes."""
+        """Before another attempt: wait a moment, less if the membership changes.
+
+        A call is `Closed` when the server has moved, and its old connection was closed under it.
+
+        Raises:
+            Closed: all connections were closed by their owner.
+        """
         if deadline.remaining() <= pause_s:
             raise Timeout(f"gave up after {deadline.timeout_s:g} s; the last attempt failed: {error}") from error
         self._counters["retries"] += 1

@@ -31,7 +31,7 @@ from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.slices import OwnedSlice
 from axon_ps.shard.updater import Updater
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, OptimizerSpec, Outcome
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 
 
 class Push(enum.Enum):
@@ -67,6 +67,8 @@ class ShardEngine:
         self._missing = 0
         self._lacking = 0
         self._last_committable = -1  # the last step that ended with all gradients summed
+        self._last_committed: Decision | None = None
+        self._assumed: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None  # of this step: as given, validated
         self._restoring = False
         self._moments_of = ""
 
@@ -81,6 +83,11 @@ class ShardEngine:
     def initialized(self) -> bool:
         """Whether every owned slice has values."""
         return self.spec is not None and self._lacking == 0
+
+    @property
+    def serving(self) -> bool:
+        """Whether the values here are those of `version`, or will be when every unit has been applied."""
+        return self.initialized and not self._restoring
 
     def configure(self, spec: JobSpec, server: int, num_servers: int) -> None:
         """Make the slices that `server` of `num_servers` owns. The same spec again changes nothing.
@@ -227,6 +234,7 @@ class ShardEngine:
             )
 
     def _restart(self) -> None:
+        self._assumed = None
         for owned in self.slices.values():
             owned.restart()
         self._missing = sum(s.missing for s in self.slices.values())
@@ -354,6 +362,9 @@ class ShardEngine:
             return ()
         if decision.version <= self.version:
             return ()
+        if not self.slices:  # more servers than slices: there is nothing to miss
+            self.step, self.version = decision.step + 1, decision.version
+            return ()
         if decision.step != self.step or self._missing or decision.version != self.version + 1:
             raise InternalError(
                 f"step {decision.step} commits version {decision.version}, but this server is at step {self.step} and "
@@ -367,15 +378,18 @@ class ShardEngine:
             self.updater.prepare(decision.hyper, decision.clip_factor, self.slices.values())
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
+        foreseen = decision.clip_factor == 1.0 and self._assumed is not None and self._assumed[0] == decision.hyper
         for unit, owned in self.slices.items():
             if unit in changed:
-                owned.begin_update()
+                owned.begin_update(foreseen=foreseen)
             else:
                 owned.restart()
                 owned.reached = decision.version
         self._last_committable = decision.step
+        self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
+        self._assumed = None
         self._missing = sum(s.missing for s in self.slices.values())
         self.counters["steps_committed"] += 1
         return tuple(changed)
@@ -406,7 +420,8 @@ class ShardEngine:
             InvalidRequest: there is no such unit here.
         """
         owned = self.slice_of(unit)
-        return bool(owned.frames) and not self._restoring and (owned.reached >= min_version or not owned.trainable)
+        there = bool(owned.frames) or not (owned.lacking or owned.applying)
+        return there and not self._restoring and (owned.reached >= min_version or not owned.trainable)
 
     def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
         """The encoded chunks of elements [begin, end) of a unit in the job's wire dtype, all of one version.
@@ -416,7 +431,46 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         first, last = owned.range_of(begin, end)
+        self.counters["encodings"] += owned.ensure_frames()
         return owned.frames if last - first == len(owned.bounds) else owned.frames[first:last]
+
+    def foresee(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array) -> bytes | None:
+        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None: wait, not yet known.
+
+        Args:
+            step: an undecided step attempt, or the last one that committed.
+            unit: which unit.
+            index: number of the chunk here.
+            hypers: per parameter group.
+            scratch: from `scratch()`.
+
+        Raises:
+            Misuse: there is no layout or optimizer, or the unit is frozen.
+            InvalidRequest: there is no such unit or group, or another worker assumes other hyperparameters.
+            StepAborted: the step ended otherwise, or what it will do cannot be told.
+        """
+        owned = self.slice_of(unit)
+        if self.updater is None or not owned.trainable:
+            raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
+        if step > self.step or owned.applying:
+            return None
+        if step < self.step:
+            last = self._last_committed
+            if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
+                raise StepAborted(f"step {step} did not commit as assumed")
+            self.counters["encodings"] += owned.ensure_frames()
+            return owned.frames[index]
+        if self.num_replicas == 0 or owned.summed[index] < self.num_replicas:
+            return None
+        if not owned.present[index]:
+            raise StepAborted(f"no replica has a gradient for a part of unit {unit}; its step cannot be foreseen")
+        if self._assumed is None:
+            self._assumed = hypers, self.updater.validate(hypers)
+        elif self._assumed[0] != hypers:
+            raise InvalidRequest(f"workers assume different hyperparameters for step {step}")
+        made = bool(owned.ahead) and bool(owned.ahead[index])
+        self.counters["encodings"] += not made
+        return self.updater.foresee_chunk(owned, index, self._assumed[1], self.version + 1, scratch)
 
     def encode(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in another dtype, encoded now. Only while the unit is not `applying`."""

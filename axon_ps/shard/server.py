@@ -39,6 +39,7 @@ class ShardConfig:
         threads: for applying steps; None = one per core we may use.
         security: TLS and token.
         join_timeout_s: how long the coordinator may take to answer.
+        reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
         grace_s: how long streams under way may take when we stop.
     """
 
@@ -52,6 +53,7 @@ class ShardConfig:
     threads: int | None = None
     security: Security = field(default_factory=Security)
     join_timeout_s: float = 60.0
+    reconnect_timeout_s: float = 600.0
     grace_s: float = 2.0
 
 
@@ -85,6 +87,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
             listen_address=_advertised(config, port),
             requested_rank=config.rank,
             on_event=shell.on_event,
+            reconnect_timeout_s=config.reconnect_timeout_s,
         )
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))

@@ -16,7 +16,7 @@ from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.shard.shell import ShardShell
 from axon_ps.shard.transfers import RESUME_KEY
 from axon_ps.types import WIRE_DTYPES, Array, DType
-from axon_ps.wire.codec import dtype_from_proto
+from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
@@ -37,6 +37,9 @@ class ShardServicer:
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
+        if request.assumed:
+            await self._gather_ahead(request, context)
+            return
         await shell.available(request.unit, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
         if dtype is engine.param_dtype:
@@ -48,6 +51,18 @@ class ShardServicer:
                 frame = await shell.encoded(request.unit, index, dtype)
                 await context.write(frame)
                 self._count("out", frame)
+
+    async def _gather_ahead(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+        """Chunks of a range as an undecided step will make them, each as soon as it is known."""
+        engine = self._engine
+        if dtype_from_proto(request.dtype) is not engine.param_dtype:
+            raise InvalidRequest(f"ahead of a decision, parameters travel as {engine.param_dtype.value} only")
+        hypers = hypers_from_proto(request.assumed)
+        engine.counters["gathers"] += 1
+        for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+            frame = await self._shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
+            await context.write(frame)
+            self._count("out", frame)
 
     async def reduce_scatter(self, context: Context) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""

@@ -22,7 +22,7 @@ from axon_ps.shard import snapshot
 from axon_ps.shard.apply import ApplyPool, Hold, SnapshotGate
 from axon_ps.shard.engine import Push, ShardEngine
 from axon_ps.shard.waiters import Waiters
-from axon_ps.types import Array, Decision, DType, Member, Membership
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class ShardShell:
             precision = job.spec.precision
             self._start(self._warm_up(partial(cast.warm_up, precision.param), partial(cast.warm_up, precision.grad)))
             if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
-                self.reports.initialized(version=self.engine.version, epoch=self._epoch)
+                self.reports.initialized(version=job.version, epoch=self._epoch)
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
             self._start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
@@ -311,16 +311,30 @@ class ShardShell:
 
         Raises:
             GenerationChanged: while it waited.
-            StepAborted: the job was restored to an older version while it waited.
+            StepAborted: the job was restored to an older version. (A server is never more than one commit behind: the
+                next one needs its word. So whoever asks for more knows of commits that have been undone.)
         """
-        restores = self.engine.counters["restores"]
-        while not self.engine.available(unit, min_version):
-            if self.engine.counters["restores"] != restores and min_version > self.engine.version:
-                raise StepAborted(
-                    f"the job was restored to version {self.engine.version} while version {min_version} was waited for"
-                )
+        engine = self.engine
+        restores = engine.counters["restores"]
+        while not engine.available(unit, min_version):
+            behind = 0 if engine.counters["restores"] != restores else 1
+            if engine.serving and min_version > engine.version + behind:
+                raise StepAborted(f"the job was restored to version {engine.version}; version {min_version} is no more")
             await self._waiters.wait(unit)
             self.check_generation(generation)
+
+    async def foreseen(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
+        """One chunk as an undecided step will make it, once that is known. See `ShardEngine.foresee`.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        engine = self.engine
+        scratch = engine.scratch()
+        while (frame := engine.foresee(step, unit, index, hypers, scratch)) is None:
+            await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
+            self.check_generation(generation)
+        return frame
 
     async def encoded(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in a dtype that is encoded on demand, when nothing is changing it."""

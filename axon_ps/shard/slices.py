@@ -14,6 +14,12 @@ Invariants:
 Note: [Memory of a slice]
     master f32[n] and one wire copy of it, the frames. A trainable slice adds the accumulator f32[n] and the moments
     f32[n] each. While an apply runs there are also the new frames of the unit, until they replace the old ones.
+
+Note: [Frames ahead of the decision]
+    When a worker asks what an undecided step will make of this slice, each completed chunk is updated in copies and
+    encoded into `ahead`. Once every chunk is there the frames of the version that still counts are dropped (they are
+    encoded again should anybody want them), so there is one wire copy still. If the step commits as assumed, `ahead`
+    becomes the new frames; if not, it is forgotten.
 """
 
 from __future__ import annotations
@@ -50,7 +56,8 @@ class OwnedSlice:
         master: f32[n].
         accumulator: f32[n], the gradient being summed; None when frozen.
         state: optimizer moments by name, f32[n] each.
-        frames: per chunk, its encoded message; empty until there are values.
+        frames: per chunk, its encoded message; empty when they have to be encoded first.
+        ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
         updates: optimizer updates since it was made or restored.
@@ -72,6 +79,7 @@ class OwnedSlice:
         self.accumulator: Array | None = np.zeros(piece.numel, np.float32) if unit.trainable else None
         self.state: dict[str, Array] = {}
         self.frames: tuple[bytes, ...] = ()
+        self.ahead: list[bytes] = []
         self.reached = 0
         self.changed = 0
         self.updates = 0
@@ -121,7 +129,8 @@ class OwnedSlice:
     # ------------------------------------------------------------------ gradients
 
     def restart(self) -> None:
-        """Forget the gradients summed so far."""
+        """Forget the gradients summed so far, and what they would have led to."""
+        self.ahead = []
         count = len(self.bounds) if self.trainable else 0
         self.summed = [0] * count
         self.present = bytearray(count)
@@ -187,6 +196,14 @@ class OwnedSlice:
         self.lacking = 0
         return len(self.frames)
 
+    def ensure_frames(self) -> int:
+        """Encode the frames if there are none, though there are values; says how many were encoded."""
+        if self.frames or self.lacking or self.applying:
+            return 0
+        scratch = np.empty(self.chunk_numel, self._param_dtype.numpy)
+        self.frames = tuple(self._encode(i, self.changed, self._param_dtype, scratch) for i in range(len(self.bounds)))
+        return len(self.frames)
+
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
         self.frames = ()
@@ -235,15 +252,44 @@ class OwnedSlice:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
         return tuple(before + self.updates for before in self._updates_before)
 
-    def begin_update(self) -> None:
-        """Freeze the summed gradient for `apply_chunk`; the counters start again for the next step."""
+    def foresee_chunk(
+        self, index: int, optimizer: ServerOptimizer, hypers: Sequence[Hyper], version: int, scratch: Array
+    ) -> bytes:
+        """The frame of chunk `index` as an unclipped update will make it, without making it.
+
+        See Note: [Frames ahead of the decision]. Every replica must have been added to the chunk.
+
+        Args:
+            index: which chunk.
+            optimizer: its kernels.
+            hypers: per parameter group, validated hyperparameters.
+            version: the version the update would lead to.
+            scratch: wire[chunk_numel].
+        """
+        self.ahead = self.ahead or [b""] * len(self.bounds)
+        if not self.ahead[index]:
+            begin, end = (bound - self.begin for bound in self.bounds[index])
+            master = self.master[begin:end].copy()
+            states = tuple(state[begin:end].copy() for state in self.state.values())
+            self.ahead[index] = self._update(index, optimizer, hypers, 1.0, version, scratch, master, states)
+            if all(self.ahead):
+                self.frames = ()
+        return self.ahead[index]
+
+    def begin_update(self, *, foreseen: bool = False) -> None:
+        """Freeze the summed gradient for `apply_chunk`; the counters start again for the next step.
+
+        Args:
+            foreseen: the frames in `ahead` are those of this update.
+        """
         assert self.accumulator is not None
+        ahead = self.ahead if foreseen else []
         for (begin, end), there in zip(self.bounds, self.present, strict=True):
             if not there:  # some ranges of a unit had gradients and this one had none
                 self.accumulator[begin - self.begin : end - self.begin] = 0
         self.restart()
         self.applying = True
-        self._next_frames = [b""] * len(self.bounds)
+        self._next_frames = list(ahead) or [b""] * len(self.bounds)
 
     def apply_chunk(
         self,
@@ -264,21 +310,37 @@ class OwnedSlice:
             version: the version this leads to.
             scratch: wire[chunk_numel] of the calling thread.
         """
+        begin, end = (bound - self.begin for bound in self.bounds[index])
+        states = tuple(state[begin:end] for state in self.state.values())
+        frame = self._update(index, optimizer, hypers, scale, version, scratch, self.master[begin:end], states)
+        self._next_frames[index] = self._next_frames[index] or frame
+
+    def _update(
+        self,
+        index: int,
+        optimizer: ServerOptimizer,
+        hypers: Sequence[Hyper],
+        scale: float,
+        version: int,
+        scratch: Array,
+        master: Array,
+        states: tuple[Array, ...],
+    ) -> bytes:
+        """Update a chunk's values and moments, f32[c] each, by its summed gradient; the frame of what comes out."""
         assert self.accumulator is not None
-        base = self.begin
         chunk_begin, chunk_end = self.bounds[index]
+        grad = self.accumulator[chunk_begin - self.begin : chunk_end - self.begin]
         wire = None if self._param_dtype is DType.F32 else scratch[: chunk_end - chunk_begin]
-        states = tuple(self.state.values())
         for s in self._segments[index]:
-            part = slice(s.begin - base, s.end - base)
-            out = None if wire is None else wire[s.begin - chunk_begin : s.end - chunk_begin]
+            part = slice(s.begin - chunk_begin, s.end - chunk_begin)
+            out = None if wire is None else wire[part]
             if s.group < 0:
                 if out is not None:
-                    cast.encode(self.master[part], out, self._param_dtype)
+                    cast.encode(master[part], out, self._param_dtype)
                 continue
             optimizer.apply(
-                self.master[part],
-                self.accumulator[part],
+                master[part],
+                grad[part],
                 tuple(state[part] for state in states),
                 out,
                 self._param_dtype,
@@ -286,8 +348,7 @@ class OwnedSlice:
                 s.updates + self.updates + 1,
                 scale,
             )
-        values = self.master[chunk_begin - base : chunk_end - base] if wire is None else wire
-        self._next_frames[index] = self._frame(index, version, self._param_dtype, values)
+        return self._frame(index, version, self._param_dtype, master if wire is None else wire)
 
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
@@ -305,5 +366,5 @@ class OwnedSlice:
             "master_bytes": self.master.nbytes,
             "accumulator_bytes": 0 if self.accumulator is None else self.accumulator.nbytes,
             "state_bytes": sum(s.nbytes for s in self.state.values()),
-            "frame_bytes": sum(map(len, self.frames)),
+            "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
         }

@@ -16,8 +16,8 @@ from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.service import Stream, Stub
-from axon_ps.types import Array, DType
-from axon_ps.wire.codec import dtype_to_proto
+from axon_ps.types import Array, DType, Hyper
+from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
@@ -45,6 +45,7 @@ class Transfer:
         min_version: gathers: the oldest version that will do.
         step: gradients: the step attempt.
         replica: gradients: whose.
+        assumed: gathers ahead of the decision on `step`: per parameter group, the hyperparameters it is taken to have.
     """
 
     begin: int
@@ -57,6 +58,7 @@ class Transfer:
     min_version: int = 0
     step: int = 0
     replica: int = 0
+    assumed: tuple[Hyper, ...] = ()
 
     def touches(self, s: Slice) -> bool:
         """Whether a part of the range lies in a slice."""
@@ -82,6 +84,8 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
         end=stop,
         min_version=t.min_version,
         dtype=dtype_to_proto(t.dtype),
+        step=t.step,
+        assumed=map(hyper_to_proto, t.assumed),
     )
     assert t.array is not None
     version, mixed = -1, False

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from axon_ps.errors import InternalError, InvalidRequest
+from axon_ps.errors import InternalError, InvalidRequest, StepAborted
 from axon_ps.optim import registry
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.slices import OwnedSlice
@@ -84,6 +84,28 @@ class Updater:
     def apply_chunk(self, owned: OwnedSlice, index: int, version: int, scratch: Array) -> None:
         """Update one chunk. Any thread; see `OwnedSlice.apply_chunk`."""
         owned.apply_chunk(index, self._kernels, self._hypers, self._scale, version, scratch)
+
+    def validate(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
+        """Hyperparameters of a step that may come, for `foresee_chunk`.
+
+        Raises:
+            InvalidRequest: one is unknown or out of range, or there are not as many as groups.
+            StepAborted: they would bring moments that do not exist yet.
+        """
+        if len(hypers) != len(self.spec.groups):
+            raise InvalidRequest(
+                f"hyperparameters of {len(hypers)} groups were given; there are {len(self.spec.groups)}"
+            )
+        valid = tuple(self._kernels.validate(hyper) for hyper in hypers)
+        if self._kernels.state_names((*self._state_groups, *valid)) != self._kernels.state_names(self._state_groups):
+            raise StepAborted("these hyperparameters bring new moments; their step cannot be foreseen")
+        return valid
+
+    def foresee_chunk(
+        self, owned: OwnedSlice, index: int, hypers: Sequence[Hyper], version: int, scratch: Array
+    ) -> bytes:
+        """The frame of one chunk as `hypers` would make it; see `OwnedSlice.foresee_chunk`."""
+        return owned.foresee_chunk(index, self._kernels, hypers, version, scratch)
 
     def warm_up(self, param_dtype: DType) -> None:
         """Compile the kernels. Takes about a second the first time; any thread."""

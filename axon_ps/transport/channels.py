@@ -19,8 +19,11 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 """Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""
 
 LOOKAHEAD_BYTES: Final = 4 << 20
-"""Flow-control window of a stream: how much a receiver that does not read yet may be sent. 1 to 16 MiB are equally fast on
-loopback; this holds what 10 Gbit/s carry in 3 ms, and bounds what a waiting stream costs its server."""
+"""Flow-control window of a stream: how much a receiver that does not read yet may be sent.
+
+1 to 16 MiB are equally fast on loopback. This holds what 10 Gbit/s carry in 3 ms, and bounds what a stream that waits
+costs its server.
+"""
 
 FRAME_BYTES: Final = 1 << 20
 """Longest HTTP/2 frame: a chunk. With the default, 16 KiB, the same bytes cost 5 to 10 % more CPU time."""
@@ -32,6 +35,7 @@ KEEPALIVE_TIMEOUT_S: Final = 5.0
 """A connection whose ping is not answered within this is broken: a frozen peer is found so, a dead one at once."""
 
 Option = tuple[str, int | str]
+Channel = grpc.aio.Channel
 
 OPTIONS: Final[tuple[Option, ...]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -70,10 +74,10 @@ SERVER_OPTIONS: Final[tuple[Option, ...]] = (
 """Options of a server: a port belongs to one server, and clients' keepalive pings are welcome."""
 
 _logger = logging.getLogger(__name__)
-_addresses: WeakKeyDictionary[grpc.aio.Channel, str] = WeakKeyDictionary()
+_addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 
 
-def connect(address: str, security: Security, *, lane: int = 0) -> grpc.aio.Channel:
+def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
@@ -97,7 +101,7 @@ def connect(address: str, security: Security, *, lane: int = 0) -> grpc.aio.Chan
     return channel
 
 
-def address_of(channel: grpc.aio.Channel) -> str:
+def address_of(channel: Channel) -> str:
     """The address a channel of `connect` goes to; empty for another channel."""
     return _addresses.get(channel, "")
 

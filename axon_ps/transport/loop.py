@@ -26,6 +26,13 @@ from axon_ps.transport.status import error_of
 CANCEL_WAIT_S: Final = 5.0
 """How long a cancelled coroutine is waited for."""
 
+SETTLE_S: Final = 0.02
+"""How long a loop that is being closed still takes what gRPC has to say about cancelled calls.
+
+gRPC has one queue of completions for all loops of a process. One that comes for a closed loop is reported as an error
+by another loop, if there is one; it means nothing, and nothing is lost by it.
+"""
+
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +125,11 @@ class BackgroundLoop:
         self._stop = asyncio.Event()
         started.set()
         await self._stop.wait()
-        # asyncio.run cancels what is left, and waits for it.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(SETTLE_S)
 
     def _schedule(self, coro: Coroutine[Any, Any, T], job: _Job[T]) -> None:
         self._check(coro)

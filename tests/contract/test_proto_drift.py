@@ -41,8 +41,8 @@ def test_there_are_protos() -> None:
 def test_generated_code_is_current(generated: Path, proto: Path, suffix: str) -> None:
     name = f"{proto.stem}_pb2{suffix}"
     committed = ROOT / PACKAGE / name
-    assert committed.exists(), f"{name} was never generated; run make protos"
-    assert committed.read_text() == (generated / name).read_text(), f"{name} is out of date; run make protos"
+    assert committed.exists(), f"{name} was never generated; run `make proto`"
+    assert committed.read_text() == (generated / name).read_text(), f"{name} is out of date; run `make proto`"
 
 
 def test_no_generated_file_is_left_over() -> None:

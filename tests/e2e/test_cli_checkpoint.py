@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 
 import axon_ps
 from axon_ps.testing import LocalCluster
+from command_line import axon_ps as run_cli
 
 TRAIN = """
 import sys, torch
@@ -36,17 +35,6 @@ with axon_ps.World.init(join_timeout_s=40) as world:
 """
 
 
-def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `axon-ps` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "axon_ps.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")} | environment,
-    )
-
-
 def train_and_use_the_command_line(directory: str) -> None:
     """A worker: make two steps, then do with the running job what an operator does."""
     from axon_ps.parallel import FSDP, SGD
@@ -64,19 +52,19 @@ def train_and_use_the_command_line(directory: str) -> None:
         expected = {name: value - 0.2 for name, value in expected.items()}
 
         environment = {k: v for k, v in os.environ.items() if k.startswith("AXON_PS_")}
-        saved = cli("checkpoint", "save", f"{directory}/first", "--extra", '{"epoch": 3}', **environment)
+        saved = run_cli("checkpoint", "save", f"{directory}/first", "--extra", '{"epoch": 3}', **environment)
         assert saved.returncode == 0, saved.stderr
         assert saved.stdout.startswith(f"saved {directory}/first: version 2, ")
 
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         assert world.version == 3
-        restored = cli("checkpoint", "restore", directory, **environment)
+        restored = run_cli("checkpoint", "restore", directory, **environment)
         assert restored.returncode == 0, restored.stderr
         assert restored.stdout.startswith(f"restored {directory}/first: version 2, ")
 
     file = f"{directory}/model.safetensors"
-    exported = cli("checkpoint", "export", directory, file)
+    exported = run_cli("checkpoint", "export", directory, file)
     assert exported.returncode == 0, exported.stderr
     for name, value in load_file(file).items():
         torch.testing.assert_close(value, expected[name])
@@ -85,14 +73,14 @@ def train_and_use_the_command_line(directory: str) -> None:
 def test_an_operator_saves_restores_and_exports_a_running_job(tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=1) as cluster:
         cluster.run_workers(train_and_use_the_command_line, args=(str(tmp_path),))
-    listed = json.loads(cli("checkpoint", "ls", str(tmp_path), "--json").stdout)
+    listed = json.loads(run_cli("checkpoint", "ls", str(tmp_path), "--json").stdout)
     assert [(c["uri"], c["version"]) for c in listed] == [(f"{tmp_path}/first", 2)]
-    assert "version 2" in cli("checkpoint", "ls", str(tmp_path)).stdout
-    assert "is complete and unaltered" in cli("checkpoint", "verify", str(tmp_path)).stdout
+    assert "version 2" in run_cli("checkpoint", "ls", str(tmp_path)).stdout
+    assert "is complete and unaltered" in run_cli("checkpoint", "verify", str(tmp_path)).stdout
 
     victim = next((tmp_path / "first").glob("*.safetensors"))
     os.truncate(victim, victim.stat().st_size - 1)
-    damaged = cli("checkpoint", "verify", str(tmp_path))
+    damaged = run_cli("checkpoint", "verify", str(tmp_path))
     assert damaged.returncode == 1
     assert victim.name in damaged.stderr
     assert damaged.stderr.count("\n") == 1
@@ -104,18 +92,18 @@ def test_a_run_goes_on_from_a_checkpoint(resume: str, tmp_path: Path) -> None:
     script.write_text(TRAIN)
     arguments = ["run", "--shards", "2", "--checkpoint-dir", str(checkpoints), "--resume"]
     if resume == "auto":
-        first = cli(*arguments, "auto", str(script), f"{checkpoints}/a")
+        first = run_cli(*arguments, "auto", str(script), f"{checkpoints}/a")
         assert (first.returncode, first.stdout) == (0, "[worker 0] from 0 to 2\n"), first.stderr
-        second = cli(*arguments, "auto", str(script), f"{checkpoints}/b")
+        second = run_cli(*arguments, "auto", str(script), f"{checkpoints}/b")
     else:
-        cli("run", str(script), str(checkpoints))
-        second = cli(*arguments, str(checkpoints), str(script), f"{tmp_path}/b")
+        run_cli("run", str(script), str(checkpoints))
+        second = run_cli(*arguments, str(checkpoints), str(script), f"{tmp_path}/b")
     assert (second.returncode, second.stdout) == (0, "[worker 0] from 2 to 4\n"), second.stderr
 
 
 def test_resuming_from_nothing_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = cli("run", "--resume", str(tmp_path / "nowhere"), str(script), str(tmp_path / "out"))
+    done = run_cli("run", "--resume", str(tmp_path / "nowhere"), str(script), str(tmp_path / "out"))
     assert done.returncode != 0
     assert "there is no complete checkpoint" in done.stderr

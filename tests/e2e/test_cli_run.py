@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,8 +18,8 @@ import psutil
 import pytest
 
 from axon_ps.testing import LocalCluster
+from command_line import AXON_PS, axon_ps, environment
 
-AXON_PS = (sys.executable, "-m", "axon_ps.cli.main")
 GONE_S = 20.0
 
 SHOW_ENVIRONMENT = """
@@ -53,27 +52,15 @@ world.kv_wait("never")
 """
 
 
-def clean_environment(**values: str) -> dict[str, str]:
-    """Our environment without anything of ours, and `values`."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")} | values
-
-
-def axon_ps(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(
-        [*AXON_PS, *arguments], capture_output=True, text=True, timeout=50, env=clean_environment(**environment)
-    )
-
-
 @contextlib.contextmanager
-def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str, **values: str) -> Iterator[subprocess.Popen[str]]:
     """A command that is running; killed at the end, if it has not ended by itself."""
     process = subprocess.Popen(
         [*AXON_PS, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=clean_environment(**environment),
+        env=environment(values),
         process_group=0,
     )
     with process:
@@ -194,6 +181,28 @@ def test_one_signal_ends_everything(number: signal.Signals, code: int, script: C
         assert_gone(below)
 
 
+def test_a_dead_service_ends_the_run_too(script: Callable[..., str]) -> None:
+    with started("run", "--shards", "2", script(WAIT)) as process:
+        lines_until(process, "pids")
+        below = descendants(process.pid)
+        next(p for p in below if "shard" in p.cmdline()).kill()
+        rest, _ = process.communicate(timeout=40)
+        assert process.returncode == 137
+        assert "was ended by SIGKILL" in rest
+        assert_gone(below)
+
+
+def test_a_reader_that_goes_away_ends_the_run(script: Callable[..., str]) -> None:
+    talk = "import itertools\nfor i in itertools.count():\n    print(i)\n"
+    with started("run", script(talk)) as process:
+        lines_until(process, "[worker 0] 3")
+        below = descendants(process.pid)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(40) == 128 + signal.SIGPIPE
+        assert_gone(below)
+
+
 def test_nothing_outlives_a_killed_launcher(script: Callable[..., str]) -> None:
     text = WAIT.replace("child = subprocess.Popen(", "child = (lambda _: type('', (), {'pid': 0}))(")
     with started("run", "--nproc-per-node", "2", "--shards", "2", script(text)) as process:
@@ -248,13 +257,13 @@ def test_two_launchers_are_two_nodes_of_one_job(script: Callable[..., str], unus
 
 def test_status_and_health_of_a_cluster(script: Callable[..., str]) -> None:
     with LocalCluster(shards=2, world_size=1, job="look") as cluster:
-        environment = cluster.env(0)
-        done = axon_ps("status", "--json", **environment)
+        told = cluster.env(0)
+        done = axon_ps("status", "--json", **told)
         assert done.returncode == 0, done.stderr
         reply = json.loads(done.stdout)
         assert (reply["job"], reply["version"], len(reply["membership"]["shards"])) == ("look", 0, 2)
         assert reply["membership"]["complete"] is False
-        done = axon_ps("status", **environment)
+        done = axon_ps("status", **told)
         assert "job look" in done.stdout
         assert cluster.address in done.stdout
         assert axon_ps("health", cluster.address).stdout == "SERVING\n"

@@ -106,6 +106,7 @@ def train_sharded(
     strategy: str,
     precision: Mapping[str, torch.dtype] | None = None,
     steps: int = STEPS,
+    max_norm: float = MAX_NORM,
 ) -> tuple[Values, list[float], dict[str, float]]:
     """One worker's part of the same; final values, gradient norms, statistics."""
     torch.set_num_threads(1)
@@ -123,7 +124,8 @@ def train_sharded(
         norms = []
         for step in range(steps):
             model(batch(step, world.replica)).backward()
-            model.clip_grad_norm(MAX_NORM)
+            if max_norm:
+                model.clip_grad_norm(max_norm)
             result = optimizer.step()
             assert result.committed, result.reason
             assert result.version == step + 1

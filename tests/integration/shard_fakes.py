@@ -201,7 +201,7 @@ async def job(
 
 
 class CuttingProxy:
-    """Passes TCP on to `target` and breaks each of the first connections after a number of bytes from the server or client.
+    """Passes TCP on to `target`, and breaks connections, one after the other, after so many bytes.
 
     Args:
         target: "host:port".
@@ -220,7 +220,7 @@ class CuttingProxy:
 
     async def __aenter__(self) -> CuttingProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator
 
 from axon_ps.coordinator.client import (
     JobState,
@@ -55,6 +54,7 @@ from axon_ps.transport.service import Stub
 from axon_ps.transport.stream import Stream
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
 from axon_ps.wire.v1 import session_pb2
+from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator
 
 Test = Callable[[Coordinator], Awaitable[None]]
 

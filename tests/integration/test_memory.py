@@ -95,11 +95,11 @@ def test_full_shard_memory(precision: dict[str, torch.dtype], compute: int, wire
         assert wire * owned < total["frame_bytes"] < wire * owned + 32 * 2 * (BLOCKS + 1) * 8
 
 
-def test_shard_grad_op_keeps_all_parameters_and_two_units_of_buffers() -> None:
+def test_shard_grad_op_keeps_all_parameters_and_those_of_the_next_version_as_they_travel() -> None:
     with LocalCluster(shards=1, world_size=1) as cluster:
         (result,) = cluster.run_workers(train, args=("SHARD_GRAD_OP", {}))
     whole, unit = 4 * (BLOCKS * BLOCK_NUMEL + ROOT_NUMEL), 4 * BLOCK_NUMEL
-    assert whole <= result.value["worker"]["peak_param_memory_bytes"] <= whole + 2 * unit
+    assert whole <= result.value["worker"]["peak_param_memory_bytes"] <= 2 * whole + 2 * unit
 
 
 def test_a_server_process_is_no_larger_than_its_counters() -> None:

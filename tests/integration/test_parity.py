@@ -1,9 +1,9 @@
 """Training on shard servers equals plain torch on the joined batch, and equals itself bit for bit.
 
-RMSprop has a larger eps than torch's default, and is not centered: its first steps divide a gradient by little more than
-its own size, so where the true gradient is near zero the rounding of a sum in another order is amplified. (Plain torch,
-averaging per-replica gradients instead of joining the batches, differs from itself by 1.2e-5 with the default eps.)
-The kernels' own tests hold both to torch.
+RMSprop has a larger eps than torch's default, and is not centered: its first steps divide a gradient by little more
+than its own size, so where the true gradient is near zero the rounding of a sum in another order is amplified. (Plain
+torch, averaging per-replica gradients instead of joining the batches, differs from itself by 1.2e-5 with the default
+eps.) The kernels' own tests hold both to torch.
 
 Every pair of (strategy, workers), (strategy, servers), (workers, servers) and (optimizer, strategy) is covered.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity_model import Values, train_plain, train_sharded
 
 import axon_ps
 from axon_ps import parallel
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
+from parity_model import STEPS, Values, train_plain, train_sharded
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.5, "weight_decay": 0.01}),
@@ -83,6 +83,23 @@ def test_the_same_job_twice_gives_the_same_bits() -> None:
     for values, norms in (*runs[0], *runs[1]):
         assert norms == first[1]
         assert all(np.array_equal(values[name], value) for name, value in first[0].items())
+
+
+@pytest.mark.parametrize("precision", [{}, {"wire_dtype": torch.bfloat16}], ids=["f32", "bf16 wire"])
+def test_gathering_ahead_of_the_decision_changes_no_bit(precision: dict[str, torch.dtype]) -> None:
+    runs = []
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        with LocalCluster(shards=2, world_size=2) as cluster:
+            results = cluster.run_workers(
+                train_sharded, args=("Adam", {"lr": 3e-3}, strategy, precision), kwargs={"max_norm": 0.0}
+            )
+        runs += [result.value for result in results]
+    first_values, first_norms, _ = runs[0]
+    for values, norms, _ in runs[1:]:
+        assert norms == first_norms
+        assert all(np.array_equal(values[name], value) for name, value in first_values.items())
+    for _, _, statistics in runs[2:]:  # each step but the first gathered ahead, and gathered nothing again
+        assert statistics["gathers"] == 3 + 3 * STEPS
 
 
 class Linear(torch.nn.Module):

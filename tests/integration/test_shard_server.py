@@ -19,7 +19,7 @@ from axon_ps.coordinator.client import CoordinatorClient
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import Event, JobState
 from axon_ps.coordinator.server import serve as serve_coordinator
-from axon_ps.errors import AxonError, ConfigurationError, PermissionDenied, StorageFull, Unreachable
+from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDenied, StorageFull, Unreachable
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.server import ShardConfig, serve
 from axon_ps.storage.manifest import list_checkpoints, verify
@@ -214,6 +214,17 @@ def test_a_port_in_use_is_named() -> None:
             async with coordinator(1) as address:
                 with pytest.raises(ConfigurationError, match="in use"):
                     await shard(address, port=taken.getsockname()[1]).port()
+
+    run(scenario())
+
+
+def test_a_coordinator_that_stays_away_ends_the_server_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with coordinator(1) as address:
+            server = shard(address, reconnect_timeout_s=0.2)
+            await server.port()
+        with pytest.raises(Broken, match=address):
+            await server.task
 
     run(scenario())
 

@@ -17,6 +17,7 @@ from axon_ps.errors import (
     CheckpointNotFound,
     Closed,
     GenerationChanged,
+    InternalError,
     InvalidRequest,
     Misuse,
     PermissionDenied,
@@ -436,12 +437,33 @@ def test_a_server_that_moved_is_found_at_its_new_address() -> None:
     run(scenario())
 
 
+def test_calls_under_way_survive_that_their_server_moves() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, workers=2) as j:
+            await j.upload(FIRST)
+            gathering = asyncio.create_task(j.gather(1, 0, min_version=1))
+            pushing = asyncio.create_task(j.push(1, 0, GRADS[1][0]))
+            await until(lambda: sum(map(len, j.shells[0]._waiters._units.values())) == 2)
+            async with CuttingProxy(j.addresses[0]) as proxy:
+                j.addresses[0] = proxy.address
+                j.groups[1].set_members(j.membership)
+                await j.push(0, 0, GRADS[0][0])
+                await pushing
+                for rank in (0, 1):
+                    await j.push(rank, 1, GRADS[rank][1])
+                j.commit()
+                assert (await gathering)[0] == 1
+            assert j.groups[1].statistics()["retries"] >= 2
+
+    run(scenario())
+
+
 def test_nobody_there_is_a_timeout_that_says_why() -> None:
     async def scenario() -> None:
         async with job(SPEC) as j:
             j.addresses[0] = "127.0.0.1:1"
             j.groups[0].set_members(j.membership)
-            with pytest.raises(Timeout, match="gave up after 0.3 s; the last attempt failed: nobody answers at"):
+            with pytest.raises(Timeout, match=r"gave up after 0\.3 s; the last attempt failed: nobody answers at"):
                 await j.gather(0, 0, timeout_s=0.3)
 
     run(scenario())
@@ -475,7 +497,7 @@ def test_a_cancelled_call_leaves_the_server_well() -> None:
             await j.upload(FIRST)
             calls = [
                 asyncio.create_task(j.push(1, 0, GRADS[1][0])),
-                asyncio.create_task(j.gather(1, 0, min_version=5)),
+                asyncio.create_task(j.gather(1, 0, min_version=1)),
             ]
             await until(lambda: j.statistics("waits") >= 1)
             for call in calls:
@@ -489,6 +511,39 @@ def test_a_cancelled_call_leaves_the_server_well() -> None:
             j.commit()
             assert (await j.gather(0, 0))[0] == 1
             await until(lambda: not any(x._waiters._units for x in j.shells))
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------------- servers that are not as others
+
+
+def test_a_server_that_owns_nothing_takes_part() -> None:
+    async def scenario() -> None:
+        async with job(spec_of(40), servers=2) as j:
+            assert [r.initialized_at for r in j.reports] == [[], [(0, 0)]]
+            values = values_of(40)
+            await j.upload(values)
+            for number in range(2):
+                await j.push(0, 0, np.ones(40, np.float32))
+                j.commit()
+                assert (await j.gather(0, 0))[0] == number + 1
+            assert [len(r.ready_for) for r in j.reports] == [2, 0]
+            assert [x.engine.version for x in j.shells] == [2, 2]
+
+    run(scenario())
+
+
+def test_a_server_that_missed_a_commit_gives_up_loudly() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            j.version = 3
+            j.regenerate()
+            failure = j.shells[0].failure
+            with pytest.raises(InternalError, match="missed a commit"):
+                await failure
+            await j.shells.pop().close()
 
     run(scenario())
 
@@ -699,8 +754,8 @@ def test_snapshot_beside_training_and_restore(tmp_path: Path) -> None:
             assert saving is not None
             await saving
             assert np.allclose((await j.gather(0, 0))[1], FIRST[0] - 3 * GRADS[0][0], atol=1e-5)
-            waiting = asyncio.create_task(j.gather(0, 0, min_version=99))
-            await until(lambda: j.groups[0].statistics()["gather_streams"] >= 4)
+            waiting = asyncio.create_task(j.gather(0, 0, min_version=4))
+            await until(lambda: all(x._waiters._units for x in j.shells))
             j.tell(RestoreOrder(epoch=1, uri=uri, version=1))
             for reports in j.reports:
                 while await reports.restores.get() != 1:  # the first answer was to the upload
@@ -708,6 +763,8 @@ def test_snapshot_beside_training_and_restore(tmp_path: Path) -> None:
                 assert reports.initialized_at[-1] == (1, 1)
             with pytest.raises(StepAborted, match="restored to version 1"):
                 await waiting
+            with pytest.raises(StepAborted, match="restored to version 1; version 3 is no more"):
+                await j.gather(0, 0)
             j.version = 1
             version, got = await j.gather(0, 0)
             assert version == 1

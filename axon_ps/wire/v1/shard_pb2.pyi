@@ -2,26 +2,30 @@ from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype", "step", "assumed")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ASSUMED_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     unit: int
     begin: int
     end: int
     min_version: int
     dtype: _common_pb2.DType
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ...) -> None: ...
+    step: int
+    assumed: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks")

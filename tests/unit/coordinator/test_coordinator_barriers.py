@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from coordinator_driver import Driver, Peer
 
 from axon_ps.coordinator import barriers
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, MemberLost, Timeout
+from coordinator_driver import Driver, Peer
 
 
 def arrive(d: Driver, peer: Peer, name: str = "b", ranks: tuple[int, ...] = (), timeout_s: float = 10.0) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_driver import Driver
 
 from axon_ps.coordinator import kv
 from axon_ps.coordinator.kv import KVResult
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, PermissionDenied, Timeout
+from coordinator_driver import Driver
 
 
 def test_put_get_delete() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from coordinator_driver import SPEC, Driver
 
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import JobState, Welcome
@@ -18,6 +17,7 @@ from axon_ps.errors import (
 )
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Membership, Outcome, Role
+from coordinator_driver import SPEC, Driver
 
 
 def test_a_joiner_is_welcomed_then_told_the_job_then_the_members() -> None:

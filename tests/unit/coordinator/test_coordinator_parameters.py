@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from coordinator_driver import LAYOUT, OPTIMIZER, SPEC, Driver, Peer
 
 from axon_ps.coordinator.events import (
     CheckpointInfo,
@@ -34,6 +33,7 @@ from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome, WirePrecision
+from coordinator_driver import LAYOUT, OPTIMIZER, SPEC, Driver, Peer
 
 OPERATOR = Caller(job="job")
 

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from coordinator_driver import OPTIMIZER, Driver, Peer
 
 from axon_ps.coordinator.actions import Persist, Push
 from axon_ps.coordinator.events import Ready, Vote
@@ -18,6 +17,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1 import session_pb2
+from coordinator_driver import OPTIMIZER, Driver, Peer
 
 FULL = {
     "lr": 0.1,

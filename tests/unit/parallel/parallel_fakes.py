@@ -50,6 +50,7 @@ class FakeSteps:
     spec: JobSpec | None = None
     optimizer: OptimizerSpec | None = None
     outcome: Outcome = Outcome.COMMIT
+    clip_factor: float = 1.0
 
     def register(self, spec: JobSpec) -> Registered:
         self.spec = spec
@@ -61,9 +62,9 @@ class FakeSteps:
     def upload(self, unit: int, values: Array) -> None:
         self.values[unit] = torch.from_numpy(values.copy())
 
-    def wait_initialized(self) -> None:
+    def wait_initialized(self, registered: Registered) -> bool:
         assert self.spec is not None
-        assert set(self.values) == set(range(len(self.spec.layout.units)))
+        return set(self.values) == set(range(len(self.spec.layout.units)))
 
     def wait_complete(self) -> None:
         self.log.append(("wait_complete", -1))
@@ -72,6 +73,14 @@ class FakeSteps:
         self.log.append(("gather", unit))
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
+
+    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> FakeWork:
+        self.log.append(("ahead", unit))
+        _tensor(out).fill_(float("nan"))
+        grad = self.grads[unit]
+        assert grad is not None
+        foreseen = self.values[unit] - hyper[0]["lr"] * grad
+        return FakeWork(lambda: _tensor(out).copy_(foreseen))
 
     def ticket(self) -> Ticket:
         return Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
@@ -90,10 +99,18 @@ class FakeSteps:
         if self.outcome is Outcome.COMMIT:
             for unit, grad in grads.items():
                 if grad is not None:
-                    self.values[unit] -= hyper[0]["lr"] * grad
+                    self.values[unit] -= hyper[0]["lr"] * self.clip_factor * grad
             self.version += 1
         self.log.append(("vote", self.version))
-        return Decision(step=ticket.step, generation=1, outcome=self.outcome, version=self.version, grad_norm=norm)
+        return Decision(
+            step=ticket.step,
+            generation=1,
+            outcome=self.outcome,
+            version=self.version,
+            grad_norm=norm,
+            clip_factor=self.clip_factor,
+            hyper=tuple(hyper),
+        )
 
     def statistics(self) -> dict[str, float]:
         return {}

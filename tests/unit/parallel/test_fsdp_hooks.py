@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_fakes import FakeGroup, FakeSteps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, MixedPrecision, ShardingStrategy
 from axon_ps.types import Outcome
+from parallel_fakes import FakeGroup, FakeSteps
 
 STRATEGIES = list(ShardingStrategy)
 
@@ -150,12 +150,12 @@ def test_a_step_gathers_each_unit_twice_but_the_root_and_the_last_once() -> None
     assert steps.units("push") == [3, 2, 1, 0]
 
 
-def test_shard_grad_op_gathers_each_unit_once_and_keeps_it() -> None:
+def test_shard_grad_op_gathers_each_unit_once_right_behind_its_push_and_keeps_it() -> None:
     model, optimizer, steps = make(Model(blocks=3), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     train(model, optimizer, batches(3))
     steps.log.clear()
     train(model, optimizer, batches(1))
-    assert sorted(steps.units("gather")) == [0, 1, 2, 3]
+    assert steps.log == [(kind, unit) for unit in (3, 2, 1, 0) for kind in ("push", "ahead")] + [("vote", 4)]
     assert model.statistics()["param_memory_bytes"] >= 4 * steps.spec.layout.numel  # type: ignore[union-attr]
 
 
@@ -351,6 +351,38 @@ def test_a_restore_makes_every_copy_stale() -> None:
         after = model(batches(1)[0])
     assert float(before.abs().sum()) > 0
     assert float(after.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("surprise", ["clip", "lr", "skip", "abort"])
+def test_what_was_gathered_ahead_of_another_decision_is_dropped(surprise: str) -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    model, optimizer, steps = make(copy.deepcopy(plain), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    train(plain, reference, batches(2))
+    train(model, optimizer, batches(2))
+    for m in (plain, model):
+        m(batches(1)[0]).square().mean().backward()
+    assert steps.units("ahead")
+    if surprise == "clip":
+        model.clip_grad_norm(1.0)
+        steps.clip_factor = 0.5
+        reference.param_groups[0]["lr"] = 0.05
+    if surprise == "lr":
+        reference.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.3
+    if surprise in ("skip", "abort"):
+        steps.outcome = Outcome[surprise.upper()]
+        reference.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    reference.step()
+    reference.zero_grad()
+    with torch.no_grad():  # a resident copy must be that of the servers
+        torch.testing.assert_close(model(batches(1)[0]), plain(batches(1)[0]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(model.state_dict()["embed.weight"], plain.state_dict()["embed.weight"])
+    steps.log.clear()
+    steps.outcome, steps.clip_factor = Outcome.COMMIT, 1.0
+    train(model, optimizer, batches(1))
+    assert bool(steps.units("ahead")) == (surprise != "clip")  # a user who clips will clip again
 
 
 def test_torch_schedulers_drive_the_hyperparameters() -> None:

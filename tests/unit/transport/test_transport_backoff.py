@@ -6,10 +6,10 @@ import math
 import random
 
 import pytest
-from transport_fakes import run
 
 from axon_ps.errors import InvalidRequest, Timeout, Unreachable
 from axon_ps.transport.backoff import Deadline, retry
+from transport_fakes import run
 
 
 class Clock:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from transport_fakes import run
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.transport import channels
 from axon_ps.transport.channels import address_of, connect, join_address, split_address
 from axon_ps.transport.security import Security
+from transport_fakes import run
 
 
 @pytest.mark.parametrize(

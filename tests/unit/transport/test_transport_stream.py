@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-from transport_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers, write_forever
 
 from axon_ps.errors import Broken, Closed, Unreachable
 from axon_ps.transport import channels
@@ -22,6 +21,7 @@ from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
 from axon_ps.wire.v1 import coordinator_pb2, session_pb2, shard_pb2
+from transport_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers, write_forever
 
 REQUEST = session_pb2.SessionRequest(leave=session_pb2.Leave(reason="x"))
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import trustme
-from transport_fakes import run, serving
 
 from axon_ps.errors import AxonError, ConfigurationError, PermissionDenied, Unreachable
 from axon_ps.transport.security import Security
 from axon_ps.wire.v1 import shard_pb2
+from transport_fakes import run, serving
 
 
 @dataclass

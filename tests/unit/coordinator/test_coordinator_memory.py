@@ -1,0 +1,97 @@
+"""What a member remembers of its session: nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from axon_ps.coordinator.events import JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
+from axon_ps.coordinator.memory import Memory
+from axon_ps.coordinator.messages import initialized_to_proto, ready_to_proto, vote_to_proto
+from axon_ps.errors import InternalError
+from axon_ps.types import Decision, Membership, Outcome
+
+WELCOME = Welcome(rank=0, lease_s=5.0, world_size=1, num_shards=1, state_id="a")
+MEMBERS = Membership(
+    generation=3, step=5, version=4, workers=(), shards=(), num_replicas=0, complete=False, waiting_for="everybody"
+)
+COMMIT = Decision(step=5, generation=3, outcome=Outcome.COMMIT, version=5)
+
+
+def next_generation(membership: Membership = MEMBERS) -> Membership:
+    return dataclasses.replace(membership, generation=membership.generation + 1, step=membership.step + 1)
+
+
+def test_a_new_process_has_no_business_with_what_was_decided_before() -> None:
+    m = Memory()
+    assert m.hear(WELCOME) == []
+    assert m.hear(COMMIT) == []
+    assert m.hear(MEMBERS) == [MEMBERS]
+    assert m.hear(COMMIT) == [COMMIT]
+
+
+def test_what_is_known_is_not_news() -> None:
+    m = Memory()
+    snapshot, restore = SnapshotOrder(id=2, uri="u", version=4), RestoreOrder(epoch=1, uri="u", version=4)
+    events = [JobState(), MEMBERS, COMMIT, snapshot, restore]
+    for event in events:
+        assert m.hear(event) == [event]
+    for event in (*events, dataclasses.replace(COMMIT, step=4), SnapshotOrder(id=1, uri="old", version=3)):
+        assert m.hear(event) == []
+    changed = JobState(initialized=True)
+    assert m.hear(changed) == [changed]
+    assert (m.membership, m.job_state) == (MEMBERS, changed)
+
+
+def test_our_word_is_repeated_until_it_is_decided() -> None:
+    m = Memory()
+    m.hear(MEMBERS)
+    m.initialized = initialized_to_proto(0, 0)
+    ready, vote = Ready(generation=3, step=5, sum_of_squares=1.0), Vote(generation=3, step=5)
+    assert m.say(ready) == []
+    assert m.to_repeat() == [m.initialized, ready_to_proto(ready)]
+    assert m.say(vote) == []
+    assert m.to_repeat() == [m.initialized, vote_to_proto(vote)]
+    m.hear(COMMIT)
+    assert m.to_repeat() == [m.initialized]
+
+
+def test_a_vote_whose_generation_ended_without_a_decision_is_an_abort() -> None:
+    m = Memory()
+    m.hear(MEMBERS)
+    m.say(Vote(generation=3, step=5))
+    abort, members = m.hear(next_generation())
+    assert isinstance(abort, Decision)
+    assert (abort.step, abort.generation, abort.outcome) == (5, 3, Outcome.ABORT)
+    assert members == next_generation()
+    assert m.to_repeat() == []
+    assert m.hear(COMMIT) == [], "a step has one decision"
+
+
+def test_a_vote_that_comes_after_its_generation_is_an_abort_at_once() -> None:
+    m = Memory()
+    m.hear(next_generation())
+    (abort,) = m.say(Vote(generation=3, step=5))
+    assert isinstance(abort, Decision)
+    assert abort.outcome is Outcome.ABORT
+    assert m.to_repeat() == []
+
+
+def test_a_sum_whose_generation_is_over_is_forgotten() -> None:
+    m = Memory()
+    m.hear(MEMBERS)
+    m.say(Ready(generation=3, step=5, sum_of_squares=1.0))
+    assert m.hear(next_generation()) == [next_generation()]
+    assert m.to_repeat() == []
+
+
+def test_a_coordinator_without_its_state_is_found_out() -> None:
+    m = Memory()
+    m.hear(WELCOME)
+    m.hear(MEMBERS)
+    m.hear(WELCOME)
+    with pytest.raises(InternalError, match="without the state it had"):
+        m.hear(dataclasses.replace(WELCOME, state_id="b"))
+    with pytest.raises(InternalError, match="generation 2 after 3"):
+        m.hear(dataclasses.replace(MEMBERS, generation=2))

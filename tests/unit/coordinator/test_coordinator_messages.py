@@ -1,0 +1,114 @@
+"""What travels on a session, there and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from axon_ps.coordinator import messages as m
+from axon_ps.coordinator.events import (
+    Hello,
+    JobState,
+    Ready,
+    RestoreOrder,
+    SnapshotFile,
+    SnapshotOrder,
+    SnapshotReport,
+    Status,
+    Vote,
+    Welcome,
+)
+from axon_ps.errors import InvalidRequest, StorageFull
+from axon_ps.types import Decision, Member, Membership, Outcome, Role
+from axon_ps.wire.v1 import common_pb2, session_pb2
+from coordinator_driver import OPTIMIZER, SPEC
+
+MEMBERSHIP = Membership(
+    generation=3,
+    step=5,
+    version=4,
+    workers=(Member(role=Role.WORKER, rank=1, incarnation="a" * 32, node="n", local_rank=1, replica=0),),
+    shards=(Member(role=Role.SHARD, rank=0, incarnation="b" * 32, node="n", address="h:1"),),
+    num_replicas=1,
+    complete=True,
+)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Welcome(rank=3, lease_s=5.0, world_size=4, num_shards=2, state_id="x"),
+        MEMBERSHIP,
+        JobState(),
+        JobState(spec=SPEC, optimizer=OPTIMIZER, initialized=True, version=7, epoch=2),
+        Decision(step=1, generation=2, outcome=Outcome.SKIP, version=3, grad_norm=math.inf, reason="r"),
+        SnapshotOrder(id=1, uri="u", version=2),
+        RestoreOrder(epoch=1, uri="u", version=2),
+    ],
+)
+def test_events(event: Any) -> None:
+    assert m.event_from_proto(m.event_to_proto(event)) == event
+
+
+def test_an_event_of_a_newer_protocol_is_nothing() -> None:
+    assert m.event_from_proto(session_pb2.SessionEvent()) is None
+
+
+def test_what_goes_up() -> None:
+    hello = Hello(job="j", incarnation="c" * 32, node="n", address="h:1", requested_rank=-1, world_size=2)
+    assert m.hello_from_proto(m.hello_to_proto(hello, Role.SHARD).join) == (Role.SHARD, hello)
+    vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}))
+    assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
+    ready = Ready(generation=1, step=2, sum_of_squares=math.inf)
+    assert m.ready_from_proto(m.ready_to_proto(ready).ready) == ready
+    report = SnapshotReport(id=4, files=(SnapshotFile(name="f", sha256="0" * 64, bytes=5),))
+    assert m.snapshot_report_from_proto(m.snapshot_report_to_proto(report).snapshot) == report
+    failed = m.snapshot_report_from_proto(
+        m.snapshot_report_to_proto(SnapshotReport(id=4, error=StorageFull("full"))).snapshot
+    )
+    assert isinstance(failed.error, StorageFull)
+    assert str(failed.error) == "full"
+
+
+def test_status() -> None:
+    status = Status(
+        job="j",
+        membership=MEMBERSHIP,
+        version=4,
+        step=6,
+        registered=True,
+        initialized=False,
+        parameters=10,
+        lease_s=5.0,
+        uptime_s=1.5,
+        counters={"joins": 2.0},
+        pending=("votes of worker 0",),
+    )
+    assert m.status_from_proto(m.status_to_proto(status)) == status
+
+
+@pytest.mark.parametrize(
+    ("parse", "message", "words"),
+    [
+        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="A" * 32), "32 hex digits"),
+        (m.hello_from_proto, session_pb2.Join(incarnation="a" * 32), "role is unset"),
+        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
+        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
+        (m.ready_from_proto, session_pb2.Ready(sum_of_squares=-0.5), "0 or more"),
+        (
+            m.snapshot_report_from_proto,
+            session_pb2.SnapshotReport(files=[session_pb2.SnapshotFile(name="f", sha256="0")]),
+            "must be 64 hex digits",
+        ),
+        (
+            m.snapshot_report_from_proto,
+            session_pb2.SnapshotReport(files=[session_pb2.SnapshotFile()]),
+            "file's name is empty",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(parse: Any, message: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        parse(message)

@@ -1,0 +1,213 @@
+"""The shell: written before it is said, in one piece; a full disk holds everything back, a broken one ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from axon_ps.coordinator import shell as shell_module
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.events import Hello
+from axon_ps.coordinator.shell import Session, Shell
+from axon_ps.coordinator.state import Caller, CoordinatorState
+from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
+from axon_ps.storage.state_store import MemoryStateStore, Record
+from axon_ps.types import Role
+
+OPERATOR = Caller(job="job")
+
+
+class SlowStore(MemoryStateStore):
+    """A store whose writes wait until they are let through, or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+        self.started = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+        self.errors: list[Exception] = []
+
+    def apply(self, records: Sequence[Record]) -> None:
+        self.started.release()
+        assert self.gate.acquire(timeout=10.0)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.batches.append(len(records))
+        super().apply(records)
+
+
+def run(test: Callable[[Shell, SlowStore], Awaitable[None]]) -> None:
+    async def main() -> None:
+        store = SlowStore()
+        state = CoordinatorState(CoordinatorConfig(job="job", world_size=1, num_shards=4), 0.0)
+        shell = Shell(state, store, store_retry_s=0.0)
+        try:
+            await asyncio.wait_for(test(shell, store), 10.0)
+        finally:
+            store.gate.release(1000)
+            await shell.close()
+
+    asyncio.run(main())
+
+
+async def started(store: SlowStore) -> None:
+    """Wait until a write is under way."""
+    await asyncio.to_thread(store.started.acquire, timeout=10.0)
+
+
+def put(shell: Shell, key: str) -> asyncio.Task[Any]:
+    def event(call: int) -> Any:
+        shell.state.kv(OPERATOR).put(call, key, b"v")
+        return shell.state.flush()
+
+    return asyncio.ensure_future(shell.call(event))
+
+
+def join(shell: Shell) -> Session:
+    session = shell.open_session()
+    hello = Hello(job="job", incarnation="a" * 32, node="n")
+    shell.perform(shell.state.join(session.number, Role.WORKER, hello, shell.now()))
+    return session
+
+
+def test_what_comes_while_writing_is_written_together_afterwards() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        first = put(shell, "a")
+        await started(store)
+        others = [put(shell, key) for key in "bcd"]
+        session = join(shell)
+        events = session.events()
+        hearing = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        assert not first.done()
+        assert not hearing.done()
+        store.gate.release()
+        await first
+        await started(store)
+        assert not any(o.done() for o in others)
+        assert not hearing.done(), "nothing is said that is not written"
+        store.gate.release()
+        await asyncio.gather(*others)
+        assert (await hearing).HasField("welcome")
+        assert store.batches == [4, 5]  # job, members, progress, kv/a; three keys, members, progress
+
+    run(test)
+
+
+def test_reading_does_not_wait_for_a_write_that_comes_later_but_for_one_before() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        def get(call: int) -> Any:
+            shell.state.kv(OPERATOR).get(call, "a")
+            return shell.state.flush()
+
+        writing = put(shell, "a")
+        await started(store)
+        reading = asyncio.ensure_future(shell.call(get))
+        await asyncio.sleep(0)
+        assert not reading.done(), "it would tell of a value that may not survive"
+        store.gate.release()
+        await writing
+        assert (await reading).value == b"v"
+
+    run(test)
+
+
+def test_a_full_disk_holds_everything_back_until_there_is_space() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        store.errors = [StorageFull("no space"), StorageFull("no space")]
+        writing = put(shell, "a")
+        await started(store)
+        store.gate.release()
+        await started(store)
+        assert any("no space" in p for p in shell.status().pending)
+        assert not writing.done()
+        store.gate.release(2)
+        await writing
+        assert not any("no space" in p for p in shell.status().pending)
+        assert store.load()["kv/a"] == b"v"
+
+    run(test)
+
+
+def test_a_full_disk_does_not_keep_it_from_stopping() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        store.errors = [StorageFull("no space")] * 1000
+        writing = put(shell, "a")
+        store.gate.release(5)
+        for _ in range(5):
+            await started(store)
+        store.gate.release(1000)
+        await shell.close()
+        with pytest.raises(Broken, match="the coordinator is stopping"):
+            await writing
+
+    run(test)
+
+
+def test_a_broken_store_ends_the_coordinator() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        store.errors = [OSError("the disk is gone")]
+        session = join(shell)
+        writing = put(shell, "a")
+        store.gate.release()
+        with pytest.raises(InternalError, match="the disk is gone"):
+            await shell.failed()
+        with pytest.raises(InternalError):
+            await writing
+        with pytest.raises(InternalError):
+            await anext(session.events())
+
+    run(test)
+
+
+def test_a_call_that_is_refused_changes_nothing_and_one_given_up_is_forgotten() -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        store.gate.release(1000)
+        with pytest.raises(InvalidRequest):
+            await put(shell, "")
+
+        def wait(call: int) -> Any:
+            shell.state.kv(OPERATOR).wait(call, "k", shell.now(), 1000.0)
+            return shell.state.flush()
+
+        waiting = asyncio.ensure_future(shell.call(wait))
+        await asyncio.sleep(0)
+        assert shell.state.next_deadline() < float("inf")
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert shell.state.next_deadline() == float("inf")
+
+    run(test)
+
+
+def test_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        monkeypatch.setattr(shell_module, "MAX_CALLS", 1)
+        waiting = put(shell, "a")
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="1 calls wait"):
+            await put(shell, "b")
+        store.gate.release()
+        await waiting
+
+    run(test)
+
+
+def test_a_member_that_does_not_read_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(shell: Shell, store: SlowStore) -> None:
+        monkeypatch.setattr(shell_module, "QUEUE_EVENTS", 4)
+        store.gate.release(1000)
+        session = join(shell)
+        for i in range(4):
+            hello = Hello(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
+            shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, hello, shell.now()))
+            await put(shell, f"written {i}")
+        assert isinstance(session.error, Broken)
+        assert "has not read 4 events" in str(session.error)
+        assert shell.status().membership.workers == (), "it may still send heartbeats, but it is lost"
+
+    run(test)

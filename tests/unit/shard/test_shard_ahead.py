@@ -1,0 +1,128 @@
+"""Frames of a step that is not decided yet: equal to those it will have, and gone when it ends otherwise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.shard.engine import ShardEngine
+from axon_ps.types import Array, DType, Hyper, Outcome
+from axon_ps.wire.frames import decode_chunk
+from engine_driver import Servers, job_of, layout_of, one_group
+
+N, FROZEN = 300, 100
+LAYOUT = layout_of([N - 20, 20], [FROZEN], frozen=[1])
+ADAMW: Hyper = {"lr": 0.1, "weight_decay": 0.01}
+
+
+def servers(param: DType = DType.BF16, replicas: int = 2) -> Servers:
+    made = Servers(job_of(LAYOUT, param=param), replicas=replicas, optimizer=one_group(LAYOUT, "adamw", **ADAMW))
+    rng = np.random.default_rng(1)
+    made.upload([rng.random(u.numel, np.float32) for u in LAYOUT.units])
+    return made
+
+
+def grad(seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+
+
+def foresee(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
+    step = engine.step if step is None else step
+    scratch = engine.scratch()
+    return tuple(engine.foresee(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].bounds)))
+
+
+def frame_bytes(engine: ShardEngine) -> float:
+    return engine.statistics()["frame_bytes"]
+
+
+@pytest.mark.parametrize("param", [DType.F32, DType.BF16, DType.F16])
+def test_foreseen_frames_are_those_the_commit_makes(param: DType) -> None:
+    ahead, plain = servers(param), servers(param)
+    for step in range(3):
+        for made in (ahead, plain):
+            made.push(0, 0, grad(step))
+            made.push(0, 1, grad(10 + step))
+        (engine,) = ahead.engines
+        foreseen = foresee(engine)
+        assert None not in foreseen
+        made_once = engine.statistics()["encodings"]
+        assert foresee(engine) == foreseen
+        assert engine.statistics()["encodings"] == made_once
+        for made in (ahead, plain):
+            made.commit([ADAMW])
+        assert engine.frames(0, 0, N) == foreseen == plain.engines[0].frames(0, 0, N)
+        np.testing.assert_array_equal(engine.slices[0].master, plain.engines[0].slices[0].master)
+        assert {decode_chunk(f)[0].version for f in foreseen if f} == {step + 1}
+        assert foresee(engine, step=engine.step - 1) == foreseen  # who asks late gets the same
+
+
+def test_a_chunk_is_foreseen_when_every_replica_is_in() -> None:
+    made = servers()
+    (engine,) = made.engines
+    made.push(0, 0, grad(0))
+    assert set(foresee(engine)) == {None}
+    made.push(0, 1, grad(1))
+    assert None not in foresee(engine)
+    assert set(foresee(engine, step=engine.step + 1)) == {None}
+
+
+@pytest.mark.parametrize("how", ["skip", "abort", "clip", "hyper", "generation"])
+def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
+    made, plain = servers(), servers()
+    (engine,) = made.engines
+    for m in (made, plain):  # Adam's first step would not show a clip factor
+        m.train_step([[grad(5), None], [grad(6), None]], [ADAMW])
+    before = engine.frames(0, 0, N)
+    for m in (made, plain):
+        m.push(0, 0, grad(0))
+        m.push(0, 1, grad(1))
+    foreseen, step = foresee(engine), engine.step
+    hyper, clip_factor = ({"lr": 0.2}, 1.0) if how == "hyper" else (ADAMW, 0.5)
+    if how in ("skip", "abort"):
+        made.end(Outcome[how.upper()])
+    elif how == "generation":
+        engine.membership(2, step + 1, 1, 2)
+    else:
+        for m in (made, plain):
+            m.commit([hyper], clip_factor)
+        assert engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N) != foreseen
+    if how in ("skip", "abort", "generation"):
+        assert engine.frames(0, 0, N) == before  # encoded again
+    with pytest.raises(StepAborted, match="did not commit as assumed"):
+        foresee(engine, step=step)
+
+
+def test_there_is_one_wire_copy_all_the_same() -> None:
+    made = servers()
+    (engine,) = made.engines
+    usual = frame_bytes(engine)
+    made.push(0, 0, grad(0))
+    made.push(0, 1, grad(1))
+    foresee(engine)
+    assert frame_bytes(engine) == pytest.approx(usual, rel=0.02)  # headers name another version
+    assert engine.available(0, 0)
+    assert engine.frames(0, 0, N)  # a joiner wants the version that counts: encoded for it
+
+
+def test_what_cannot_be_foreseen_says_so() -> None:
+    made = servers(replicas=1)
+    (engine,) = made.engines
+    made.push(0, 0, None)
+    with pytest.raises(StepAborted, match="no replica has a gradient"):
+        foresee(engine)
+    made.end(Outcome.ABORT)
+    made.push(0, 0, grad(0))
+    with pytest.raises(InvalidRequest, match="lr"):
+        foresee(engine, {"lr": -1.0})
+    foresee(engine)
+    with pytest.raises(InvalidRequest, match="assume different"):
+        foresee(engine, {"lr": 0.2})
+    with pytest.raises(Misuse, match="frozen"):
+        engine.foresee(engine.step, 1, 0, (ADAMW,), engine.scratch())
+    made = servers(replicas=1)
+    (engine,) = made.engines
+    made.push(0, 0, grad(0))
+    with pytest.raises(InvalidRequest, match="2 groups"):
+        engine.foresee(engine.step, 0, 0, (ADAMW, ADAMW), engine.scratch())
