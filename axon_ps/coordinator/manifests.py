@@ -68,9 +68,13 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
 
     Raises:
         CheckpointError: it cannot be written; then the files are no checkpoint.
+        AxonError: what kept a shard server from writing its file; those of the others have been removed.
     """
-    from axon_ps.storage.manifest import FileEntry, Manifest, write_manifest
+    from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_manifest
 
+    if snapshot.error is not None:
+        discard(snapshot.uri, [f.name for f in snapshot.files])
+        raise snapshot.error
     files = tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in snapshot.files)
     manifest = Manifest(
         job=job,

@@ -272,7 +272,8 @@ class Shell:
         elif isinstance(event, Decision) and event.step > self._logged_step:
             self._logged_step = event.step
             if event.outcome is not Outcome.COMMIT:
-                _logger.warning("step %d: %s: %s", event.step, event.outcome.value, event.reason)
+                level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO  # who left is said elsewhere
+                _logger.log(level, "step %d: %s: %s", event.step, event.outcome.value, event.reason)
         elif isinstance(event, SnapshotOrder):
             _logger.info("version %d is written to %s", event.version, event.uri)
         elif isinstance(event, RestoreOrder):

@@ -18,7 +18,7 @@ from axon_ps.types import OptimizerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A checkpoint whose files are all written, but for the manifest.
+    """A checkpoint whose files are all written, but for the manifest; or what there is of one that failed.
 
     Attributes:
         uri: where.
@@ -27,6 +27,7 @@ class Snapshot:
         spec: the job's layout.
         optimizer: the job's optimizer, if it has one.
         num_servers: how many shard servers wrote it.
+        error: why it is not whole; then `files` are to be removed.
     """
 
     uri: str
@@ -35,6 +36,7 @@ class Snapshot:
     spec: JobSpec
     optimizer: OptimizerSpec | None
     num_servers: int
+    error: AxonError | None = None
 
 
 @dataclass
@@ -45,6 +47,7 @@ class _Save:
     optimizer: OptimizerSpec | None
     waits_for: set[int]
     files: dict[int, Sequence[SnapshotFile]] = field(default_factory=dict)
+    error: AxonError | None = None
 
 
 class Snapshots:
@@ -79,15 +82,24 @@ class Snapshots:
         return order
 
     def report(self, rank: int, report: SnapshotReport) -> None:
-        """A shard server's answer; of an order that is not under way any more it means nothing."""
+        """A shard server's answer; of an order that is not under way any more it means nothing.
+
+        When one fails the others are waited for all the same, so that what they wrote can be removed.
+        """
         save = self._save
         if save is None or report.id != save.order.id or rank not in save.waits_for:
             return
         if report.error is not None:
-            self._fail(_at(rank, report.error))
-            return
-        save.waits_for.discard(rank)
-        save.files[rank] = report.files
+            save.error = save.error or _at(rank, report.error)
+        else:
+            save.files[rank] = report.files
+        self._settle({rank})
+
+    def _settle(self, ranks: set[int]) -> None:
+        """These servers will write nothing more; answer when no other one will."""
+        save = self._save
+        assert save is not None
+        save.waits_for -= ranks
         if not save.waits_for:
             self._save = None
             self._out.reply(
@@ -99,18 +111,22 @@ class Snapshots:
                     spec=save.spec,
                     optimizer=save.optimizer,
                     num_servers=len(save.files),
+                    error=save.error,
                 ),
             )
 
     def lost(self, ranks: Sequence[int], reason: str) -> None:
         """Shard servers are gone: what they were writing will not be whole."""
-        if self._save is not None and self._save.waits_for & set(ranks):
-            self._fail(MemberLost(f"the checkpoint at {self._save.order.uri} was not written: {reason}"))
+        save = self._save
+        if save is not None and save.waits_for & set(ranks):
+            save.error = save.error or MemberLost(f"the checkpoint at {save.order.uri} was not written: {reason}")
+            self._settle(set(ranks))
 
     def abandon(self, error: AxonError) -> None:
         """The parameters are being replaced: give up what is under way."""
         if self._save is not None:
-            self._fail(error)
+            self._out.reply(self._save.call, error)
+            self._save = None
 
     def cancel(self, call: int) -> None:
         """Nobody waits for this call any more; what is written will have no manifest."""
@@ -124,11 +140,6 @@ class Snapshots:
         return [
             f"the checkpoint at {self._save.order.uri} waits for shard server {ranks_in_words(self._save.waits_for)}"
         ]
-
-    def _fail(self, error: AxonError) -> None:
-        assert self._save is not None
-        self._out.reply(self._save.call, error)
-        self._save = None
 
 
 def _at(rank: int, error: AxonError) -> AxonError:

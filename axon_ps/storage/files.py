@@ -92,6 +92,10 @@ class FileStore(ABC):
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is no error."""
 
+    def prune(self) -> None:
+        """Remove the directory itself if it is empty; where directories are only names there is nothing to do."""
+        return
+
     @abstractmethod
     def child(self, name: str) -> FileStore:
         """A directory in it, which need not exist yet."""
@@ -154,6 +158,11 @@ class LocalStore(FileStore):
             (self._path / _checked(name)).unlink(missing_ok=True)
         except OSError as error:
             raise _written(self._path / name, error) from error
+
+    def prune(self) -> None:
+        """See `FileStore.prune`."""
+        with contextlib.suppress(OSError):  # it is not empty, or not there
+            self._path.rmdir()
 
     def child(self, name: str) -> LocalStore:
         """See `FileStore.child`."""

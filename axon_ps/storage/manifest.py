@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,18 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
         for name in store.names():
             if name.startswith(FILE_PREFIX) and name not in named:
                 store.remove(name)
+
+
+def discard(uri: str, names: Sequence[str]) -> None:
+    """Remove files of a checkpoint that will not be complete, and its directory if nothing else is in it.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    store = open_store(uri)
+    for name in names:
+        store.remove(name)
+    store.prune()
 
 
 def read_manifest(uri: str) -> Manifest:

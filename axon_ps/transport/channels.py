@@ -7,6 +7,7 @@ traffic of both directions goes over different lanes so that neither queues behi
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -93,12 +94,17 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
     credentials = security.channel_credentials()
     if credentials is None:
         if security.token and not security.insecure and not is_loopback(host):
-            _logger.warning("the job token goes to %s in plaintext; set ca_file to use TLS", address)
+            _warn_plaintext()
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
     _addresses[channel] = address
     return channel
+
+
+@cache
+def _warn_plaintext() -> None:  # once a process
+    _logger.warning("the job token leaves this machine in plaintext; set ca_file to use TLS")
 
 
 def address_of(channel: Channel) -> str:

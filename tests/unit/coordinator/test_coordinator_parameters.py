@@ -272,9 +272,20 @@ def test_a_server_that_cannot_write_fails_the_checkpoint() -> None:
     _, (shard,) = d.assembled()
     call = save(d)
     report(shard, shard.last(SnapshotOrder), error=StorageFull("no space left on device"))
-    assert isinstance(d.replies[call], StorageFull)
-    assert str(d.replies[call]) == "shard server 0: no space left on device"
+    assert isinstance(d.replies[call].error, StorageFull)
+    assert str(d.replies[call].error) == "shard server 0: no space left on device"
     assert isinstance(save(d), int), "the next may be tried"
+
+
+def test_a_failed_checkpoint_names_what_others_wrote_so_that_it_can_be_removed() -> None:
+    d = Driver(num_shards=2)
+    _, shards = d.assembled(shards=2)
+    call = save(d)
+    report(shards[0], shards[0].last(SnapshotOrder), error=StorageFull("no space left on device"))
+    assert call not in d.replies
+    report(shards[1], shards[1].last(SnapshotOrder), files=(file("b"),))
+    assert d.replies[call].files == (file("b"),)
+    assert isinstance(d.replies[call].error, StorageFull)
 
 
 def test_a_server_that_dies_fails_the_checkpoint() -> None:
@@ -284,7 +295,9 @@ def test_a_server_that_dies_fails_the_checkpoint() -> None:
     a.lose()
     assert call not in d.replies
     shards[1].lose()
-    assert isinstance(d.replies[call], MemberLost)
+    assert call not in d.replies, "the other one still writes"
+    report(shards[0], shards[0].last(SnapshotOrder), files=(file("a"),))
+    assert isinstance(d.replies[call].error, MemberLost)
     with pytest.raises(MemberLost, match="waits for 1 of 2 workers and shard server 1 of 2"):
         save(d)
 
