@@ -48,9 +48,10 @@ def compiled(function: _Loop) -> _Loop:
 def bf16_from_f32(value: Any) -> Any:
     """The bf16 nearest to an f32, as uint16 bits."""
     bits = np.float32(value).view(np.uint32)
-    if np.uint32(bits & MAGNITUDE32) > INFINITY32:  # NaN: rounding could carry it into infinity
-        return np.uint16(np.uint32(bits >> U16) | np.uint32(0x40))
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> U16) & U1)) >> U16)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> U16) & U1))
+    if value != value:  # NaN: rounding could carry it into infinity
+        rounded = np.uint32(bits | np.uint32(0x40_0000))
+    return np.uint16(np.uint32(rounded >> U16))
 
 
 @compiled
@@ -63,18 +64,16 @@ def f32_from_bf16(bits: Any) -> Any:
 def f16_from_f32(value: Any) -> Any:
     """The f16 nearest to an f32, as int16 bits."""
     bits = np.float32(value).view(np.uint32)
-    sign = np.uint32(np.uint32(bits >> U16) & SIGN16)
-    magnitude = np.uint32(bits & MAGNITUDE32)
-    if magnitude > INFINITY32:
-        half = np.uint32(np.uint32(0x7E00) | np.uint32(np.uint32(magnitude >> U13) & np.uint32(0x3FF)))
-    elif magnitude >= np.uint32(0x4780_0000):  # 2^16 and above; 65520 to 2^16 carry into infinity below
-        half = np.uint32(0x7C00)
-    elif magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
+    magnitude = min(
+        np.uint32(bits & MAGNITUDE32), np.uint32(0x4780_0000)
+    )  # 2^16 rounds to infinity, and so does all above
+    odd = np.uint32(np.uint32(magnitude >> U13) & U1)
+    half = np.uint32(np.uint32(magnitude + np.uint32(0xC800_0FFF) + odd) >> U13)  # exponent less 112, rounded
+    if magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
         half = np.uint32(np.float32(np.uint32(magnitude).view(np.float32) + HALF).view(np.uint32) - HALF_BITS)
-    else:
-        odd = np.uint32(np.uint32(magnitude >> U13) & U1)
-        half = np.uint32(np.uint32(magnitude - np.uint32(0x3800_0000) + np.uint32(0xFFF) + odd) >> U13)
-    return np.int16(np.uint32(sign | half))
+    if value != value:
+        half = np.uint32(0x7E00)
+    return np.int16(np.uint32(np.uint32(np.uint32(bits >> U16) & SIGN16) | half))
 
 
 @compiled

@@ -40,7 +40,7 @@ def compiled(function: _Loop) -> _Loop:
 # ---- the wire copy -------------------------------------------------------------------------------------------------
 
 U1, U13, U16 = np.uint32(1), np.uint32(13), np.uint32(16)
-MAGNITUDE, INFINITY = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000)
+MAGNITUDE = np.uint32(0x7FFF_FFFF)
 HALF, HALF_BITS = np.float32(0.5), np.uint32(0x3F00_0000)
 
 
@@ -48,27 +48,26 @@ HALF, HALF_BITS = np.float32(0.5), np.uint32(0x3F00_0000)
 def _bf16(value: Any) -> Any:
     """As `compress.cast.bf16_from_f32` (a test holds them equal); uint16 bits."""
     bits = np.float32(value).view(np.uint32)
-    if np.uint32(bits & MAGNITUDE) > INFINITY:  # NaN: rounding could carry it into infinity
-        return np.uint16(np.uint32(bits >> U16) | np.uint32(0x40))
-    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> U16) & U1)) >> U16)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> U16) & U1))
+    if value != value:  # NaN: rounding could carry it into infinity
+        rounded = np.uint32(bits | np.uint32(0x40_0000))
+    return np.uint16(np.uint32(rounded >> U16))
 
 
 @compiled
 def _f16(value: Any) -> Any:
     """As `compress.cast.f16_from_f32` (a test holds them equal); int16 bits."""
     bits = np.float32(value).view(np.uint32)
-    sign = np.uint32(np.uint32(bits >> U16) & np.uint32(0x8000))
-    magnitude = np.uint32(bits & MAGNITUDE)
-    if magnitude > INFINITY:
-        half = np.uint32(np.uint32(0x7E00) | np.uint32(np.uint32(magnitude >> U13) & np.uint32(0x3FF)))
-    elif magnitude >= np.uint32(0x4780_0000):  # 2^16 and above; 65520 to 2^16 carry into infinity below
-        half = np.uint32(0x7C00)
-    elif magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
+    magnitude = min(
+        np.uint32(bits & MAGNITUDE), np.uint32(0x4780_0000)
+    )  # 2^16 rounds to infinity, and so does all above
+    odd = np.uint32(np.uint32(magnitude >> U13) & U1)
+    half = np.uint32(np.uint32(magnitude + np.uint32(0xC800_0FFF) + odd) >> U13)  # exponent less 112, rounded
+    if magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
         half = np.uint32(np.float32(np.uint32(magnitude).view(np.float32) + HALF).view(np.uint32) - HALF_BITS)
-    else:
-        odd = np.uint32(np.uint32(magnitude >> U13) & U1)
-        half = np.uint32(np.uint32(magnitude - np.uint32(0x3800_0000) + np.uint32(0xFFF) + odd) >> U13)
-    return np.int16(np.uint32(sign | half))
+    if value != value:
+        half = np.uint32(0x7E00)
+    return np.int16(np.uint32(np.uint32(np.uint32(bits >> U16) & np.uint32(0x8000)) | half))
 
 
 def _store(wire: Any, i: Any, value: Any) -> Any:
