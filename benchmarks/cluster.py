@@ -1,0 +1,86 @@
+"""Processes of a cluster for benchmarks: on this machine or on the hosts of a `Network`, started by the command line.
+
+A *place* is where hosts are: `Loopback` (all of them this machine) or `netns.Network`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from netns import Network, stop
+
+CLI = (sys.executable, "-m", "axon_ps.cli.main")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Loopback:
+    """This machine as it is, with the interface of `Network`."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = list(hosts)
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop(self._processes)
+
+    def address(self, _host: str) -> str:
+        """Where every host is."""
+        return "127.0.0.1"
+
+    def popen(self, _host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start `command`; ended on leaving the context if it still runs."""
+        self._processes.append(subprocess.Popen(command, **options))
+        return self._processes[-1]
+
+    def counters(self, _host: str) -> tuple[int, int]:
+        """Bytes the loopback device has received and sent, of everybody."""
+        line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line)
+        fields = line.split(":")[1].split()
+        return int(fields[0]), int(fields[8])
+
+
+Place = Loopback | Network
+
+
+@contextmanager
+def axon_cluster(
+    place: Place, servers: Sequence[str], *, workers: int
+) -> Iterator[tuple[list[subprocess.Popen[Any]], str]]:
+    """A coordinator, on the first host of `servers`, and a shard server on each; yields them and its address."""
+    port = free_port()
+    coordinator = f"{place.address(servers[0])}:{port}"
+    listen = ["--insecure", "--log-level", "warning", "--host"]
+    size = ["--world-size", str(workers), "--shards", str(len(servers)), "--state", "memory", "--port", str(port)]
+    command = [*CLI, "coordinator", *size, *listen, place.address(servers[0])]
+    processes = [place.popen(servers[0], command)]
+    for number, host in enumerate(servers):
+        who = ["--node", f"server{number}", "--coordinator", coordinator, "--port", "0"]
+        processes.append(place.popen(host, [*CLI, "shard", *who, *listen, place.address(host)]))
+    try:
+        yield processes, coordinator
+    finally:
+        stop(processes[1:])
+        stop(processes[:1])
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a live process, user and system, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def free_port() -> int:
+    """A port of this machine nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,165 @@
+"""How long a step's decision takes: from the last vote to the decision in every member's hands.
+
+The coordinator is a process of its own, as in life; all members live in this one. Measured per size: the time until the
+first and the last member has the decision, and what the store alone takes for the records of one decision.
+
+    python benchmarks/coordinator_decision.py [--quick] [--directory DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import _report
+from axon_ps.coordinator.client import CoordinatorClient, Event, JobState
+from axon_ps.coordinator.records import decision_record, progress_record
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.storage.state_store import SqliteStateStore
+from axon_ps.transport.security import Security
+from axon_ps.types import Decision, DType, OptimizerSpec, Outcome, Role
+
+_SERVER = """
+import asyncio, sys
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.server import serve
+from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
+from axon_ps.transport.security import Security
+
+path, workers, shards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = CoordinatorConfig(job="bench", world_size=workers, num_shards=shards)
+with SqliteStateStore(path) if path else MemoryStateStore() as store:
+    ready = lambda port: print(port, flush=True)
+    asyncio.run(serve(config, "127.0.0.1", 0, Security(), store, ready, asyncio.Event()))
+"""
+
+HYPER = {"lr": 1e-3}
+
+
+class Bench:
+    """All members of one job, and when each of them last heard a decision."""
+
+    def __init__(self, port: int, workers: int, shards: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self.members = [self._member(Role.SHARD, i) for i in range(shards)]
+        self.members += [self._member(Role.WORKER, i) for i in range(workers)]
+        self.shards, self.workers = self.members[:shards], self.members[shards:]
+        self.heard: list[float] = []
+        self.news = asyncio.Event()
+
+    def _member(self, role: Role, rank: int) -> CoordinatorClient:
+        return CoordinatorClient(
+            self.address,
+            job="bench",
+            role=role,
+            node="bench",
+            security=Security(),
+            listen_address="127.0.0.1:1" if role is Role.SHARD else "",
+            requested_rank=rank,
+            on_event=self._hear,
+        )
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Decision):
+            self.heard.append(time.perf_counter())
+            if len(self.heard) == len(self.members):
+                self.news.set()
+        elif isinstance(event, JobState):
+            self.news.set()
+
+    async def start(self) -> None:
+        """Join, register, say that the servers have their values."""
+        for member in self.members:
+            await member.start(30.0)
+        units = tuple(build_unit(f"u{i}", [(f"u{i}.w", (1 << 16,), DType.F32)]) for i in range(len(self.shards) * 2))
+        spec = JobSpec(layout=Layout(units=units))
+        optimizer = OptimizerSpec(name="adamw", groups=(HYPER,), group_of=(0,) * len(units))
+        for worker in self.workers:
+            await worker.register(spec, optimizer)
+        for shard in self.shards:
+            shard.initialized(version=0, epoch=0)
+        while not all(m.job_state is not None and m.job_state.initialized for m in self.members):
+            self.news.clear()
+            await self.news.wait()
+
+    async def step(self, number: int) -> tuple[float, float]:
+        """One step: seconds from the last vote to the first and to the last decision."""
+        self.heard.clear()
+        self.news.clear()
+        generation = self.members[0].context().generation
+        for shard in self.shards:
+            shard.ready(generation=generation, step=number, sum_of_squares=1.0)
+        for worker in self.workers:
+            worker.vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,))
+        began = time.perf_counter()
+        async with asyncio.timeout(30.0):
+            await self.news.wait()
+        return self.heard[0] - began, self.heard[-1] - began
+
+
+async def measure(port: int, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:
+    """Times in ms to the first and to the last member, of each step."""
+    bench = Bench(port, workers, shards)
+    await bench.start()
+    times = [await bench.step(number) for number in range(1, steps + 1)][steps // 10 :]
+    await asyncio.gather(*(m.close() for m in bench.members))
+    return [first * 1e3 for first, _ in times], [last * 1e3 for _, last in times]
+
+
+def store_alone(path: str, steps: int) -> list[float]:
+    """Times in ms that the store takes for what one decision writes."""
+    times = []
+    with SqliteStateStore(path) as store:
+        for step in range(steps):
+            decision = Decision(step=step, generation=3, outcome=Outcome.COMMIT, version=step, hyper=(HYPER,))
+            records = [decision_record(decision), progress_record(step, step)]
+            began = time.perf_counter()
+            store.apply(records)
+            times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def row(what: str, times: Sequence[float]) -> dict[str, str | float]:
+    """Median, 95th percentile and worst of some times in ms."""
+    ordered = sorted(times)
+    p95 = ordered[int(len(ordered) * 0.95)]
+    return {"what": what, "median_ms": statistics.median(ordered), "p95_ms": p95, "max_ms": ordered[-1]}
+
+
+def main() -> None:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="50 steps, writes no file")
+    parser.add_argument("--directory", default=None, help="where the sqlite file is made: on the disk that matters")
+    options = parser.parse_args()
+    steps = 50 if options.quick else 300
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        rows = [row("the store alone (sqlite)", store_alone(str(Path(directory) / "alone.db"), steps))]
+        for workers, shards, stored in ((2, 2, False), (2, 2, True), (16, 4, True), (64, 8, True)):
+            path = str(Path(directory) / f"{workers}.db") if stored else ""
+            command = [sys.executable, "-c", _SERVER, path, str(workers), str(shards)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+                try:
+                    assert server.stdout is not None
+                    port = int(server.stdout.readline())
+                    first, last = asyncio.run(measure(port, workers, shards, steps))
+                finally:
+                    server.kill()
+            name = f"{workers} workers, {shards} shard servers, {'sqlite' if stored else 'memory'}"
+            rows += [row(f"{name}: first member", first), row(f"{name}: last member", last)]
+    columns = ("what", "median_ms", "p95_ms", "max_ms")
+    _report.table("From the last vote to the decision", columns, [[r[c] for c in columns] for r in rows])
+    if not options.quick:
+        _report.write("coordinator_decision", rows, steps=steps)
+
+
+if __name__ == "__main__":
+    main()

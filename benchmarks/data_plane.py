@@ -1,0 +1,238 @@
+"""AllGather and ReduceScatter of one 256 MiB unit against raw gRPC streams and iperf3, on loopback, in turns.
+
+One worker (this process), one shard server; the raw peer is one `grpc.aio` server process, identity serializers, the
+same chunk size and one connection in each direction, as ours (raw_stream.py). The raw streams are measured twice, with
+the receiver dropping what it read and copying it into its place: ours always copies (AllGather) or adds
+(ReduceScatter). The ratio is ours over the raw stream that drops, the harder of the two. Last, four workers gather the
+same slice, and the server counts how often it encoded a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import _report
+from axon_ps.collectives.environment import worker_config
+from axon_ps.collectives.world import World
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL, PlanOptions
+from axon_ps.testing.cluster import LocalCluster
+from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.types import DType, OptimizerSpec, WirePrecision
+from cluster import free_port
+from netns import stop
+from raw_stream import RawClient, make_frames
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+WORKERS_TOGETHER = 4
+Measure = Callable[[], float]
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds `action` takes."""
+    begin_s = time.perf_counter()
+    action()
+    return time.perf_counter() - begin_s
+
+
+class Ours:
+    """One worker's view of a one-unit job: gather it, push to it."""
+
+    def __init__(self, world: World, numel: int, dtype: DType, chunk_numel: int = DEFAULT_CHUNK_NUMEL) -> None:
+        self.world = world
+        self.steps = self.world.steps
+        unit = build_unit("bulk", [("weight", (numel,), DType.F32)])
+        spec = JobSpec(
+            layout=Layout(units=(unit,)),
+            precision=WirePrecision(param=dtype, grad=dtype),
+            options=PlanOptions(chunk_numel=chunk_numel),
+        )
+        registered = self.steps.register(spec)
+        if registered.upload:
+            self.steps.upload(0, np.ones(numel, np.float32))
+        self.hyper = ({"lr": 0.0},)
+        self.steps.register_optimizer(OptimizerSpec(name="sgd", groups=self.hyper, group_of=(0,)))
+        self.steps.wait_initialized(registered)
+        self.values = np.zeros(numel, dtype.numpy)
+
+    def gather(self) -> float:
+        """Seconds of an AllGather of the whole unit."""
+        return timed(lambda: self.steps.gather(0, self.values).wait())
+
+    def push(self) -> float:
+        """Seconds of a ReduceScatter of the whole unit; the vote and the update that follow are not counted."""
+        ticket = self.steps.ticket()
+        begin_s = time.perf_counter()
+        work = self.steps.push(0, self.values, ticket)
+        work.wait()
+        spent_s = time.perf_counter() - begin_s
+        self.steps.vote(ticket, [work], max_norm=0.0, hyper=self.hyper)
+        self.steps.gather(0, self.values).wait()  # the update is over once the new version can be had
+        return spent_s
+
+
+@contextmanager
+def ours(numel: int, dtype: DType, chunk_numel: int) -> Iterator[dict[str, Measure]]:
+    """A cluster of one server, and this process as its worker."""
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        worker = Ours(World.init(worker_config(cluster.env(0))), numel, dtype, chunk_numel)
+        try:
+            yield {"AllGather": worker.gather, "ReduceScatter": worker.push}
+        finally:
+            worker.world.close()
+
+
+@contextmanager
+def raw(total_bytes: int, chunk_bytes: int) -> Iterator[dict[str, Measure]]:
+    """The raw server, and this process as its client."""
+    command = [sys.executable, str(HERE / "raw_stream.py"), "--total-bytes", str(total_bytes)]
+    server = subprocess.Popen(
+        [*command, "--chunk-bytes", str(chunk_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    loop = BackgroundLoop(name="raw")
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        client = loop.run(connected(port))
+        frames, buffer = make_frames(total_bytes, chunk_bytes), np.zeros(total_bytes, np.uint8)
+        yield {
+            "raw pull": lambda: timed(lambda: loop.run(client.pull(None))),
+            "raw pull + copy": lambda: timed(lambda: loop.run(client.pull(buffer))),
+            "raw push": lambda: timed(lambda: loop.run(client.push(frames, copy=False))),
+            "raw push + copy": lambda: timed(lambda: loop.run(client.push(frames, copy=True))),
+        }
+        loop.run(client.close())
+    finally:
+        loop.close()
+        stop([server])
+
+
+async def connected(port: int) -> RawClient:
+    """A client, made on the loop it will be used on."""
+    return RawClient(port)
+
+
+def iperf3_gbs() -> float | None:
+    """GB/s of one TCP stream on loopback; None without iperf3."""
+    if not shutil.which("iperf3"):
+        return None
+    port = str(free_port())
+    server = subprocess.Popen(["iperf3", "-s", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(50):
+            done = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "2", "-J"], capture_output=True)
+            received = json.loads(done.stdout or "{}").get("end", {}).get("sum_received")
+            if received:
+                return float(received["bits_per_second"]) / 8e9
+            time.sleep(0.1)  # it does not listen yet
+        return None
+    finally:
+        stop([server])
+
+
+def encodings(numel: int) -> dict[str, Any]:
+    """Four workers gather the same slice at once: chunks served, and chunks encoded."""
+    with LocalCluster(shards=1, world_size=WORKERS_TOGETHER) as cluster:
+        results = cluster.run_workers(gather_together, args=(numel,), timeout_s=120.0)
+    before, after = results[0].value
+    return {
+        "workers": WORKERS_TOGETHER,
+        "chunks_of_slice": -(-numel // DEFAULT_CHUNK_NUMEL),
+        "chunks_served": int(after["chunks_out"] - before["chunks_out"]),
+        "chunks_encoded_ever": int(after["encodings"]),
+    }
+
+
+def gather_together(numel: int) -> tuple[dict[str, float], dict[str, float]]:
+    """In a worker process: gather with the others; the shard server's counters before and after."""
+    with World.init() as world:
+        worker = Ours(world, numel, DType.F32)
+        before = server_statistics(world)
+        world.barrier("begin")
+        worker.gather()
+        world.barrier("end")
+        return before, server_statistics(world)
+
+
+def server_statistics(world: World) -> dict[str, float]:
+    """The shard server's counters."""
+    return world._loop.run(world._shards.stats(0, context=world._coordinator.context))
+
+
+def measure(total_mib: int, dtype: DType, rounds: int, chunk_numel: int) -> list[dict[str, Any]]:
+    """All peers in turns, `rounds` times; rows with medians."""
+    total_bytes, chunk_bytes = total_mib * MIB, chunk_numel * dtype.itemsize
+    times_s: dict[str, list[float]] = {}
+    with ours(total_bytes // dtype.itemsize, dtype, chunk_numel) as mine, raw(total_bytes, chunk_bytes) as theirs:
+        peers = mine | theirs
+        for number in range(-1, rounds):  # the first round warms up
+            for name, action in peers.items():
+                spent_s = action()
+                if number >= 0:
+                    times_s.setdefault(name, []).append(spent_s)
+    reference = {"AllGather": "raw pull", "ReduceScatter": "raw push"}
+
+    def ratio(name: str, peer: str) -> float:
+        """How fast `name` is, of `peer`: the median over rounds, so that what slows a whole round cancels out."""
+        return round(statistics.median(p / t for t, p in zip(times_s[name], times_s[peer], strict=True)), 3)
+
+    return [
+        {
+            "what": name,
+            "dtype": dtype.value,
+            "mib": total_mib,
+            "gb_per_s": round(total_bytes / statistics.median(t) / 1e9, 3),
+            "best_gb_per_s": round(total_bytes / min(t) / 1e9, 3),
+            "of_raw": ratio(name, reference[name]) if name in reference else None,
+            "of_raw_with_copy": ratio(name, f"{reference[name]} + copy") if name in reference else None,
+            "times_ms": [round(one * 1e3, 1) for one in t],
+        }
+        for name, t in times_s.items()
+    ]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--chunk-numel", type=int, default=DEFAULT_CHUNK_NUMEL, help="elements of a chunk")
+    parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
+    parser.add_argument("--quick", action="store_true", help="64 MiB, three rounds, f32 only")
+    options = parser.parse_args()
+    if options.quick:
+        options.mib, options.rounds, options.dtypes = 64, 3, ["f32"]
+    rows = [
+        row
+        for name in options.dtypes
+        for row in measure(options.mib, DType.parse(name), options.rounds, options.chunk_numel)
+    ]
+    wire = iperf3_gbs()
+    if wire is not None:
+        rows.append({"what": "iperf3, one stream", "gb_per_s": round(wire, 3)})
+    shared = encodings(options.mib * MIB // 4)
+    columns = ("what", "dtype", "mib", "gb_per_s", "best_gb_per_s", "of_raw", "of_raw_with_copy")
+    _report.table("Data plane, one stream on loopback", columns, [[row.get(c, "") for c in columns] for row in rows])
+    print(
+        f"{shared['workers']} workers gathered the same slice of {shared['chunks_of_slice']} chunks: "
+        f"{shared['chunks_served']} chunks served, {shared['chunks_encoded_ever']} encoded."
+    )
+    _report.write("data_plane", rows, encode_once=shared, settings={"mib": options.mib, "rounds": options.rounds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Every benchmark, one after the other: `make bench`. Arguments go to each of them (`--quick`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BENCHMARKS = ("import_time", "kernels", "data_plane", "whole_step")
+
+
+def main() -> int:
+    """Run them; the exit code is 1 when one failed."""
+    failed = []
+    for name in BENCHMARKS:
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *sys.argv[1:]]).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

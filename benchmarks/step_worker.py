@@ -1,0 +1,206 @@
+"""One worker of the whole-step benchmark: the same model and loop over FSDP2 with gloo, or over axon_ps.
+
+Started by whole_step.py. Rank 0 prints READY before the timed steps and DONE after them, and waits for a line on its
+standard input each time, so that the parent reads every card's and process's counters while nobody works. The last
+line of every rank is its result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CLASSES = 64
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A residual MLP block of 2 x width^2 parameters: a transformer's layer without its attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class ResidualMLP(nn.Module):
+    """`blocks` blocks and a small classifier; 8 x 1024 wide are 16.9 million parameters."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.head = nn.Linear(width, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one system gives the loop."""
+
+    rank: int
+    world_size: int
+    step: Step  # forward, backward, optimizer step; returns the loss
+    barrier: Callable[[], None]
+    close: Callable[[], None]
+
+
+def fsdp2(options: argparse.Namespace) -> Side:
+    """PyTorch's fully_shard over gloo, AdamW fused on the sharded parameters."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dtype = getattr(torch, options.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    model = ResidualMLP(options.width, options.blocks)
+    reshard = options.strategy == "full_shard"
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x).float(), target)
+        loss.backward()
+        if options.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Side(dist.get_rank(), dist.get_world_size(), step, dist.barrier, dist.destroy_process_group)
+
+
+def axon(options: argparse.Namespace) -> Side:
+    """axon_ps: the same model, loss and optimizer; state on the shard servers."""
+    import axon_ps
+    from axon_ps.parallel import AdamW, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    world = axon_ps.World.init()
+    dtype = getattr(torch, options.dtype)
+    model = FullyShardedDataParallel(
+        ResidualMLP(options.width, options.blocks),
+        world.default_group,
+        sharding_strategy=ShardingStrategy[options.strategy.upper()],
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype),
+        unit_types={Block},
+    )
+    optimizer = AdamW(model.parameters(), lr=options.lr)
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x).float(), target)
+        loss.backward()
+        if options.clip:
+            model.clip_grad_norm(options.clip)
+        if not optimizer.step().committed:
+            raise RuntimeError("a step was not committed: the figures would not be of whole steps")
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Side(world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close)
+
+
+def void(_: Any) -> None:
+    """Drop a value."""
+
+
+def ask(side: Side, word: str) -> None:
+    """Everybody stops; the parent is told `word` and says when to go on."""
+    side.barrier()
+    if side.rank == 0:
+        print(word, flush=True)
+        sys.stdin.readline()
+    side.barrier()
+
+
+def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
+    """Warm up, then time the steps."""
+    data = torch.Generator().manual_seed(1000 + side.rank)
+    times_s: list[float] = []
+    losses: list[float] = []
+    for number in range(-options.warmup, options.steps):
+        if number == 0:
+            ask(side, "READY")
+            begin_s = last_s = time.perf_counter()
+        x = torch.randn(options.tokens, options.width, generator=data)
+        target = torch.randint(CLASSES, (options.tokens,), generator=data)
+        loss = side.step(x, target)
+        if number >= 0:
+            now_s = time.perf_counter()
+            times_s.append(now_s - last_s)
+            last_s = now_s
+        losses.append(round(float(loss), 4))
+    whole_s = time.perf_counter() - begin_s
+    ask(side, "DONE")
+    return {
+        "rank": side.rank,
+        "median_s": statistics.median(times_s),
+        "mean_s": whole_s / options.steps,
+        "times_s": [round(t, 4) for t in times_s],
+        "losses": losses,
+    }
+
+
+def compute_only(options: argparse.Namespace) -> float:
+    """Seconds of this process's forward and backward alone, nothing else running in the loop."""
+    model = ResidualMLP(options.width, options.blocks).to(getattr(torch, options.dtype))
+    times_s = []
+    for _ in range(5):
+        x = torch.randn(options.tokens, options.width, dtype=getattr(torch, options.dtype))
+        begin_s = time.perf_counter()
+        F.cross_entropy(model(x).float(), torch.zeros(options.tokens, dtype=torch.long)).backward()
+        times_s.append(time.perf_counter() - begin_s)
+    return statistics.median(times_s)
+
+
+def parse() -> argparse.Namespace:
+    """The command line that whole_step.py writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=("fsdp2", "axon", "compute"))
+    parser.add_argument("--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--clip", type=float, default=0.0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run one worker to its end."""
+    options = parse()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(0)
+    if options.side == "compute":
+        print(json.dumps({"compute_s": compute_only(options)}))
+        return
+    side = {"fsdp2": fsdp2, "axon": axon}[options.side](options)
+    result = run(side, options)
+    side.close()
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

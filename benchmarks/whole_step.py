@@ -1,0 +1,264 @@
+"""Step time of a 17M-parameter residual MLP: axon_ps against FSDP2 over gloo, the same torch model on both sides.
+
+Three places: loopback, and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
+carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that
+does not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. Runs of the two sides take
+turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a side,
+workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _report
+from cluster import Loopback, Place, axon_cluster, cpu_s, free_port
+from netns import Network, NetworkUnavailable
+
+HERE = Path(__file__).parent
+WORKERS = SERVERS = 4
+RUN_TIMEOUT_S = 180.0
+MIB = 1 << 20
+
+
+@dataclass
+class Sample:
+    """What a side's processes and cards had used at one moment."""
+
+    cpu_s: float
+    cards: dict[str, tuple[int, int]]
+
+    @classmethod
+    def take(cls, place: Place, processes: Sequence[subprocess.Popen[Any]], hosts: Sequence[str]) -> Sample:
+        """Read the counters now."""
+        return cls(sum(cpu_s(p.pid) for p in processes), {host: place.counters(host) for host in hosts})
+
+    def per_step(self, before: Sample, steps: int, hosts: Sequence[str]) -> tuple[float, float]:
+        """MiB that the mean card of `hosts` received and sent per step since `before`."""
+        received = statistics.mean(self.cards[h][0] - before.cards[h][0] for h in hosts)
+        sent = statistics.mean(self.cards[h][1] - before.cards[h][1] for h in hosts)
+        return received / steps / MIB, sent / steps / MIB
+
+
+@dataclass
+class Figures:
+    """All rounds of one side under one setting."""
+
+    times_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    worker_mib: tuple[float, float] = (0.0, 0.0)
+    server_mib: tuple[float, float] = (0.0, 0.0)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        """Median step time."""
+        return statistics.median(self.times_s)
+
+
+def worker_hosts() -> list[str]:
+    """Names of the workers' hosts."""
+    return [f"worker{i}" for i in range(WORKERS)]
+
+
+def server_hosts() -> list[str]:
+    """Names of the shard servers' hosts; the coordinator lives on the first."""
+    return [f"server{i}" for i in range(SERVERS)]
+
+
+def launch(place: Place, side: str, arguments: list[str], environment: dict[str, str]) -> list[subprocess.Popen[str]]:
+    """Start the workers of one run."""
+    workers = []
+    for rank, host in enumerate(worker_hosts()):
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0", "AXON_PS_NODE": host}
+        if isinstance(place, Loopback):
+            own["LOCAL_RANK"] = str(rank)
+        command = [sys.executable, str(HERE / "step_worker.py"), side, *arguments]
+        workers.append(
+            place.popen(host, command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        )
+    return workers
+
+
+def expect(worker: subprocess.Popen[str], word: str) -> None:
+    """Read the worker's output up to `word`."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.strip() == word:
+            return
+    raise RuntimeError(f"rank 0 ended with {worker.wait()} before it said {word}")
+
+
+def go_on(worker: subprocess.Popen[str]) -> None:
+    """Answer a worker that waits."""
+    assert worker.stdin is not None
+    worker.stdin.write("\n")
+    worker.stdin.flush()
+
+
+def one_run(place: Place, side: str, arguments: list[str], steps: int, into: Figures) -> None:
+    """Run one side once and add its figures."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(WORKERS),
+        "LOCAL_WORLD_SIZE": str(WORKERS if isinstance(place, Loopback) else 1),
+        "MASTER_ADDR": place.address(worker_hosts()[0]),
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo" if isinstance(place, Loopback) else "eth0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if side == "axon":
+        with axon_cluster(place, server_hosts(), workers=WORKERS) as (servers, coordinator):
+            measure(place, side, arguments, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
+    else:
+        measure(place, side, arguments, steps, environment, [], into)
+
+
+def measure(
+    place: Place,
+    side: str,
+    arguments: list[str],
+    steps: int,
+    environment: dict[str, str],
+    servers: Sequence[subprocess.Popen[Any]],
+    into: Figures,
+) -> None:
+    """Start the workers, read counters around their timed steps, collect their results."""
+    workers = launch(place, side, arguments, environment)
+    processes, hosts = [*workers, *servers], place.hosts
+    expect(workers[0], "READY")
+    before = Sample.take(place, processes, hosts)
+    go_on(workers[0])
+    expect(workers[0], "DONE")
+    after = Sample.take(place, processes, hosts)
+    go_on(workers[0])
+    results = []
+    for worker in workers:
+        output, _ = worker.communicate(timeout=RUN_TIMEOUT_S)
+        if worker.returncode:
+            raise RuntimeError(f"a worker of {side} ended with {worker.returncode}")
+        results.append(json.loads(output.strip().splitlines()[-1]))
+    into.times_s += results[0]["times_s"]
+    into.losses = results[0]["losses"]
+    into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
+    into.worker_mib = after.per_step(before, steps, worker_hosts())
+    into.server_mib = after.per_step(before, steps, server_hosts())
+
+
+def compute_s(dtype: str, options: argparse.Namespace) -> float:
+    """Seconds of forward and backward of one worker alone."""
+    command = [sys.executable, str(HERE / "step_worker.py"), "compute", *shape(options), "--dtype", dtype]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return float(json.loads(done.stdout)["compute_s"])
+
+
+def shape(options: argparse.Namespace) -> list[str]:
+    """The arguments that fix the model and its batch."""
+    return [
+        *("--width", str(options.width), "--blocks", str(options.blocks), "--tokens", str(options.tokens)),
+        *("--steps", str(options.steps), "--warmup", str(options.warmup), "--clip", str(options.clip)),
+    ]
+
+
+def row(place: str, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None) -> dict[str, Any]:
+    """One line of the table."""
+    cards = (WORKERS + SERVERS if side == "axon" else WORKERS) if place != "loopback" else 0
+    return {
+        "place": place,
+        "dtype": dtype,
+        "strategy": strategy,
+        "side": side,
+        "step_s": round(figures.median_s, 3),
+        "slowest_s": round(max(figures.times_s), 3),
+        "ratio": round(figures.median_s / peer.median_s, 3) if peer and peer is not figures else None,
+        "cpu_s_per_step": round(statistics.median(figures.cpu_s), 2),
+        "cards": cards,
+        "worker_rx_mib": round(figures.worker_mib[0], 1),
+        "worker_tx_mib": round(figures.worker_mib[1], 1),
+        "server_rx_mib": round(figures.server_mib[0], 1),
+        "server_tx_mib": round(figures.server_mib[1], 1),
+        "steps": len(figures.times_s),
+        "last_loss": figures.losses[-1],
+        "times_s": [round(t, 3) for t in figures.times_s],
+    }
+
+
+def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All settings in one place, sides taking turns."""
+    rows = []
+    for dtype, strategy in itertools.product(options.dtypes, options.strategies):
+        arguments = [*shape(options), "--dtype", dtype, "--strategy", strategy]
+        figures = {side: Figures() for side in options.sides}
+        for _ in range(options.rounds):
+            for side, into in figures.items():
+                begin_s = time.perf_counter()
+                one_run(place, side, arguments, options.steps, into)
+                say = f"{name} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
+                print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
+        peer = figures.get("fsdp2")
+        rows += [row(name, dtype, strategy, side, into, peer) for side, into in figures.items()]
+    return rows
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", nargs="+", default=["loopback", "500", "1000"], help="loopback, or Mbit/s")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
+    parser.add_argument("--sides", nargs="+", default=["fsdp2", "axon"])
+    parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="rows of each worker's batch")
+    parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
+    parser.add_argument("--quick", action="store_true", help="500 Mbit/s only, one round, three steps")
+    options = parser.parse_args()
+    if options.quick:
+        options.places, options.rounds, options.steps, options.warmup = ["500"], 1, 3, 2
+    return options
+
+
+COLUMNS = (
+    *("place", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
+    *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib"),
+)
+
+
+def main() -> None:
+    """Run every place; where namespaces cannot be made, say so and go on with what can."""
+    options = parse()
+    alone = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}
+    hosts, rows = worker_hosts() + server_hosts(), []
+    for place in options.places:
+        try:
+            on_loopback = place == "loopback"
+            with Loopback(hosts) if on_loopback else Network(hosts, rate_mbit=float(place)) as network:
+                name = place if on_loopback else f"{place} Mbit/s"
+                rows += bench(name, network, options)
+        except NetworkUnavailable as error:
+            print(f"left out {place}: {error}", file=sys.stderr)
+    _report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    print(f"Forward and backward of one worker alone: {alone} s; {WORKERS} workers share {os.cpu_count()} cores.")
+    settings = {k: v for k, v in vars(options).items() if k != "quick"}
+    _report.write("whole_step", rows, compute_alone_s=alone, settings=settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The main job: a byte-level GPT learns Python from the standard library, its parameters on shard servers.
+
+    axon-ps run --nproc-per-node 2 --shards 2 examples/train_gpt.py
+
+Every worker runs this file. Parameters and AdamW's moments live on the shard servers; a worker holds one transformer
+block at a time. It ends with the validation loss, a checkpoint, an export that plain torch reads, and a sample of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import axon_ps
+from axon_ps.parallel import AdamW, MixedPrecision, ShardingStrategy
+from axon_ps.parallel import FullyShardedDataParallel as FSDP
+from axon_ps.storage.export import export_model
+from corpus import Corpus
+from gpt import GPT, Block, GPTConfig
+from progress import Report
+from sample import sample
+
+MOST_FAILED_STEPS = 20
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    job = parser.add_argument_group("job")
+    job.add_argument("--out", type=Path, default=Path("runs/gpt"), help="where checkpoints and the export go")
+    job.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: only at the end")
+    job.add_argument("--resume", default="", metavar="URI", help="checkpoint, or directory of them, to go on from")
+    job.add_argument("--steps", type=int, default=240)
+    job.add_argument("--time-budget-s", type=float, default=150.0, help="train no longer, on fewer steps; 0: no limit")
+    job.add_argument("--seed", type=int, default=0)
+    model = parser.add_argument_group("model and batch")
+    model.add_argument("--layers", type=int, default=6)
+    model.add_argument("--channels", type=int, default=256)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--context", type=int, default=256, help="bytes of a window")
+    model.add_argument("--batch", type=int, default=8, help="windows of each worker's batch")
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    optimizer.add_argument("--final-lr", type=float, default=0.05, help="last learning rate, as a share of the highest")
+    optimizer.add_argument("--warmup", type=int, default=30, metavar="STEPS")
+    optimizer.add_argument("--weight-decay", type=float, default=0.1)
+    optimizer.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
+    system = parser.add_argument_group("system")
+    system.add_argument("--strategy", choices=[s.name.lower() for s in ShardingStrategy], default="full_shard")
+    system.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
+    system.add_argument("--wire", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    system.add_argument("--eval-windows", type=int, default=128, help="validation windows, over all workers")
+    system.add_argument("--sample-bytes", type=int, default=300)
+    return parser.parse_args()
+
+
+@dataclass
+class Schedule:
+    """Learning rate over a number of steps that may change on the way: linear warm-up, then a cosine."""
+
+    steps: int
+    warmup: int
+    final: float
+
+    def factor(self, step: int) -> float:
+        """What the highest learning rate is multiplied by at `step`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def matmul_s(dtype: torch.dtype) -> float:
+    """Seconds of a matrix product of the model's shape on this machine."""
+    a, b = torch.ones(2048, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
+    times_s = []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        a @ b
+        times_s.append(time.perf_counter() - begin_s)
+    return min(times_s)
+
+
+def compute_dtype(choice: str, world: axon_ps.World) -> torch.dtype:
+    """The dtype to compute in, the same on every worker: bf16 only where the processors multiply it faster."""
+    if choice != "auto":
+        return getattr(torch, choice)
+    times = world.gather_json([matmul_s(torch.float32), matmul_s(torch.bfloat16)])
+    return torch.bfloat16 if max(t[1] for t in times) < max(t[0] for t in times) else torch.float32
+
+
+def make_optimizer(model: nn.Module, options: argparse.Namespace) -> AdamW:
+    """AdamW that decays matrices, and leaves the gains of the norms alone."""
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": decay, "weight_decay": options.weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, corpus: Corpus, world: axon_ps.World, options: argparse.Namespace) -> float:
+    """Nats per byte over a fixed part of the held-out files, each worker computing a share of it."""
+    model.eval()
+    total, count = 0.0, 0
+    share = {"replica": world.replica, "replicas": world.num_replicas}
+    for tokens, targets in corpus.validation_batches(
+        windows_total=options.eval_windows, batch=32, context=options.context, **share
+    ):
+        total += float(model(tokens, targets)) * len(tokens)
+        count += len(tokens)
+    model.train()
+    shares = world.gather_json([total, count])
+    return sum(s[0] for s in shares) / sum(s[1] for s in shares)
+
+
+def steps_in_time(version: int, began: tuple[int, float], world: axon_ps.World, options: argparse.Namespace) -> int:
+    """The number of steps that the time budget allows at the pace so far; rank 0's clock decides for all."""
+    made, spent_s = version - began[0], time.monotonic() - began[1]
+    fits = began[0] + int(made * options.time_budget_s / max(spent_s, 1e-9))
+    return min(options.steps, max(version + 1, world.gather_json(fits)[0]))
+
+
+def save(world: axon_ps.World, options: argparse.Namespace, config: GPTConfig) -> Any:
+    """Have the servers write a checkpoint of the present version; called on one worker."""
+    uri = str(options.out.absolute() / "checkpoints" / f"version-{world.version:06d}")
+    return world.save_checkpoint(uri, extra={"model": config.as_dict(), "seed": options.seed})
+
+
+def train(
+    world: axon_ps.World, model: FSDP, corpus: Corpus, options: argparse.Namespace, report: Report
+) -> list[tuple[int, float]]:
+    """Train to the last step; returns (version, validation loss) pairs, the last one at the end."""
+    optimizer = make_optimizer(model, options)
+    first = resume(world, options)
+    schedule = Schedule(max(options.steps, first + 1), options.warmup, options.final_lr)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = options.lr
+    scheduler = LambdaLR(optimizer, schedule.factor, last_epoch=first - 1)
+    began, failed, curve = (first, time.monotonic()), 0, []
+    report.start(first, schedule.steps)
+    while (version := world.version) < schedule.steps:
+        where = {"seed": options.seed, "step": version + failed, "replica": world.replica}
+        tokens, targets = corpus.batch(**where, batch=options.batch, context=options.context)
+        loss = model(tokens, targets)
+        loss.backward()
+        model.clip_grad_norm(options.clip)
+        result = optimizer.step()
+        optimizer.zero_grad()
+        if not result.committed:  # a worker came or went, or a gradient was not finite: the step never happened
+            failed += 1
+            report.say(f"a step after version {version} did not count: {result.reason}")
+            if failed >= MOST_FAILED_STEPS:
+                raise RuntimeError(f"{failed} steps in a row did not count; the last one because {result.reason}")
+            continue
+        failed, version = 0, result.version
+        scheduler.step()
+        total = world.num_replicas * tokens.numel()
+        report.step(version, schedule.steps, loss.item(), total, model.statistics())
+        if options.time_budget_s and version % 10 == 0:
+            schedule.steps = steps_in_time(version, began, world, options)
+        if version % max(1, options.steps // 5) == 0 and version < schedule.steps:
+            curve.append((version, validation_loss(model, corpus, world, options)))
+            report.say(f"step {version}: validation loss {curve[-1][1]:.3f} nats/byte")
+        if options.checkpoint_every and version % options.checkpoint_every == 0 and world.is_main_process:
+            report.say(f"checkpoint: {save(world, options, model.module.config).uri}")
+    report.stop()
+    curve.append((world.version, validation_loss(model, corpus, world, options)))
+    return curve
+
+
+def resume(world: axon_ps.World, options: argparse.Namespace) -> int:
+    """Load the checkpoint that was asked for, if one was; the version that training begins at."""
+    if options.resume:
+        if world.is_main_process:
+            world.restore_checkpoint(options.resume)
+        world.barrier("restored")
+    return world.version
+
+
+def main() -> None:
+    """Run one worker from joining to leaving."""
+    options = parse()
+    torch.manual_seed(options.seed)
+    began_s = time.monotonic()
+    with axon_ps.World.init() as world:
+        size = {"channels": options.channels, "layers": options.layers, "heads": options.heads}
+        config = GPTConfig(context=options.context, **size)
+        dtype = compute_dtype(options.compute, world)
+        wire = getattr(torch, options.wire)
+        model = FSDP(
+            GPT(config),
+            world.default_group,
+            sharding_strategy=ShardingStrategy[options.strategy.upper()],
+            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
+            unit_types={Block},
+        )
+        corpus, report = Corpus(), Report(on=world.is_main_process)
+        report.say(
+            f"{model.spec.layout.numel / 1e6:.2f}M parameters on {len(world.membership.shards)} shard servers, "
+            f"{world.world_size} workers, {options.strategy}, {str(dtype)[6:]} compute, {options.wire} wire; "
+            f"{corpus.train.size / 1e6:.1f} MB of text"
+        )
+        curve = train(world, model, corpus, options, report)
+        if world.is_main_process:
+            finish(world, model, curve, options, report, time.monotonic() - began_s)
+        world.barrier("finished")
+
+
+def finish(
+    world: axon_ps.World,
+    model: FSDP,
+    curve: list[tuple[int, float]],
+    options: argparse.Namespace,
+    report: Report,
+    spent_s: float,
+) -> None:
+    """Checkpoint, export, sample and summary; on one worker."""
+    config = model.module.config
+    info = save(world, options, config)
+    export = options.out / "export"
+    export.mkdir(parents=True, exist_ok=True)
+    export_model(info.uri, str(export / "model.safetensors"))
+    (export / "config.json").write_text(json.dumps(config.as_dict()))
+    text = sample(export, length=options.sample_bytes, seed=options.seed)
+    report.summary(
+        {
+            "validation loss": " → ".join(f"{loss:.3f}" for _, loss in curve) + " nats/byte",
+            "steps": str(world.version),
+            "time": f"{spent_s:.0f} s",
+            "checkpoint": f"{info.uri} ({info.bytes / 1e6:.1f} MB)",
+            "export": str(export / "model.safetensors"),
+        },
+        model.statistics(),
+    )
+    report.say("sample, by plain torch from the export:\n" + text)
+
+
+if __name__ == "__main__":
+    main()
