@@ -58,9 +58,7 @@ def _bf16(value: Any) -> Any:
 def _f16(value: Any) -> Any:
     """As `compress.cast.f16_from_f32` (a test holds them equal); int16 bits."""
     bits = np.float32(value).view(np.uint32)
-    magnitude = min(
-        np.uint32(bits & MAGNITUDE), np.uint32(0x4780_0000)
-    )  # 2^16 rounds to infinity, and so does all above
+    magnitude = min(np.uint32(bits & MAGNITUDE), np.uint32(0x4780_0000))  # all from 2^16 on becomes infinity
     odd = np.uint32(np.uint32(magnitude >> U13) & U1)
     half = np.uint32(np.uint32(magnitude + np.uint32(0xC800_0FFF) + odd) >> U13)  # exponent less 112, rounded
     if magnitude < np.uint32(0x3880_0000):  # under 2^-14, subnormal: 0.5 has an ulp of 2^-24, so adding it rounds
