@@ -14,10 +14,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from axon_ps.collectives.work import Work
 from axon_ps.coordinator.client import (
@@ -35,6 +36,7 @@ from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerS
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 _DECISIONS_KEPT = 16
 """After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
@@ -73,6 +75,7 @@ class StepClient:
         self._decisions: dict[int, Decision] = {}
         self._step = 0
         self._version = 0
+        self._was_complete = False
         self._failure: AxonError | None = None
         self._pushes: set[asyncio.Task[None]] = set()
 
@@ -144,6 +147,9 @@ class StepClient:
                 self._version = event.version
                 self._shards.set_members(event)
                 self._cancel_stale_pushes(event.generation)
+                if self._was_complete and not event.complete:
+                    _logger.warning("the job is waiting for %s", event.waiting_for)
+                self._was_complete |= event.complete
             elif isinstance(event, JobState):
                 if self._job is not None and event.epoch != self._job.epoch:
                     self._version = event.version
@@ -287,19 +293,25 @@ class StepClient:
 
         After an error: `out` holds anything.
         """
-        return Work(
-            self._loop,
-            self._shards.gather(
-                unit,
-                out,
-                min_version=self._version,
-                context=self._coordinator.context,
-                timeout_s=self.timeout_s,
-                begin=begin,
-                end=end,
-            ),
-            f"gathering unit {unit}",
+        gather = self._shards.gather(
+            unit,
+            out,
+            min_version=self._version,
+            context=self._coordinator.context,
+            timeout_s=self.timeout_s,
+            begin=begin,
+            end=end,
         )
+        return Work(self._loop, self._explained(gather), f"gathering unit {unit}")
+
+    async def _explained(self, call: Coroutine[Any, Any, T]) -> T:
+        """A call whose time-out says what the job is waiting for, if it is."""
+        try:
+            return await call
+        except Timeout as error:
+            if self._membership is None or self._membership.complete:
+                raise
+            raise Timeout(f"{error}; the job is waiting for {self._membership.waiting_for}") from error
 
     def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Work[int]:
         """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
@@ -350,7 +362,7 @@ class StepClient:
         try:
             if not self.valid(ticket):
                 raise GenerationChanged("the membership changed before the push", self.membership.generation)
-            await self._shards.reduce_scatter(
+            push = self._shards.reduce_scatter(
                 unit,
                 grad,
                 step=ticket.step,
@@ -358,6 +370,7 @@ class StepClient:
                 context=lambda: self._context_of(ticket),
                 timeout_s=self.timeout_s,
             )
+            await self._explained(push)
         except asyncio.CancelledError:
             if self.valid(ticket):
                 raise

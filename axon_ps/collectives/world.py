@@ -329,7 +329,8 @@ class World:
             timeout_s: how long it may take, in seconds.
 
         Raises:
-            CheckpointError: it cannot be read; the servers keep what they had.
+            CheckpointError: it cannot be read. The servers keep what they had if that showed before they began to
+                overwrite it (a missing, truncated or altered file does); else the job waits for another restore.
             InvalidRequest: it was saved from another model.
         """
         info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))

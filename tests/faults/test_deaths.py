@@ -1,0 +1,154 @@
+"""Members that die in the middle of training: what was committed stays, the others go on, and the values are right.
+
+The oracle is plain torch over the replicas that took part in each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.errors import AxonError
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.testing import LocalCluster
+from axon_ps.types import Role
+from parity_model import Block, Values, batch, build
+
+STEPS, FATAL = 12, 5
+
+
+def meet(path: Path) -> None:
+    """Wait for the process at the other end of a named pipe."""
+    with open(path, "ab" if "to-test" in path.name else "rb"):
+        pass
+
+
+def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, list[int], int]:
+    """Train to version STEPS; rank `victim` kills itself at version FATAL. Values, replicas per version, aborts."""
+    torch.set_num_threads(1)
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model = parallel.FSDP(
+            build(),
+            world.default_group,
+            sharding_strategy=parallel.ShardingStrategy[strategy],
+            unit_types={Block},
+            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
+        )
+        optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
+        took_part: list[int] = []
+        aborted = 0
+        while world.version < STEPS:
+            step = world.version
+            if step == FATAL and when == "pause" and not aborted:
+                meet(pipes / "to-test")
+                meet(pipes / "from-test")
+            dies = world.rank == victim and step == FATAL
+            if dies and when == "forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(batch(step, world.replica))
+            if dies and when == "backward":
+                last = model.runtime.units[-1].module
+                last.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                loss = model(batch(step, world.replica))
+            loss.backward()
+            if dies and when == "step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            replicas = world.num_replicas
+            result = optimizer.step()
+            optimizer.zero_grad()
+            if result.committed:
+                took_part.append(replicas)
+            aborted += not result.committed
+        values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+        return values, took_part, aborted
+
+
+def plain(replicas: list[int]) -> Values:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, count in enumerate(replicas):
+        model(torch.cat([batch(step, r) for r in range(count)])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def assert_close(values: Values, expected: Values) -> None:
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "step"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_worker_that_is_killed_costs_one_step_attempt(strategy: str, when: str, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2, min_workers=1) as cluster:
+        results = cluster.run_workers(train, args=(strategy, 1, when, tmp_path), check=False)
+    survivor, victim = results
+    assert victim.exit_code == -signal.SIGKILL
+    assert not survivor.error, survivor.error
+    values, took_part, aborted = survivor.value
+    assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
+    assert aborted <= 1
+    assert_close(values, plain(took_part))
+
+
+def test_a_coordinator_that_is_killed_and_comes_back_costs_nothing(tmp_path: Path) -> None:
+    for name in ("to-test", "from-test"):
+        os.mkfifo(tmp_path / name)
+    with LocalCluster(shards=2, world_size=1, durable=True) as cluster:
+        (worker,) = cluster.start_workers(train, args=("FULL_SHARD", -1, "pause", tmp_path))
+        with open(tmp_path / "to-test", "rb"):
+            pass
+        cluster.kill("coordinator")
+        cluster.restart("coordinator")
+        with open(tmp_path / "from-test", "ab"):
+            pass
+        result = worker.result()
+    assert not result.error, result.error
+    values, took_part, _ = result.value
+    assert took_part == [1] * STEPS
+    assert_close(values, plain(took_part))
+
+
+def lose_a_server(pipes: Path) -> str:
+    """Train until a step is impossible; what it says then."""
+    with axon_ps.World.init(timeout_s=5.0) as world:
+        model = parallel.FSDP(nn.Linear(4, 4), world.default_group)
+        optimizer = parallel.SGD(model, lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        assert optimizer.step().committed
+        meet(pipes / "to-test")
+        meet(pipes / "from-test")
+        try:
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        except AxonError as error:
+            return str(error)
+        return ""
+
+
+def test_a_shard_server_that_is_lost_with_its_parameters_is_named_and_what_to_do(tmp_path: Path) -> None:
+    for name in ("to-test", "from-test"):
+        os.mkfifo(tmp_path / name)
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        (worker,) = cluster.start_workers(lose_a_server, args=(tmp_path,))
+        with open(tmp_path / "to-test", "rb"):
+            pass
+        cluster.kill(Role.SHARD)
+        cluster.restart(Role.SHARD)
+        with open(tmp_path / "from-test", "ab"):
+            pass
+        result: Any = worker.result()
+    assert not result.error, result.error
+    assert "shard server 0" in result.value
+    assert "restore" in result.value
