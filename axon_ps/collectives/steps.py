@@ -75,7 +75,6 @@ class StepClient:
         self._decisions: dict[int, Decision] = {}
         self._step = 0
         self._version = 0
-        self._was_complete = False
         self._failure: AxonError | None = None
         self._pushes: set[asyncio.Task[None]] = set()
 
@@ -142,14 +141,12 @@ class StepClient:
         """Take one event of the session, in order, on the loop's thread."""
         with self._changed:
             if isinstance(event, Membership):
+                self._say_what_is_missing(event)
                 self._membership = event
                 self._step = max(self._step, event.step)
                 self._version = event.version
                 self._shards.set_members(event)
                 self._cancel_stale_pushes(event.generation)
-                if self._was_complete and not event.complete:
-                    _logger.warning("the job is waiting for %s", event.waiting_for)
-                self._was_complete |= event.complete
             elif isinstance(event, JobState):
                 if self._job is not None and event.epoch != self._job.epoch:
                     self._version = event.version
@@ -165,6 +162,13 @@ class StepClient:
             elif isinstance(event, SessionLost) and event.final:
                 self._failure = event.error
             self._changed.notify_all()
+
+    def _say_what_is_missing(self, now: Membership) -> None:
+        """Loudly when a shard server is gone: its parameters may be. Workers that leave are every job's end."""
+        before = self._membership
+        if before is not None and before.complete and not now.complete:
+            level = logging.WARNING if len(now.shards) < len(before.shards) else logging.INFO
+            _logger.log(level, "the job is waiting for %s", now.waiting_for)
 
     def _cancel_stale_pushes(self, generation: int) -> None:
         for task in self._pushes:
