@@ -132,10 +132,16 @@ def steps_in_time(version: int, began: tuple[int, float], world: axon_ps.World, 
     return min(options.steps, max(version + 1, world.gather_json(fits)[0]))
 
 
-def save(world: axon_ps.World, options: argparse.Namespace, config: GPTConfig) -> Any:
+def model_config(options: argparse.Namespace) -> GPTConfig:
+    """The size of the model that was asked for."""
+    size = {"channels": options.channels, "layers": options.layers, "heads": options.heads}
+    return GPTConfig(context=options.context, **size)
+
+
+def save(world: axon_ps.World, options: argparse.Namespace) -> Any:
     """Have the servers write a checkpoint of the present version; called on one worker."""
     uri = str(options.out.absolute() / "checkpoints" / f"version-{world.version:06d}")
-    return world.save_checkpoint(uri, extra={"model": config.as_dict(), "seed": options.seed})
+    return world.save_checkpoint(uri, extra={"model": model_config(options).as_dict(), "seed": options.seed})
 
 
 def train(
@@ -174,7 +180,7 @@ def train(
             curve.append((version, validation_loss(model, corpus, world, options)))
             report.say(f"step {version}: validation loss {curve[-1][1]:.3f} nats/byte")
         if options.checkpoint_every and version % options.checkpoint_every == 0 and world.is_main_process:
-            report.say(f"checkpoint: {save(world, options, model.module.config).uri}")
+            report.say(f"checkpoint: {save(world, options).uri}")
     report.stop()
     curve.append((world.version, validation_loss(model, corpus, world, options)))
     return curve
@@ -195,12 +201,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     began_s = time.monotonic()
     with axon_ps.World.init() as world:
-        size = {"channels": options.channels, "layers": options.layers, "heads": options.heads}
-        config = GPTConfig(context=options.context, **size)
         dtype = compute_dtype(options.compute, world)
         wire = getattr(torch, options.wire)
         model = FSDP(
-            GPT(config),
+            GPT(model_config(options)),
             world.default_group,
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
             mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
@@ -227,12 +231,11 @@ def finish(
     spent_s: float,
 ) -> None:
     """Checkpoint, export, sample and summary; on one worker."""
-    config = model.module.config
-    info = save(world, options, config)
+    info = save(world, options)
     export = options.out / "export"
     export.mkdir(parents=True, exist_ok=True)
     export_model(info.uri, str(export / "model.safetensors"))
-    (export / "config.json").write_text(json.dumps(config.as_dict()))
+    (export / "config.json").write_text(json.dumps(model_config(options).as_dict()))
     text = sample(export, length=options.sample_bytes, seed=options.seed)
     report.summary(
         {
