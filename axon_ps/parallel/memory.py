@@ -21,11 +21,6 @@ class Meter:
             self.current_bytes += amount_bytes
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
-    def reset_peak(self) -> None:
-        """Measure the peak from here on."""
-        with self._lock:
-            self.peak_bytes = self.current_bytes
-
 
 class BufferPool:
     """Host buffers for what travels. Idle ones are kept for reuse while everything stays within the limit.
