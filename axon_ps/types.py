@@ -147,6 +147,7 @@ class Decision:
         clip_factor: what every gradient is multiplied by.
         hyper: per parameter group, the hyperparameters of this step.
         reason: why it was skipped or aborted, in words.
+        next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
     """
 
     step: int
@@ -157,6 +158,7 @@ class Decision:
     clip_factor: float = 1.0
     hyper: tuple[Hyper, ...] = ()
     reason: str = ""
+    next_generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -403,7 +403,8 @@ class StepClient:
             hyper: per parameter group, this step's hyperparameters.
 
         Returns:
-            What was decided; an abort when the membership changed meanwhile.
+            What was decided; an abort when the membership changed meanwhile. This worker knows by then of the
+            generation that the next attempt runs in.
 
         Raises:
             Timeout: no decision came; the step may still commit.
@@ -417,11 +418,13 @@ class StepClient:
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
         self._coordinator.vote(generation=ticket.generation, step=ticket.step, max_norm=max_norm, hyper=tuple(hyper))
-        return self._wait(
+        decision = self._wait(
             lambda: self._decided(ticket),
             self.timeout_s,
             lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
         )
+        self.wait_generation(decision.next_generation, self.timeout_s)
+        return decision
 
     def _decided(self, ticket: Ticket) -> Decision | None:
         decision = self._decisions.get(ticket.step)

@@ -162,6 +162,7 @@ class Assembly:
                     outcome=Outcome.ABORT,
                     version=self.version,
                     reason=reason,
+                    next_generation=self.generation + 1,
                 )
             )
 

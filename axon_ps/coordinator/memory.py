@@ -103,6 +103,7 @@ class Memory:
                 outcome=Outcome.ABORT,
                 version=membership.version,
                 reason=f"generation {word.generation} ended before the step was decided",
+                next_generation=membership.generation,
             )
         ]
 

@@ -156,6 +156,7 @@ def decision_record(decision: Decision) -> Record:
         "clip_factor": decision.clip_factor,
         "hyper": [dict(h) for h in decision.hyper],
         "reason": decision.reason,
+        "next_generation": decision.next_generation,
     }
     return _record(f"{_DECISION}{decision.step % HISTORY}", value)
 

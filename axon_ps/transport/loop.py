@@ -69,11 +69,15 @@ class BackgroundLoop:
         if threading.current_thread() is self._thread:
             coro.close()
             raise Misuse("run() was called on the event loop's own thread, which would wait for itself; use await")
+        self._check(coro)
         job = _Job(coro)
-        self._schedule(coro, job)
         try:
+            self._schedule(job)
             in_time = job.over.wait(timeout_s)
-        except BaseException:  # Ctrl-C
+        except Closed:  # and so not scheduled
+            coro.close()
+            raise
+        except BaseException:  # Ctrl-C, perhaps before the coroutine has started
             self._abandon(job)
             raise
         if not in_time:
@@ -131,10 +135,10 @@ class BackgroundLoop:
         await asyncio.gather(*others, return_exceptions=True)
         await asyncio.sleep(SETTLE_S)
 
-    def _schedule(self, coro: Coroutine[Any, Any, T], job: _Job[T]) -> None:
-        self._check(coro)
+    def _schedule(self, job: _Job[Any]) -> None:
         with self._lock:  # before close() stops the loop, or not at all
-            self._check(coro)
+            if self._closed or self._loop.is_closed():
+                raise Closed("the background loop is closed")
             self._loop.call_soon_threadsafe(job.start)
 
     def _check(self, coro: Coroutine[Any, Any, Any]) -> None:
@@ -169,8 +173,11 @@ class _Job(Generic[T]):
         self._task.add_done_callback(lambda _: self.over.set())
 
     def cancel(self) -> None:
-        assert self._task is not None, "started before it is cancelled: the loop's callbacks run in order"
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        else:  # the loop's callbacks run in order: it was never asked to start
+            self._coro.close()
+            self.over.set()
 
     @property
     def was_cancelled(self) -> bool:

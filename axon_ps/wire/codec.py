@@ -290,6 +290,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         clip_factor=decision.clip_factor,
         hyper=[hyper_to_proto(h) for h in decision.hyper],
         reason=decision.reason,
+        next_generation=decision.next_generation,
     )
 
 
@@ -308,6 +309,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         clip_factor=message.clip_factor,
         hyper=hypers_from_proto(message.hyper),
         reason=message.reason,
+        next_generation=message.next_generation,
     )
 
 

@@ -46,7 +46,7 @@ world.kv_wait("never")
 WAIT = """
 import os, subprocess, sys, axon_ps
 world = axon_ps.World.init(join_timeout_s=40)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+child = subprocess.Popen(["sleep", "1000"])
 print("pids", os.getpid(), child.pid, flush=True)
 world.kv_wait("never")
 """

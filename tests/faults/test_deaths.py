@@ -89,7 +89,9 @@ def assert_close(values: Values, expected: Values) -> None:
 
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_worker_that_is_killed_costs_attempts_and_no_committed_step(strategy: str, when: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_costs_one_attempt_and_no_committed_step(
+    strategy: str, when: str, tmp_path: Path
+) -> None:
     with LocalCluster(shards=2, world_size=2, min_workers=1) as cluster:
         results = cluster.run_workers(train, args=(strategy, 1, when, tmp_path), check=False)
     survivor, victim = results
@@ -97,8 +99,7 @@ def test_a_worker_that_is_killed_costs_attempts_and_no_committed_step(strategy: 
     assert not survivor.error, survivor.error
     values, took_part, aborted = survivor.value
     assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
-    # the abort is told a moment before the new membership; an attempt that begins between the two is void as well
-    assert aborted <= 2
+    assert aborted <= 1
     assert_close(values, plain(took_part))
 
 

@@ -123,6 +123,7 @@ def test_a_lost_stream_is_a_lost_member_at_once_and_the_step_aborts() -> None:
         outcome=Outcome.ABORT,
         version=0,
         reason="worker 0 (node a) was lost: its connection broke",
+        next_generation=generation + 1,
     )
     assert (members.generation, members.step, members.complete) == (generation + 1, step + 1, False)
     assert members.waiting_for == "1 of 2 workers"
