@@ -253,9 +253,9 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
     )
 
 
-def job_spec_to_proto(spec: JobSpec) -> session_pb2.JobSpec:
+def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
     """A job's spec as a message."""
-    return session_pb2.JobSpec(
+    return common_pb2.JobSpec(
         layout=layout_to_proto(spec.layout),
         param_dtype=dtype_to_proto(spec.precision.param),
         grad_dtype=dtype_to_proto(spec.precision.grad),
@@ -265,7 +265,7 @@ def job_spec_to_proto(spec: JobSpec) -> session_pb2.JobSpec:
     )
 
 
-def job_spec_from_proto(message: session_pb2.JobSpec) -> JobSpec:
+def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
     """A job's spec from a message.
 
     Raises:

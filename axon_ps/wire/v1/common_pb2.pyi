@@ -95,6 +95,22 @@ class Layout(_message.Message):
     units: _containers.RepeatedCompositeFieldContainer[Unit]
     def __init__(self, units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
 
+class JobSpec(_message.Message):
+    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
+    MIN_SLICE_NUMEL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IS_NODE_FIELD_NUMBER: _ClassVar[int]
+    layout: Layout
+    param_dtype: DType
+    grad_dtype: DType
+    chunk_numel: int
+    min_slice_numel: int
+    replica_is_node: bool
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ...) -> None: ...
+
 class Hyper(_message.Message):
     __slots__ = ("values",)
     class ValuesEntry(_message.Message):

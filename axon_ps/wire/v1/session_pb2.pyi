@@ -19,22 +19,6 @@ OUTCOME_COMMIT: Outcome
 OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
-class JobSpec(_message.Message):
-    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node")
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
-    GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
-    MIN_SLICE_NUMEL_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_IS_NODE_FIELD_NUMBER: _ClassVar[int]
-    layout: _common_pb2.Layout
-    param_dtype: _common_pb2.DType
-    grad_dtype: _common_pb2.DType
-    chunk_numel: int
-    min_slice_numel: int
-    replica_is_node: bool
-    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., grad_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ...) -> None: ...
-
 class SessionRequest(_message.Message):
     __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave")
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -207,12 +191,12 @@ class JobEvent(_message.Message):
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    spec: JobSpec
+    spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     initialized: bool
     version: int
     epoch: int
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
     __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation")

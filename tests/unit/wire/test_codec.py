@@ -203,10 +203,10 @@ def parameter(**fields: Any) -> common_pb2.Layout:
         (common_pb2.OptimizerSpec(groups=[]), "optimizer's name is empty"),
         (common_pb2.OptimizerSpec(name="sgd", group_of=[0]), "group 0; the optimizer has 0"),
         (common_pb2.OptimizerSpec(name="sgd", groups=[common_pb2.Hyper()], group_of=[-2]), "group -2"),
-        (session_pb2.JobSpec(), "dtype is unset"),
-        (session_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "cannot travel as i64"),
-        (session_pb2.JobSpec(param_dtype=1, grad_dtype=1, min_slice_numel=1), "chunk_numel is 0"),
-        (session_pb2.JobSpec(param_dtype=1, grad_dtype=1, chunk_numel=1), "min_slice_numel is 0"),
+        (common_pb2.JobSpec(), "dtype is unset"),
+        (common_pb2.JobSpec(param_dtype=1, grad_dtype=5, chunk_numel=1, min_slice_numel=1), "cannot travel as i64"),
+        (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, min_slice_numel=1), "chunk_numel is 0"),
+        (common_pb2.JobSpec(param_dtype=1, grad_dtype=1, chunk_numel=1), "min_slice_numel is 0"),
         (session_pb2.DecisionEvent(step=1), "outcome is unset"),
     ],
 )
@@ -217,7 +217,7 @@ def test_what_cannot_be_a_value_is_refused(message: Any, words: str) -> None:
         common_pb2.Layout: codec.layout_from_proto,
         common_pb2.Hyper: codec.hyper_from_proto,
         common_pb2.OptimizerSpec: codec.optimizer_from_proto,
-        session_pb2.JobSpec: codec.job_spec_from_proto,
+        common_pb2.JobSpec: codec.job_spec_from_proto,
         session_pb2.DecisionEvent: codec.decision_from_proto,
     }[type(message)]
     with pytest.raises(InvalidRequest, match=words):
