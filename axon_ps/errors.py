@@ -6,13 +6,15 @@ to gRPC statuses and back. Blame is in the class:
     AxonError
     ├── InvalidRequest (ValueError)          the data you gave is wrong: shape, range, name, dtype
     │   ├── LayoutMismatch                   this rank's model or optimizer differs from the job's
-    │   └── ConfigurationError               an option, environment variable or file is wrong
+    │   ├── ConfigurationError               an option, environment variable or file is wrong
+    │   └── Disagreement                     the ranks of a group asked for different things
     ├── Misuse (RuntimeError)                calls in the wrong order
     │   └── Closed                           you closed it, and use it still
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
     │   ├── Unreachable                      nobody answers at the address
-    │   └── MemberLost                       a worker or shard server of the job has gone
+    │   ├── MemberLost                       a worker or shard server of the job has gone
+    │   └── NcclError                        NCCL failed, or is not there
     ├── Timeout (TimeoutError)               the caller's deadline passed
     ├── Busy                                 a bounded resource is used up; retrying later may succeed
     ├── GenerationChanged                    the membership changed; `.generation` is the new one
@@ -43,6 +45,13 @@ class ConfigurationError(InvalidRequest):
     """An option, an environment variable or a configuration file holds a value that cannot work."""
 
 
+class Disagreement(InvalidRequest):
+    """The ranks of a group asked for different things in one collective; the message says who sent what.
+
+    Every rank of the group gets it, and no data was used: arrays hold what they held, and the group can go on.
+    """
+
+
 class Misuse(AxonError, RuntimeError):
     """Calls came in an order that has no meaning."""
 
@@ -65,6 +74,10 @@ class Unreachable(Broken):
 
 class MemberLost(Broken):
     """A worker or a shard server that this call needs has left the job."""
+
+
+class NcclError(Broken):
+    """NCCL reported an error, or cannot be used here: no GPU, or cupy is not installed."""
 
 
 class Timeout(AxonError, TimeoutError):

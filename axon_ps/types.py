@@ -67,6 +67,21 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.BOOL: np.dtype(np.bool_),
 }
 
+
+class ReduceOp(enum.Enum):
+    """How the contributions of several ranks become one. `MEAN` is another name of `AVERAGE`."""
+
+    SUM = "sum"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    AVERAGE = "average"  # floating-point types only
+    MEAN = AVERAGE
+    BAND = "band"  # bitwise: integers and bool only
+    BOR = "bor"
+    BXOR = "bxor"
+
+
 WIRE_DTYPES = (DType.F32, DType.BF16, DType.F16)
 """The dtypes in which parameters and gradients travel."""
 

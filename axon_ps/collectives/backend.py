@@ -1,0 +1,260 @@
+"""What a backend is: the collectives of one group of ranks, over flat arrays.
+
+A `Backend` moves and reduces bytes; it knows no tensors, no shapes, no `Work` and no default deadlines. `ProcessGroup`
+stands in front of it: it turns what users have into flat arrays, numbers the calls, and runs one call of a group after
+the other. So a backend is never entered twice at the same time, except by `send`, `recv` and `abort`.
+
+    shape legend: n = world_size, T = call.dtype.numpy, counts = call.counts; every array is 1-D and contiguous
+
+Note: [Agreement]
+    Every rank describes a collective by a `Call`. All ranks of a group must give equal ones; otherwise every rank gets
+    `Disagreement` with the text of `disagreement()`, before any array was changed, and the group can go on. The
+    exception is the order of calls on different groups, which nobody can check.
+
+Note: [Rank order]
+    Reductions combine contributions in the order of ranks, ((x0 + x1) + x2) + ..., in f32 for bf16 and f16, rounded
+    once. So a result has the same bits on every rank, in every run, and on every flat backend.
+    `HierarchicalBackend` reduces inside nodes first, and NCCL and gloo in orders of their own.
+
+Note: [After an error]
+    `Disagreement` and `InvalidRequest` leave the group usable. Any other error does not: some ranks may have finished
+    the call and others not. The group is then aborted: everything that is pending or comes later raises that error.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from axon_ps.errors import AxonError, Disagreement
+from axon_ps.types import Array, DType, Member, ReduceOp
+
+
+class Operation(enum.Enum):
+    """What the ranks of a group do together."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective as one rank describes it; equal on every rank. See Note: [Agreement].
+
+    Attributes:
+        sequence: how many collectives this group did before.
+        operation: which one.
+        dtype: element type.
+        counts: ALL_REDUCE, REDUCE, BROADCAST: (elements,). ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER: elements of
+            each rank's part, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has counts of its
+            own; the sender's and the receiver's are compared pair by pair).
+        op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
+        root: REDUCE, BROADCAST, GATHER, SCATTER: which rank (position in the group); else -1.
+    """
+
+    sequence: int
+    operation: Operation
+    dtype: DType = DType.U8
+    counts: tuple[int, ...] = ()
+    op: ReduceOp | None = None
+    root: int = -1
+
+    def __str__(self) -> str:
+        """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": what messages say."""
+        words = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
+        if self.operation is Operation.BARRIER:
+            return words
+        if self.operation is Operation.ALL_TO_ALL:
+            return f"{words} of {self.dtype.value}"
+        counts = set(self.counts)
+        if len(self.counts) == 1:
+            numel = str(self.counts[0])
+        elif len(counts) == 1:
+            numel = f"{len(self.counts)} x {self.counts[0]}"
+        else:
+            shown = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
+            numel = f"({shown})"
+        words += f" of {numel} {self.dtype.value}"
+        if self.root >= 0:
+            words += f" {'to' if self.operation in (Operation.REDUCE, Operation.GATHER) else 'from'} rank {self.root}"
+        return words
+
+
+def disagreement(calls: Mapping[int, str], what: str) -> Disagreement:
+    """The error for ranks that asked for different things.
+
+    Args:
+        calls: by world rank, what it asked for, in words (`str(call)`).
+        what: which call of which group: "call 17 of group 'default'".
+    """
+    ranks_by_call: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(calls):
+        ranks_by_call[calls[rank]].append(rank)
+    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
+    return Disagreement(f"the ranks disagree on {what}: {said}; every rank must make the same calls in the same order")
+
+
+class Store(Protocol):
+    """The key-value store that the ranks of a group meet in. Blocking; any thread."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value, at most 1 MiB."""
+
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        """The value of a key as soon as there is one.
+
+        Raises:
+            Timeout: nobody stored it in time.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove a key; harmless when there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupContext:
+    """Who a group is, as one of its ranks sees it.
+
+    Attributes:
+        name: same on every member and never used again in the job; printable, at most 200 characters.
+        rank: our position in the group.
+        ranks: the members' world ranks, by position: what messages name.
+        members: the members, by position; mock groups have made-up ones.
+        store: where they meet.
+        timeout_s: how long making the backend may take.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    members: tuple[Member, ...]
+    store: Store
+    timeout_s: float = 300.0
+
+
+class Backend(ABC):
+    """The collectives of one group. Blocking; see this module's notes.
+
+    Every collective takes what all ranks must agree on as `call` and raises:
+
+        Disagreement: the ranks' calls differ. See Note: [Agreement].
+        InvalidRequest: arrays do not fit the call, or it cannot be done (AVERAGE of integers); raised on this rank
+            before anything was sent, so the other ranks wait: a mistake of one rank only.
+        Timeout: some ranks did not come; the message names them, by world rank.
+        AxonError: what `abort` was given, or `Broken` when the transport failed.
+
+    After an error: see Note: [After an error]. Output arrays hold anything, except after `Disagreement`.
+
+    Attributes:
+        name: under which it is selected ("shm").
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+
+    @property
+    def rank(self) -> int:
+        """Our position in the group."""
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.context.ranks)
+
+    @abstractmethod
+    def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
+        """data: T[counts[0]] becomes the reduction of all ranks' data."""
+
+    @abstractmethod
+    def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
+        """On the root data: T[counts[0]] becomes the reduction of all ranks' data; elsewhere it is only read."""
+
+    @abstractmethod
+    def broadcast(self, call: Call, data: Array, timeout_s: float) -> None:
+        """data: T[counts[0]] becomes the root's."""
+
+    @abstractmethod
+    def all_gather(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
+        """output: T[sum(counts)] becomes all ranks' data: T[counts[rank]], in rank order.
+
+        `data` may be its own part of `output` (same memory), and else must not overlap it.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
+        """output: T[counts[rank]] becomes our part of the reduction of all ranks' data: T[sum(counts)].
+
+        `output` may be its own part of `data`, and else must not overlap it. Other parts of `data` are only read.
+        """
+
+    @abstractmethod
+    def gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
+        """On the root output: T[sum(counts)] becomes all ranks' data: T[counts[rank]]; elsewhere it is None."""
+
+    @abstractmethod
+    def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
+        """output: T[counts[rank]] becomes our part of the root's data: T[sum(counts)]; elsewhere data is None."""
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        call: Call,
+        output: Array,
+        data: Array,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Part i of output: T[sum(output_counts)] becomes the part of rank i's data that is for us.
+
+        Raises:
+            Disagreement: what we expect of a rank is not what it sends us; every rank gets it.
+        """
+
+    @abstractmethod
+    def barrier(self, call: Call, timeout_s: float) -> None:
+        """Return when every rank has come."""
+
+    @abstractmethod
+    def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
+        """Send data: T[any] to a rank; returns when `data` may be changed. Messages of one tag arrive in order.
+
+        May be called at the same time as any other method, from any thread.
+
+        Raises:
+            Disagreement: the receiver expects another size or dtype, and we still waited for it.
+        """
+
+    @abstractmethod
+    def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
+        """Fill data: T[any] with the next message of a rank with this tag; -1 = of any rank. Its rank (position).
+
+        Raises:
+            Disagreement: the message has another size or dtype; it is dropped.
+        """
+
+    @abstractmethod
+    def abort(self, error: AxonError) -> None:
+        """End everything that is pending or comes later with `error`. Any thread; the first error counts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything, on this rank only. Harmless when repeated; no call may be under way."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counters: bytes copied, sent and received, waits."""
+        return {}

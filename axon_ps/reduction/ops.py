@@ -1,0 +1,125 @@
+"""Reductions of flat arrays in any dtype: what every backend and the servers' collectives combine with.
+
+Owns: what a `ReduceOp` means for a dtype. Refuses: to know who contributes; the caller brings the order.
+
+Invariants:
+- Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so results do not depend on who computes them.
+- bf16 and f16 are combined in f32 and rounded once, at the end. Everything else is combined in its own type: integers
+  wrap around, a bool's sum is "or" and its product "and".
+- AVERAGE is the sum divided by the number of contributions; it needs a floating-point type.
+- MIN and MAX of a NaN are NaN.
+- The GIL is released in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import Array, DType, ReduceOp
+
+BLOCK_BYTES = 64 << 10
+"""How much of each array `reduce_into` works on at a time, so that sums stay in a core's cache."""
+
+_Ufunc = Callable[..., Any]
+_UFUNCS: dict[ReduceOp, _Ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_HALVES = (DType.BF16, DType.F16)
+
+
+def check(op: ReduceOp, dtype: DType) -> None:
+    """See that `op` has a meaning for `dtype`.
+
+    Raises:
+        InvalidRequest: it has none.
+    """
+    if op is ReduceOp.AVERAGE and not dtype.is_float:
+        raise InvalidRequest(f"the average of {dtype.value} is not defined; use SUM, or convert to a float type first")
+    if op in _BITWISE and dtype.is_float:
+        raise InvalidRequest(f"{op.value} of {dtype.value} is not defined; bitwise operations need integers or bool")
+
+
+def accumulator_dtype(dtype: DType) -> DType:
+    """The type in which `dtype` is combined: F32 for BF16 and F16, else itself."""
+    return DType.F32 if dtype in _HALVES else dtype
+
+
+def start(acc: Array, data: Array, dtype: DType) -> None:
+    """acc: A[m] becomes the first contribution data: T[m], A = `accumulator_dtype(dtype)`."""
+    if dtype in _HALVES:
+        _cast().decode(data, acc, dtype)
+    else:
+        np.copyto(acc, data)
+
+
+def accumulate(acc: Array, data: Array, op: ReduceOp, dtype: DType) -> None:
+    """acc: A[m] takes the next contribution data: T[m]."""
+    if dtype in _HALVES:
+        if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            _cast().accumulate(acc, data, dtype, False)
+            return
+        widened = np.empty_like(acc)
+        _cast().decode(data, widened, dtype)
+        data = widened
+    _UFUNCS[op](acc, data, out=acc)
+
+
+def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: int) -> None:
+    """out: T[m] becomes the result of `contributions` contributions combined in acc: A[m]; they may be one array."""
+    if op is ReduceOp.AVERAGE:
+        np.divide(acc, contributions, out=acc)
+    if dtype in _HALVES:
+        _cast().encode(acc, out, dtype)
+    elif out is not acc:
+        np.copyto(out, acc)
+
+
+def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType) -> None:
+    """out: T[m] becomes the reduction of the sources, T[m] each, in their order; `out` may be one of them.
+
+    Works in blocks of `BLOCK_BYTES`, so each array passes memory once.
+    """
+    if len(sources) == 1:
+        if out is not sources[0]:
+            np.copyto(out, sources[0])
+        return
+    block = max(1, BLOCK_BYTES // dtype.itemsize)
+    acc = np.empty(min(block, out.size), accumulator_dtype(dtype).numpy)
+    for begin in range(0, out.size, block):
+        end = min(begin + block, out.size)
+        _reduce_block(out[begin:end], [s[begin:end] for s in sources], op, dtype, acc[: end - begin])
+
+
+def _reduce_block(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType, acc: Array) -> None:
+    if dtype in _HALVES:
+        start(acc, sources[0], dtype)
+        for source in sources[1:]:
+            accumulate(acc, source, op, dtype)
+        finish(out, acc, op, dtype, len(sources))
+        return
+    combine = _UFUNCS[op]
+    combined = sources[0]
+    for source in sources[1:-1]:
+        combined = combine(combined, source, out=acc)
+    combine(combined, sources[-1], out=out)
+    if op is ReduceOp.AVERAGE:
+        np.divide(out, len(sources), out=out)
+
+
+def _cast() -> Any:
+    """The compiled casts; loading numba takes a while, and only bf16 and f16 need it."""
+    from axon_ps.compress import cast
+
+    return cast
