@@ -5,6 +5,11 @@ Note: [Nothing runs on after run]
     whatever reason, the coroutine is over: on a time-out or Ctrl-C it is cancelled and waited for, so the caller may
     reuse its arrays. The only exceptions are a coroutine that ignores its cancellation for `CANCEL_WAIT_S`, which is
     logged, and a second Ctrl-C.
+
+Note: [Locks and Ctrl-C]
+    A Ctrl-C that comes inside `threading.Event.wait`, between taking the event's inner lock and the `with` that would
+    give it back (both are Python code), leaves it taken, and whoever sets the event then waits for ever: here the loop
+    itself. So what the two threads share is a bare lock, which is taken and waited for in one step.
 """
 
 from __future__ import annotations
@@ -73,7 +78,7 @@ class BackgroundLoop:
         job = _Job(coro)
         try:
             self._schedule(job)
-            in_time = job.over.wait(timeout_s)
+            in_time = job.wait(timeout_s)
         except Closed:  # and so not scheduled
             coro.close()
             raise
@@ -82,7 +87,7 @@ class BackgroundLoop:
             raise
         if not in_time:
             self._abandon(job)
-            if not job.over.is_set() or job.was_cancelled:
+            if not job.is_over or job.was_cancelled:
                 raise Timeout(f"{job.name} was not done within {timeout_s:g} s")
         return job.outcome()
 
@@ -155,7 +160,7 @@ class BackgroundLoop:
             self._loop.call_soon_threadsafe(job.cancel)
         except RuntimeError:  # the loop was closed meanwhile, and with it the job
             return
-        if not job.over.wait(CANCEL_WAIT_S):
+        if not job.wait(CANCEL_WAIT_S):
             _logger.warning("%s ignores its cancellation and is left running", job.name)
 
 
@@ -164,20 +169,32 @@ class _Job(Generic[T]):
 
     def __init__(self, coro: Coroutine[Any, Any, T]) -> None:
         self.name = getattr(coro, "__qualname__", repr(coro))
-        self.over = threading.Event()
+        self.is_over = False
+        self._going_on = threading.Lock()  # See Note: [Locks and Ctrl-C]
+        self._going_on.acquire()
         self._coro = coro
         self._task: asyncio.Task[T] | None = None
 
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._coro)
-        self._task.add_done_callback(lambda _: self.over.set())
+        self._task.add_done_callback(lambda _: self._finish())
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it is over; False when that takes longer."""
+        if not self.is_over and self._going_on.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            self._going_on.release()
+        return self.is_over
 
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
         else:  # the loop's callbacks run in order: it was never asked to start
             self._coro.close()
-            self.over.set()
+            self._finish()
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self._going_on.release()
 
     @property
     def was_cancelled(self) -> bool:

@@ -174,6 +174,8 @@ CTRL_C = """
 import asyncio, os, signal, sys, threading
 from axon_ps.transport.loop import BackgroundLoop
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+
 async def wait():
     print("running", flush=True)
     try:
@@ -193,13 +195,15 @@ print(loop.run(one()), flush=True)
 
 
 def test_ctrl_c_cancels_the_coroutine_and_leaves_the_loop_usable() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    command = [sys.executable, "-c", CTRL_C]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert out == "cancelled\ninterrupted\n1\n"
     assert err == ""
     assert process.returncode == 0
