@@ -70,16 +70,29 @@ class Peers:
             Timeout: something did not become known in time.
             Closed: the connections were closed.
         """
-        while self._spec is None or not self._num_servers:
+        while self._spec is None:
             if deadline.passed:
-                missing = "the job's layout" if self._spec is None else "its shard servers"
-                raise Timeout(f"{missing} did not become known within {deadline.timeout_s:g} s")
+                raise Timeout(f"the job's layout did not become known within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
-        self._check_open()
+        num_servers = await self.num_servers(deadline)
         units = len(self._spec.layout.units)
         if not 0 <= unit < units:
             raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
-        return self._spec, self._spec.plan(self._num_servers).slices[unit]
+        return self._spec, self._spec.plan(num_servers).slices[unit]
+
+    async def num_servers(self, deadline: Deadline) -> int:
+        """How many shard servers the job has, once it was complete.
+
+        Raises:
+            Timeout: it was not in time.
+            Closed: the connections were closed.
+        """
+        while not self._num_servers:
+            if deadline.passed:
+                raise Timeout(f"the job's shard servers did not become known within {deadline.timeout_s:g} s")
+            await self.wait(deadline.remaining())
+        self._check_open()
+        return self._num_servers
 
     async def stub(self, server: int, lane: int, deadline: Deadline) -> Stub:
         """How to reach a shard server, once it is a member.

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
+from axon_ps.shard import collective_servicer
 from axon_ps.shard.shell import ShardShell
 from axon_ps.shard.transfers import RESUME_KEY
 from axon_ps.types import WIRE_DTYPES, Array, DType
@@ -109,11 +110,15 @@ class ShardServicer:
             message = await context.read()
         return shard_pb2.UploadReply(complete=complete)
 
+    async def collective(self, context: Context) -> None:
+        """A worker's part in one collective or message of a group."""
+        await collective_servicer.serve(self._shell.collectives, context)
+
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
         if request.context.job != self._shell.job:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
-        return shard_pb2.StatsReply(values=self._engine.statistics())
+        return shard_pb2.StatsReply(values=self._engine.statistics() | self._shell.collectives.engine.statistics())
 
     def _count(self, direction: str, message: bytes) -> None:
         counters = self._engine.counters

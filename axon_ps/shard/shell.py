@@ -20,6 +20,7 @@ from axon_ps.coordinator.events import Event, JobState, RestoreOrder, SessionLos
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, StepAborted
 from axon_ps.shard import snapshot
 from axon_ps.shard.apply import ApplyPool, Hold, SnapshotGate
+from axon_ps.shard.collective_shell import CollectiveShell
 from axon_ps.shard.engine import Push, ShardEngine
 from axon_ps.shard.waiters import Waiters
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
@@ -61,6 +62,7 @@ class ShardShell:
 
     Attributes:
         engine: the state.
+        collectives: what workers do together here; nothing of it concerns the parameters.
         reports: the way to the coordinator; set before the first event.
         failure: set when this server cannot go on; the server ends with it.
     """
@@ -68,6 +70,7 @@ class ShardShell:
     def __init__(self, job: str, threads: int | None = None) -> None:
         self.job = job
         self.engine = ShardEngine()
+        self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._membership: Membership | None = None
@@ -86,6 +89,7 @@ class ShardShell:
 
     async def close(self) -> None:
         """End the threads; unfinished snapshots fail."""
+        self.collectives.close()
         self._gate.close()
         if self.failure.done():
             self.failure.exception()
@@ -119,6 +123,7 @@ class ShardShell:
     def _on_membership(self, membership: Membership) -> None:
         self._membership = membership
         self._workers = {m.incarnation: m for m in membership.workers}
+        self.collectives.on_membership(membership)
         if membership.generation > self.engine.generation:
             self.engine.membership(membership.generation, membership.step, membership.version, membership.num_replicas)
             for task in self._pushing:

@@ -7,7 +7,7 @@ A servicer is any object with one coroutine method per RPC, named in snake case 
     client stream   async def reduce_scatter(self, context) -> reply           reads with `await context.read()`
     both            async def session(self, context) -> None                   until it gives `EOF`
 
-`Chunk` messages pass as raw bytes in both directions (see `wire.frames`); everything else as protobuf messages. What a
+Bulk messages pass as raw bytes in both directions (see `wire.frames`); everything else as protobuf messages. What a
 servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
 logged with its traceback, and arrives as `InternalError`. A servicer may say what it answers before the first message
 with `await context.send_initial_metadata(...)`.
@@ -42,11 +42,11 @@ from axon_ps.transport import channels
 from axon_ps.transport.security import token_metadata
 from axon_ps.transport.status import error_of, status_of
 from axon_ps.transport.stream import EOF, Stream
-from axon_ps.wire.v1 import common_pb2
+from axon_ps.wire.frames import BULK_MESSAGES
 
 __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"]
 
-RAW_MESSAGES: Final = frozenset({common_pb2.Chunk.DESCRIPTOR.full_name})
+RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in BULK_MESSAGES)
 """Messages that servicers and stubs see as their encoded bytes."""
 
 _logger = logging.getLogger(__name__)

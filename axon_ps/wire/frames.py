@@ -1,10 +1,13 @@
-"""Bulk chunks: valid `Chunk` messages, written and read without the protobuf library touching the payload.
+"""Bulk chunks: valid messages, written and read without the protobuf library touching the payload.
 
-Owns the two conversions `encode_chunk` and `decode_chunk`, and `payload_array`, which checks a payload before anybody
-uses it. Refuses what is not a `Chunk` with `InvalidRequest`.
+Owns the two conversions `encode_chunk` and `decode_chunk`, and `payload_array` and `elements`, which check a payload
+before anybody uses it. Refuses what is not such a message with `InvalidRequest`.
+
+Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
 Note: [The payload comes last]
-    `payload` has the highest field number of `Chunk`, and protobuf's own encoders write fields in ascending order. So
+    `payload` has the highest field number of a bulk message, the same one in all of them, and protobuf's own encoders
+    write fields in ascending order. So
     the encoding of a whole chunk is the encoding of its small fields, then the payload's tag, its length and its
     bytes. We let protobuf encode the small fields and join the rest: one copy of the payload, the one that makes the
     message. Reading is the reverse and copies nothing: walk over the small fields, give protobuf what lies before the
@@ -17,7 +20,7 @@ Note: [The payload comes last]
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -25,7 +28,13 @@ from google.protobuf.message import DecodeError
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_from_proto
-from axon_ps.wire.v1 import common_pb2
+from axon_ps.wire.v1 import collective_pb2, common_pb2
+
+BulkMessage = common_pb2.Chunk | collective_pb2.CollectiveChunk
+Bulk = TypeVar("Bulk", common_pb2.Chunk, collective_pb2.CollectiveChunk)
+
+BULK_MESSAGES: Final[tuple[type[BulkMessage], ...]] = (common_pb2.Chunk, collective_pb2.CollectiveChunk)
+"""What is written and read here; servicers and stubs see their encoded bytes."""
 
 Payload = bytes | bytearray | memoryview | Array
 """What may be sent as a payload: anything contiguous; its bytes go out as they are."""
@@ -38,7 +47,7 @@ _WALK_FIELDS: Final = 32
 """More fields than this before the payload are left to the protobuf library (ours has ten)."""
 
 
-def encode_chunk(header: common_pb2.Chunk, payload: Payload | None) -> bytes:
+def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
     """The encoding of `header` with `payload` in it, in one copy of the payload.
 
     See Note: [The payload comes last].
@@ -64,21 +73,30 @@ def encode_chunk(header: common_pb2.Chunk, payload: Payload | None) -> bytes:
 
 
 def decode_chunk(data: bytes) -> tuple[common_pb2.Chunk, memoryview]:
-    """The header of an encoded chunk (payload unset) and a view of its payload, which keeps `data` alive.
+    """The header of an encoded `Chunk` (payload unset) and a view of its payload, which keeps `data` alive.
 
     See Note: [The payload comes last].
 
     Raises:
         InvalidRequest: `data` is not an encoded `Chunk`.
     """
+    return decode_bulk(common_pb2.Chunk, data)
+
+
+def decode_bulk(kind: type[Bulk], data: bytes) -> tuple[Bulk, memoryview]:
+    """The header of an encoded message of `kind` (payload unset) and a view of its payload, which keeps `data` alive.
+
+    Raises:
+        InvalidRequest: `data` is not an encoded message of that kind.
+    """
     start = _payload_start(data)
     try:
         if start is not None:
             body_start, tag_start = start
-            return common_pb2.Chunk.FromString(data[:tag_start]), memoryview(data)[body_start:]
-        header = common_pb2.Chunk.FromString(data)
+            return kind.FromString(data[:tag_start]), memoryview(data)[body_start:]
+        header = kind.FromString(data)
     except DecodeError as error:
-        raise InvalidRequest(f"{len(data)} bytes received are not a Chunk message: {error}") from error
+        raise InvalidRequest(f"{len(data)} bytes received are not a {kind.DESCRIPTOR.name} message: {error}") from error
     payload = memoryview(header.payload)
     header.ClearField("payload")
     return header, payload
@@ -102,7 +120,18 @@ def payload_array(header: common_pb2.Chunk, payload: memoryview, max_numel: int)
     if payload.nbytes != needed:
         what = "an absent chunk" if header.absent else f"a chunk of {header.numel} elements of {dtype.value}"
         raise InvalidRequest(f"{what} has a payload of {payload.nbytes} bytes; it must have {needed}")
-    if dtype is DType.BOOL and needed and int(np.frombuffer(payload, np.uint8).max()) > 1:
+    return elements(payload, dtype)
+
+
+def elements(payload: memoryview, dtype: DType) -> Array:
+    """A payload as a read-only 1-D array, without a copy; bf16 as uint16. Its length is the caller's to check.
+
+    Raises:
+        InvalidRequest: it is no whole number of elements, or a bool is neither 0 nor 1.
+    """
+    if payload.nbytes % dtype.itemsize:
+        raise InvalidRequest(f"a payload of {payload.nbytes} bytes is no whole number of {dtype.value} elements")
+    if dtype is DType.BOOL and payload.nbytes and int(np.frombuffer(payload, np.uint8).max()) > 1:
         raise InvalidRequest("a chunk of bool holds bytes other than 0 and 1")
     return np.frombuffer(payload, dtype.numpy)
 

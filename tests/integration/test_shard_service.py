@@ -709,7 +709,7 @@ def test_stats_over_the_wire() -> None:
             await j.upload(FIRST)
             operator = changed(j, incarnation="")
             values = await j.groups[0].stats(0, context=operator)
-            assert values == j.shells[0].engine.statistics()
+            assert values == j.shells[0].engine.statistics() | j.shells[0].collectives.engine.statistics()
             assert values["master_bytes"] == 4 * 3900
             with pytest.raises(PermissionDenied):
                 await j.groups[0].stats(0, context=changed(j, job="other"))

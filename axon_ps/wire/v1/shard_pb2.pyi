@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import collective_pb2 as _collective_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -1,0 +1,86 @@
+"""What the ranks of a group ask for together, in words that can be compared and shown.
+
+Owns: `Operation`, `Call` and the error for ranks that disagree. Both ends need them: the backends that make the calls,
+and the shard servers that see whether all ranks make the same one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_ps.errors import Disagreement
+from axon_ps.types import DType, ReduceOp
+
+
+class Operation(enum.Enum):
+    """What the ranks of a group do together."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective as one rank describes it; equal on every rank. See Note: [Agreement].
+
+    Attributes:
+        sequence: how many collectives this group did before.
+        operation: which one.
+        dtype: element type.
+        counts: ALL_REDUCE, REDUCE, BROADCAST: (elements,). ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER: elements of
+            each rank's part, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has counts of its
+            own; the sender's and the receiver's are compared pair by pair).
+        op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
+        root: REDUCE, BROADCAST, GATHER, SCATTER: which rank (position in the group); else -1.
+    """
+
+    sequence: int
+    operation: Operation
+    dtype: DType = DType.U8
+    counts: tuple[int, ...] = ()
+    op: ReduceOp | None = None
+    root: int = -1
+
+    def __str__(self) -> str:
+        """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": what messages say."""
+        words = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
+        if self.operation is Operation.BARRIER:
+            return words
+        if self.operation is Operation.ALL_TO_ALL:
+            return f"{words} of {self.dtype.value}"
+        counts = set(self.counts)
+        if len(self.counts) == 1:
+            numel = str(self.counts[0])
+        elif len(counts) == 1:
+            numel = f"{len(self.counts)} x {self.counts[0]}"
+        else:
+            shown = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
+            numel = f"({shown})"
+        words += f" of {numel} {self.dtype.value}"
+        if self.root >= 0:
+            words += f" {'to' if self.operation in (Operation.REDUCE, Operation.GATHER) else 'from'} rank {self.root}"
+        return words
+
+
+def disagreement(calls: Mapping[int, str], what: str) -> Disagreement:
+    """The error for ranks that asked for different things.
+
+    Args:
+        calls: by world rank, what it asked for, in words (`str(call)`).
+        what: which call of which group: "call 17 of group 'default'".
+    """
+    ranks_by_call: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(calls):
+        ranks_by_call[calls[rank]].append(rank)
+    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
+    return Disagreement(f"the ranks disagree on {what}: {said}; every rank must make the same calls in the same order")

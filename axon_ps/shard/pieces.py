@@ -1,0 +1,180 @@
+"""How a collective is spread over shard servers, and in what pieces its data travels. Pure; both ends compute it alike.
+
+    shape legend: n = ranks of the group, k = shard servers of the job, m = shares of the operation, m <= k
+
+An operation has m shares. Share j is performed by server (home + j) mod k, where `home` depends on the group's name
+and the number of the call only: ranks that disagree about anything else still meet there, and share 0 judges.
+
+What is reduced or broadcast as a whole is one part; else part r belongs to rank r. Of every part, share j has the j-th
+of m nearly equal ranges: so every rank talks to all m servers from the first moment to the last, in both directions,
+and no card of theirs waits for another. A rank's *uploads* on a share are cut into pieces; the first and last of
+them are smaller, since the way back starts when the first piece is complete and ends a piece after the way there. A
+rank that sends several parts sends pieces of them in turns, so that nobody gets all of his at the end.
+
+Invariants:
+- Reductions: all ranks upload the same pieces in the same order.
+- No piece crosses the border of a part.
+- An all-to-all has a share on every server, since no rank knows how large it is for the others.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from axon_ps.reduction.call import Call, Operation
+
+PIECE_BYTES = 1 << 19
+"""A piece's size, in the middle of a stream."""
+
+SMALL_PIECE_BYTES = 1 << 16
+"""A piece's size at its beginning and end."""
+
+TAPER_BYTES = 1 << 18
+"""How much of a stream's beginning and end travels in small pieces."""
+
+SHARE_BYTES = 1 << 17
+"""An operation gets another share for every so many bytes: opening a stream costs as much as sending these."""
+
+REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
+"""Operations in which every rank contributes to every element."""
+
+_WHOLE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
+_EVERYBODY = frozenset((Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.BROADCAST))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [begin, end) of part `part`."""
+
+    part: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One rank's part in one share of a collective.
+
+    Attributes:
+        call: what all ranks agree on.
+        rank: whose.
+        world_size: n.
+        share: which share.
+        shares: m.
+        input_counts: ALL_TO_ALL: elements for each rank.
+        output_counts: ALL_TO_ALL: elements from each rank.
+    """
+
+    call: Call
+    rank: int
+    world_size: int
+    share: int
+    shares: int
+    input_counts: tuple[int, ...] = ()
+    output_counts: tuple[int, ...] = ()
+
+    def uploads(self) -> list[Piece]:
+        """The pieces that the rank sends, in order. `part` is whom they are for, or of, as `segments` says."""
+        return list(_cut(self._segments(), self.call.dtype.itemsize))
+
+    def download_numel(self) -> int:
+        """Elements that the rank gets back: never its own data, except reduced."""
+        call, rank = self.call, self.rank
+        match call.operation:
+            case Operation.ALL_REDUCE:
+                return self._numel(call.counts[0])
+            case Operation.REDUCE:
+                return self._numel(call.counts[0]) if rank == call.root else 0
+            case Operation.BROADCAST:
+                return self._numel(call.counts[0]) if rank != call.root else 0
+            case Operation.REDUCE_SCATTER:
+                return self._numel(call.counts[rank])
+            case Operation.SCATTER:
+                return self._numel(call.counts[rank]) if rank != call.root else 0
+            case Operation.ALL_GATHER:
+                return sum(self._numel(count) for source, count in enumerate(call.counts) if source != rank)
+            case Operation.GATHER if rank == call.root:
+                return sum(self._numel(count) for source, count in enumerate(call.counts) if source != rank)
+            case Operation.ALL_TO_ALL:
+                return sum(self._numel(count) for source, count in enumerate(self.output_counts) if source != rank)
+        return 0
+
+    def recipients(self, piece: Piece) -> Sequence[int]:
+        """Who gets a piece that this rank uploads, or what becomes of it."""
+        call = self.call
+        match call.operation:
+            case Operation.ALL_REDUCE:
+                return range(self.world_size)
+            case Operation.BROADCAST | Operation.ALL_GATHER:
+                return [r for r in range(self.world_size) if r != self.rank]
+            case Operation.REDUCE | Operation.GATHER:
+                return (call.root,)
+            case _:
+                return (piece.part,)
+
+    def _segments(self) -> Iterator[tuple[int, int, int]]:
+        """Part, begin and end of what the rank sends, in order."""
+        call, rank = self.call, self.rank
+        match call.operation:
+            case Operation.ALL_REDUCE | Operation.REDUCE:
+                yield (0, *self._range(call.counts[0]))
+            case Operation.BROADCAST if rank == call.root:
+                yield (0, *self._range(call.counts[0]))
+            case Operation.ALL_GATHER:
+                yield (rank, *self._range(call.counts[rank]))
+            case Operation.GATHER if rank != call.root:
+                yield (rank, *self._range(call.counts[rank]))
+            case Operation.REDUCE_SCATTER:
+                for part, count in enumerate(call.counts):
+                    yield (part, *self._range(count))
+            case Operation.SCATTER if rank == call.root:
+                for part, count in enumerate(call.counts):
+                    if part != rank:
+                        yield (part, *self._range(count))
+            case Operation.ALL_TO_ALL:
+                for distance in range(1, self.world_size):  # everybody begins with another one
+                    part = (rank + distance) % self.world_size
+                    yield (part, *self._range(self.input_counts[part]))
+
+    def _range(self, count: int) -> tuple[int, int]:
+        return count * self.share // self.shares, count * (self.share + 1) // self.shares
+
+    def _numel(self, count: int) -> int:
+        begin, end = self._range(count)
+        return end - begin
+
+
+def shares_of(call: Call, num_servers: int) -> int:
+    """On how many of `num_servers` servers a collective is spread."""
+    if call.operation is Operation.ALL_TO_ALL:
+        return num_servers
+    total_bytes = sum(call.counts) * call.dtype.itemsize
+    return max(1, min(num_servers, total_bytes // SHARE_BYTES))
+
+
+def home_of(group: str, number: int, num_servers: int) -> int:
+    """The server that performs share 0 of call `number` of a group, or keeps the mail of its rank `number`."""
+    return (zlib.crc32(group.encode()) + number) % num_servers
+
+
+def pieces_of(numel: int, itemsize: int) -> list[Piece]:
+    """A whole array in pieces, as it travels between two ranks."""
+    return list(_cut([(0, 0, numel)], itemsize))
+
+
+def _cut(segments: Iterable[tuple[int, int, int]], itemsize: int) -> Iterator[Piece]:
+    """Pieces of parts in turns: whoever gets a part gets it from the beginning to the end of the operation."""
+    left = deque(s for s in segments if s[1] < s[2])
+    small, large, taper = SMALL_PIECE_BYTES // itemsize, PIECE_BYTES // itemsize, TAPER_BYTES // itemsize
+    total, done = sum(end - begin for _, begin, end in left), 0
+    while left:
+        part, begin, end = left.popleft()
+        size = large if done >= taper and total - done >= taper + large else small
+        stop = min(begin + size, end)
+        yield Piece(part, begin, stop)
+        done += stop - begin
+        if stop < end:
+            left.append((part, stop, end))

@@ -1,0 +1,185 @@
+"""One worker of the collectives benchmark: the same operations over gloo, or over the shard servers.
+
+Started by collectives_netns.py. For every operation rank 0 prints READY before the timed rounds and DONE after them,
+and waits for a line on its standard input each time, so that the parent reads counters while nobody works. The last
+line of every rank is its result as JSON: seconds of every round, by operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one system gives: every operation on ready buffers, and a barrier."""
+
+    rank: int
+    operations: dict[str, Callable[[], None]]
+    barrier: Callable[[], None]
+    close: Callable[[], None]
+
+
+def gloo(numel: int) -> Side:
+    """torch.distributed's gloo."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole, part = torch.full((numel,), float(rank + 1)), torch.full((numel // size,), float(rank + 1))
+    out, mine = torch.empty(numel), torch.empty(numel // size)
+
+    def all_reduce() -> None:
+        dist.all_reduce(whole)
+        assert float(whole[0]) == float(whole[-1]) >= size
+
+    def all_gather() -> None:
+        dist.all_gather_into_tensor(out, part)
+        assert float(out[-1]) == size
+
+    def reduce_scatter() -> None:
+        dist.reduce_scatter_tensor(mine, whole)
+        assert float(mine[0]) == float(mine[-1]) >= size
+
+    return Side(
+        rank,
+        {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter},
+        dist.barrier,
+        dist.destroy_process_group,
+    )
+
+
+def axon(numel: int) -> Side:
+    """The gRPC backend of axon_ps, without a World: its calls and nothing else."""
+    from itertools import count
+
+    from axon_ps.collectives.backend import Call, GroupContext, Operation
+    from axon_ps.collectives.environment import worker_config
+    from axon_ps.collectives.grpc_backend import GrpcBackend, GrpcCalls
+    from axon_ps.coordinator.client import CoordinatorClient
+    from axon_ps.shard.collective_client import CollectiveClient
+    from axon_ps.transport.loop import BackgroundLoop
+    from axon_ps.types import DType, Membership, ReduceOp, Role
+
+    config, size, loop = worker_config(os.environ), int(os.environ["WORLD_SIZE"]), BackgroundLoop()
+
+    def on_event(event: object) -> None:
+        if isinstance(event, Membership):
+            client.set_members(event)
+
+    coordinator = CoordinatorClient(
+        config.coordinator,
+        job=config.job,
+        role=Role.WORKER,
+        node=config.node,
+        security=config.security,
+        requested_rank=config.rank,
+        world_size=size,
+        on_event=on_event,
+    )
+
+    async def make() -> CollectiveClient:
+        return CollectiveClient(config.security, coordinator.context)
+
+    client = loop.run(make())
+    loop.run(coordinator.start(TIMEOUT_S))
+    while coordinator.membership is None or not coordinator.membership.complete:
+        time.sleep(0.01)
+    members = coordinator.membership.workers
+    rank = coordinator.rank
+    context = GroupContext(
+        name="bench",
+        rank=rank,
+        ranks=tuple(range(size)),
+        members=members,
+        store=None,  # type: ignore[arg-type]  # this backend needs none
+    )
+    backend = GrpcBackend(context, GrpcCalls(loop=loop, client=client))
+    sequence = count()
+    whole, part = np.full(numel, rank + 1.0, np.float32), np.full(numel // size, rank + 1.0, np.float32)
+    out, mine = np.empty(numel, np.float32), np.empty(numel // size, np.float32)
+    parts = (numel // size,) * size
+
+    def call(operation: Operation, counts: tuple[int, ...] = (), op: ReduceOp | None = None) -> Call:
+        return Call(sequence=next(sequence), operation=operation, dtype=DType.F32, counts=counts, op=op)
+
+    def all_reduce() -> None:
+        backend.all_reduce(call(Operation.ALL_REDUCE, (numel,), ReduceOp.SUM), whole, TIMEOUT_S)
+        assert float(whole[0]) == float(whole[-1]) >= size
+
+    def all_gather() -> None:
+        backend.all_gather(call(Operation.ALL_GATHER, parts), out, part, TIMEOUT_S)
+        assert float(out[-1]) == size
+
+    def reduce_scatter() -> None:
+        backend.reduce_scatter(call(Operation.REDUCE_SCATTER, parts, ReduceOp.SUM), mine, whole, TIMEOUT_S)
+        assert float(mine[0]) == float(mine[-1]) >= size
+
+    def close() -> None:
+        backend.close()
+        loop.run(client.close())
+        loop.run(coordinator.close("done"))
+        loop.close()
+
+    return Side(
+        rank,
+        {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter},
+        lambda: backend.barrier(call(Operation.BARRIER), TIMEOUT_S),
+        close,
+    )
+
+
+def ask(side: Side, word: str) -> None:
+    """Everybody stops; the parent is told `word` and says when to go on."""
+    side.barrier()
+    if side.rank == 0:
+        print(word, flush=True)
+        sys.stdin.readline()
+    side.barrier()
+
+
+def timed(side: Side, do: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds of every round on this rank, all ranks starting together."""
+    times_s = []
+    for _ in range(rounds):
+        side.barrier()
+        begin_s = time.perf_counter()
+        do()
+        times_s.append(round(time.perf_counter() - begin_s, 4))
+    return times_s
+
+
+def main() -> None:
+    """Run one worker to its end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=("gloo", "axon"))
+    parser.add_argument("--mib", type=int, default=64, help="of the larger buffer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    options = parser.parse_args()
+    side = {"gloo": gloo, "axon": axon}[options.side]((options.mib << 20) // 4)
+    result = {}
+    for name in OPERATIONS:
+        timed(side, side.operations[name], options.warmup)
+        ask(side, "READY")
+        result[name] = timed(side, side.operations[name], options.rounds)
+        ask(side, "DONE")
+    side.close()
+    print(json.dumps({"rank": int(os.environ["RANK"]), "times_s": result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
