@@ -1,0 +1,111 @@
+"""Registered arrays: memory of this process that the other processes of the host map, so that nothing is copied there.
+
+Owns: which ranges of our memory are segments. Refuses: to know groups; an array serves in every group of the process.
+
+A segment lives as long as an array (or a torch tensor, or any view) over it. Afterwards the groups tell their members
+at the next large collective, who let go of their mappings.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import Busy
+from axon_ps.transport.shared_memory import Segment, SegmentAddress, move_mapping
+from axon_ps.types import Array, DType
+
+
+@dataclass(eq=False)
+class Range:
+    """One segment of ours: where it lies here, and where others find it."""
+
+    base: int
+    address: SegmentAddress
+
+
+class Registry:
+    """The registered memory of a process. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: list[Range] = []  # by base
+        self._bases: list[int] = []
+        # Filled by the garbage collector, which may come while we hold the lock; emptied when we next look.
+        self._dead: deque[Range] = deque()
+        self._freed: list[int] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, *, directory: str = "") -> Array:
+        """A new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
+
+        Raises:
+            Busy: there is not enough memory; the message has the bytes needed and available.
+        """
+        numel = math.prod(shape)
+        segment = Segment.create(max(1, numel * dtype.itemsize), directory=directory)
+        entry = Range(segment.base(), segment.address)
+        with self._lock:
+            self._sweep()
+            at = bisect.bisect(self._bases, entry.base)
+            self._bases.insert(at, entry.base)
+            self._ranges.insert(at, entry)
+        weakref.finalize(segment.memory, self._dead.append, entry).atexit = False
+        return np.frombuffer(segment.memory, dtype.numpy, numel).reshape(shape)
+
+    def find(self, address: int, size_bytes: int) -> Range | None:
+        """The segment in which that range of our memory lies, if it does."""
+        if not self._bases:
+            return None
+        with self._lock:
+            self._sweep()
+            at = bisect.bisect(self._bases, address) - 1
+            if at < 0:
+                return None
+            entry = self._ranges[at]
+            return entry if address + size_bytes <= entry.base + entry.address.size_bytes else None
+
+    def withdraw(self, address: int, size_bytes: int) -> None:
+        """Take the memory under an array from the other processes; the array stays where it is, with what it holds.
+
+        After a collective that failed: a peer that was stopped in the middle may go on much later, and write what
+        nobody expects any more. It does so in memory that is no longer ours.
+        """
+        entry = self.find(address, size_bytes)
+        if entry is None:
+            return
+        with self._lock, contextlib.suppress(Busy):  # without memory for a copy there is no more to be done
+            old = entry.address
+            segment = Segment.create(old.size_bytes)
+            move_mapping(entry.base, old.fd, segment)
+            entry.address = segment.address
+            os.close(old.fd)
+            self._freed.append(old.inode)
+
+    def freed(self) -> list[int]:
+        """The inodes of all segments that are no more, oldest first."""
+        if self._dead:
+            with self._lock:
+                self._sweep()
+        return self._freed
+
+    def _sweep(self) -> None:
+        while self._dead:
+            entry = self._dead.popleft()
+            at = bisect.bisect(self._bases, entry.base) - 1
+            while self._ranges[at] is not entry:  # its address may be in use again
+                at -= 1
+            del self._bases[at], self._ranges[at]
+            os.close(entry.address.fd)
+            self._freed.append(entry.address.inode)
+
+
+registry = Registry()
+"""The registered memory of this process."""

@@ -1,0 +1,177 @@
+"""One rank of `collectives.py`: does what the parent says and reports how long it took.
+
+    collectives_rank.py ADDRESS axon RANK N DIRECTORY    axon_ps, registered axon_ps, gloo and memcpy in one process
+    collectives_rank.py ADDRESS mpi                      Open MPI, started by mpirun
+
+The parent listens on a unix socket; a rank that waits for its word uses no processor.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client
+from typing import Any
+
+import numpy as np
+
+Operation = Callable[[], object]
+TIMEOUT_S = 120.0
+
+
+class AxonRank:
+    """axon_ps and gloo over the same arrays; registered ones beside them."""
+
+    def __init__(self, rank: int, n: int, directory: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from axon_ps.collectives.backend import GroupContext
+        from axon_ps.collectives.shm import SharedMemoryBackend
+        from axon_ps.types import Member, Role
+
+        torch.set_num_threads(1)
+        self.rank, self.n, self.torch, self.dist = rank, n, torch, dist
+        store = dist.FileStore(f"{directory}/store", n)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
+        members = tuple(Member(role=Role.WORKER, rank=r, incarnation=f"{r:032x}", node="here") for r in range(n))
+        context = GroupContext(
+            name="bench", rank=rank, ranks=tuple(range(n)), members=members, store=_Store(dist.PrefixStore("a", store))
+        )
+        self.backend = SharedMemoryBackend(context)
+        self.sequence = 0
+
+    def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
+        """What can be measured with a full buffer of that size, by system and operation."""
+        from axon_ps.collectives.backend import Call
+        from axon_ps.collectives.backend import Operation as Op
+        from axon_ps.types import DType, ReduceOp
+
+        torch, dist, n, backend = self.torch, self.dist, self.n, self.backend
+        numel = max(1, size_bytes // 4)
+        share = numel // n
+        counts = (share,) * n
+
+        def call(operation: Any, counts: tuple[int, ...], op: Any = None) -> Call:
+            self.sequence += 1
+            return Call(sequence=self.sequence - 1, operation=operation, dtype=DType.F32, counts=counts, op=op)
+
+        def ours(full: Any, part: Any) -> dict[str, Operation]:
+            parts = full[: share * n]
+            made = {
+                "all_reduce": lambda: backend.all_reduce(call(Op.ALL_REDUCE, (numel,), ReduceOp.SUM), full, TIMEOUT_S)
+            }
+            if share:
+                made["all_gather"] = lambda: backend.all_gather(call(Op.ALL_GATHER, counts), parts, part, TIMEOUT_S)
+                made["reduce_scatter"] = lambda: backend.reduce_scatter(
+                    call(Op.REDUCE_SCATTER, counts, ReduceOp.SUM), part, parts, TIMEOUT_S
+                )
+            return made
+
+        # numpy's memory for every system, Open MPI included: it asks for huge pages, which torch's does not.
+        full, part, copy = (torch.from_numpy(np.zeros(m, np.float32) + 0) for m in (numel, max(1, share), numel))
+        registered = backend.empty_shared((numel,), DType.F32), backend.empty_shared((share,), DType.F32)
+        parts = full[: share * n]
+        gloo: dict[str, Operation] = {"all_reduce": lambda: dist.all_reduce(full)}
+        if share:
+            pieces = list(parts.chunk(n))
+            gloo["all_gather"] = lambda: dist.all_gather(pieces, part)
+            gloo["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, parts)
+        mine = part.numpy()[:share]
+        result: dict[tuple[str, str], Operation] = {("gloo", op): f for op, f in gloo.items()}
+        result |= {("axon", op): f for op, f in ours(full.numpy(), mine).items()}
+        result |= {("registered", op): f for op, f in ours(*registered).items()}
+        result["memcpy", "all_reduce"] = lambda: copy.copy_(full)
+        return result
+
+    def barrier(self) -> None:
+        """All ranks are here."""
+        from axon_ps.collectives.backend import Call, Operation
+
+        self.sequence += 1
+        self.backend.barrier(Call(sequence=self.sequence - 1, operation=Operation.BARRIER), TIMEOUT_S)
+
+    def close(self) -> None:
+        """Leave both groups."""
+        self.backend.close()
+        self.dist.destroy_process_group()
+
+
+class _Store:
+    """torch's store as ours."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        self._store.wait([key], timedelta(seconds=timeout_s))
+        return bytes(self._store.get(key))
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+
+class MpiRank:
+    """Open MPI through mpi4py."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.mpi, self.comm = MPI, MPI.COMM_WORLD
+        self.n = self.comm.Get_size()
+
+    def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
+        """As `AxonRank.prepare`."""
+        numel = max(1, size_bytes // 4)
+        share = numel // self.n
+        full, part = np.zeros(numel, np.float32) + 0, np.zeros(max(1, share), np.float32) + 0
+        parts, mine = full[: share * self.n], part[:share]
+        made: dict[tuple[str, str], Operation] = {
+            ("openmpi", "all_reduce"): lambda: self.comm.Allreduce(self.mpi.IN_PLACE, full)
+        }
+        if share:
+            made["openmpi", "all_gather"] = lambda: self.comm.Allgather(mine, parts)
+            made["openmpi", "reduce_scatter"] = lambda: self.comm.Reduce_scatter_block(parts, mine)
+        return made
+
+    def barrier(self) -> None:
+        """All ranks are here."""
+        self.comm.Barrier()
+
+    def close(self) -> None:
+        """Nothing to leave; mpi4py does it."""
+
+
+def main() -> None:
+    """Obey until the parent hangs up."""
+    address, system, *rest = sys.argv[1:]
+    rank: Any = MpiRank() if system == "mpi" else AxonRank(int(rest[0]), int(rest[1]), rest[2])
+    prepared: dict[tuple[str, str], Operation] = {}
+    with Client(address, "AF_UNIX") as parent:
+        parent.send("ready")
+        while (word := parent.recv()) is not None:
+            if word[0] == "prepare":
+                prepared.clear()
+                prepared = rank.prepare(word[1])
+                parent.send(list(prepared))
+                continue
+            _, system, op, repetitions, warm = word
+            operation = prepared[system, op]
+            for _ in range(warm):
+                operation()
+            rank.barrier()
+            began, cpu = time.perf_counter(), time.process_time()
+            for _ in range(repetitions):
+                operation()
+            parent.send(((time.perf_counter() - began) / repetitions, (time.process_time() - cpu) / repetitions))
+            rank.barrier()
+    rank.close()
+
+
+if __name__ == "__main__":
+    main()

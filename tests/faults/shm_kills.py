@@ -1,0 +1,118 @@
+"""200 random kills of ranks that share memory: `make soak`, about a minute.
+
+Each round forks 2 to 4 ranks, which do collectives and messages on ordinary and on registered arrays, and kills one of
+them, several, or all with SIGKILL, at a random moment from before they met to long after. Whoever is left has to say
+within a second who died, and afterwards nothing may be left: no file in /dev/shm, no process, no key in the store
+unless its first rank died before it could clear it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+
+from axon_ps.collectives.backend import Operation
+from axon_ps.collectives.shm import SharedMemoryBackend
+from axon_ps.errors import AxonError
+from axon_ps.types import DType, ReduceOp
+from shm_worker import DirectoryStore, Rank, context
+
+
+def work(path: str, rank: int, n: int, numel: int, registered: bool, direct: bool, told: Connection) -> None:
+    """Collectives and messages without end; reports the error that ends them."""
+    try:
+        backend = SharedMemoryBackend(context(DirectoryStore(Path(path)), rank, n, timeout_s=5.0), direct=direct)
+        me = Rank(backend, registered)
+        data, other = (me.array(np.ones(numel, np.float32), DType.F32) for _ in range(2))
+        while True:
+            backend.all_reduce(me.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.MAX), data, 20.0)
+            turns = [
+                lambda: backend.send(data, DType.F32, (rank + 1) % n, 1, 20.0),
+                lambda: backend.recv(other, DType.F32, (rank - 1) % n, 1, 20.0),
+            ]
+            for turn in turns if rank == 0 else reversed(turns):
+                turn()
+            backend.broadcast(me.call(Operation.BROADCAST, DType.F32, (numel,), root=n - 1), data, 20.0)
+    except AxonError as error:
+        told.send((type(error).__name__, str(error), time.monotonic()))
+
+
+def one_round(chance: random.Random) -> str:
+    """One group and its deaths; returns what went wrong, "" when nothing did."""
+    n = chance.randint(2, 4)
+    numel = chance.choice([10, 50_000, 1_000_000])
+    registered, direct = chance.random() < 0.5, chance.random() < 0.7
+    victims = chance.sample(range(n), chance.choice([1, 1, 1, n]))
+    fork = multiprocessing.get_context("fork")
+    pipes: list[tuple[Any, Any]] = [fork.Pipe(duplex=False) for _ in range(n)]
+    with tempfile.TemporaryDirectory() as path:
+        ranks = [
+            fork.Process(target=work, args=(path, r, n, numel, registered, direct, pipes[r][1]), daemon=True)
+            for r in range(n)
+        ]
+        for process in ranks:
+            process.start()
+        time.sleep(chance.choice([0.0, 0.02, 0.1]) + chance.uniform(0, 0.1))
+        killed_at = time.monotonic()
+        for rank in victims:
+            os.kill(ranks[rank].pid or 0, signal.SIGKILL)
+        wrong = ""
+        for rank, process in enumerate(ranks):
+            if rank in victims:
+                process.join(10)
+                continue
+            reader = pipes[rank][0]
+            if not reader.poll(10):
+                wrong = f"rank {rank} of {n} heard nothing in 10 s"
+                process.kill()
+                continue
+            name, text, at = reader.recv()
+            process.join(10)
+            if name == "MemberLost" and (at - killed_at > 1.0 or f"rank {10 + victims[0]}" not in text):
+                wrong = f"rank {rank} of {n} after {at - killed_at:.2f} s: {text}"
+            elif name not in ("MemberLost", "Timeout", "Unreachable"):  # the last two: it died before they met
+                wrong = f"rank {rank} of {n}: {name}: {text}"
+        if not wrong and 0 not in victims and os.listdir(path):
+            wrong = f"left in the store: {os.listdir(path)}"
+    for pair in pipes:
+        for end in pair:
+            end.close()
+    return wrong
+
+
+def main() -> int:
+    """Run all rounds; 1 when anything went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    before, wrong = set(os.listdir("/dev/shm")), []
+    began = time.monotonic()
+    for i in range(arguments.rounds):
+        said = one_round(random.Random(arguments.seed + i))
+        left = set(os.listdir("/dev/shm")) - before
+        if said or left:
+            wrong.append({"seed": arguments.seed + i, "what": said, "left in /dev/shm": sorted(left)})
+            print(json.dumps(wrong[-1]), flush=True)
+    print(
+        f"{arguments.rounds} rounds in {time.monotonic() - began:.0f} s, {len(wrong)} went wrong; /dev/shm is as before"
+    )
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

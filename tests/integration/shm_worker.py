@@ -1,0 +1,367 @@
+"""One rank of a group on this host, for the tests of the shared-memory backend.
+
+    shm_worker.py DIRECTORY RANK N SCENARIO OPTIONS_AS_JSON
+
+The ranks meet in a directory. A scenario is a function of this module; what it returns is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from axon_ps.collectives.backend import Call, GroupContext, Operation
+from axon_ps.collectives.shm import SharedMemoryBackend
+from axon_ps.errors import AxonError, MemberLost, Timeout
+from axon_ps.reduction import ops
+from axon_ps.types import Array, DType, Member, ReduceOp, Role
+
+TIMEOUT_S = 30.0
+
+
+class DirectoryStore:
+    """A `Store` of files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _file(self, key: str) -> Path:
+        return self.path / key.replace("/", "%")
+
+    def put(self, key: str, value: bytes) -> None:
+        aside = self.path / f"aside-{os.getpid()}-{threading.get_ident()}"
+        aside.write_bytes(value)
+        aside.rename(self._file(key))
+
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        deadline, nap = time.monotonic() + timeout_s, threading.Event()
+        while True:
+            try:
+                return self._file(key).read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise Timeout(f"nobody stored {key}") from None
+                nap.wait(0.002)
+
+    def delete(self, key: str) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+
+def context(store: Any, rank: int, n: int, *, name: str = "test", timeout_s: float = TIMEOUT_S) -> GroupContext:
+    """World ranks are ten more than positions, so that messages show which of the two they name."""
+    members = tuple(Member(role=Role.WORKER, rank=10 + r, incarnation=f"{r:032x}", node="here") for r in range(n))
+    return GroupContext(
+        name=name, rank=rank, ranks=tuple(m.rank for m in members), members=members, store=store, timeout_s=timeout_s
+    )
+
+
+class Rank:
+    """The backend of one rank, with the calls counted, and an oracle for their results."""
+
+    def __init__(self, backend: SharedMemoryBackend, registered: bool = False) -> None:
+        self.backend, self.registered = backend, registered
+        self.rank, self.n = backend.rank, backend.world_size
+        self.calls = 0
+
+    def call(self, operation: Operation, dtype: DType, counts: tuple[int, ...] = (), **rest: Any) -> Call:
+        self.calls += 1
+        return Call(sequence=self.calls - 1, operation=operation, dtype=dtype, counts=counts, **rest)
+
+    def values(self, rank: int, numel: int, dtype: DType, salt: int = 0) -> Array:
+        """What a rank contributes: every rank can make everybody's."""
+        random = np.random.default_rng(1000 * salt + rank)
+        if dtype is DType.BOOL:
+            return random.integers(0, 2, numel).astype(np.bool_)
+        if dtype is DType.BF16:
+            return (random.standard_normal(numel).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        if dtype.is_float:
+            return random.standard_normal(numel).astype(dtype.numpy)
+        return random.integers(0, 100, numel).astype(dtype.numpy)
+
+    def array(self, values: Array, dtype: DType) -> Array:
+        """The values where this rank keeps its arrays."""
+        array = self.backend.empty_shared(values.shape, dtype) if self.registered else np.empty_like(values)
+        array[:] = values
+        return array
+
+    def reduced(self, numel: int, op: ReduceOp, dtype: DType, salt: int = 0) -> Array:
+        out = np.empty(numel, dtype.numpy)
+        ops.reduce_into(out, [self.values(r, numel, dtype, salt) for r in range(self.n)], op, dtype)
+        return out
+
+
+def same(what: str, got: Array, expected: Array) -> None:
+    if got.tobytes() != expected.tobytes():
+        raise AssertionError(f"{what}: {got[:8]}... is not {expected[:8]}...")
+
+
+def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
+    """Every collective once, against the oracle, to the bit."""
+    b, me, n = rank.backend, rank.rank, rank.n
+    root = numel % n
+    what = f"{dtype.value}[{numel}] {op.value}, {n} ranks"
+    data = rank.array(rank.values(me, numel, dtype), dtype)
+    b.all_reduce(rank.call(Operation.ALL_REDUCE, dtype, (numel,), op=op), data, TIMEOUT_S)
+    same(f"all_reduce {what}", data, rank.reduced(numel, op, dtype))
+
+    data = rank.array(rank.values(me, numel, dtype), dtype)
+    b.reduce(rank.call(Operation.REDUCE, dtype, (numel,), op=op, root=root), data, TIMEOUT_S)
+    same(f"reduce {what}", data, rank.reduced(numel, op, dtype) if me == root else rank.values(me, numel, dtype))
+
+    data = rank.array(rank.values(me, numel, dtype), dtype)
+    b.broadcast(rank.call(Operation.BROADCAST, dtype, (numel,), root=root), data, TIMEOUT_S)
+    same(f"broadcast {what}", data, rank.values(root, numel, dtype))
+
+    counts = tuple(numel // n + (3 * r if numel else 0) for r in range(n))
+    begins = [0, *itertools.accumulate(counts)]
+    everything = np.concatenate([rank.values(r, counts[r], dtype) for r in range(n)])
+    mine = slice(begins[me], begins[me + 1])
+    for in_place in (False, True):
+        output = rank.array(np.zeros_like(everything), dtype)
+        data = rank.array(rank.values(me, counts[me], dtype), dtype)
+        if in_place:
+            output[mine] = data
+            data = output[mine]
+        b.all_gather(rank.call(Operation.ALL_GATHER, dtype, counts), output, data, TIMEOUT_S)
+        same(f"all_gather {what}", output, everything)
+
+        data = rank.array(rank.values(me, begins[-1], dtype), dtype)
+        part = data[mine] if in_place else rank.array(np.zeros(counts[me], dtype.numpy), dtype)
+        b.reduce_scatter(rank.call(Operation.REDUCE_SCATTER, dtype, counts, op=op), part, data, TIMEOUT_S)
+        same(f"reduce_scatter {what}", part, rank.reduced(begins[-1], op, dtype)[mine])
+
+    output = rank.array(np.zeros_like(everything), dtype) if me == root else None
+    data = rank.array(rank.values(me, counts[me], dtype), dtype)
+    b.gather(rank.call(Operation.GATHER, dtype, counts, root=root), output, data, TIMEOUT_S)
+    if output is not None:
+        same(f"gather {what}", output, everything)
+
+    data = rank.array(everything, dtype)
+    part = rank.array(np.zeros(counts[me], dtype.numpy), dtype)
+    b.scatter(rank.call(Operation.SCATTER, dtype, counts, root=root), part, data if me == root else None, TIMEOUT_S)
+    same(f"scatter {what}", part, everything[mine])
+
+    # Rank i sends (i + 2 j) % 5 sevenths of its array to rank j.
+    sent = [[(i + 2 * j) % 5 * numel // 7 for j in range(n)] for i in range(n)]
+    data = rank.array(rank.values(me, sum(sent[me]), dtype), dtype)
+    received = [sent[i][me] for i in range(n)]
+    output = rank.array(np.zeros(sum(received), dtype.numpy), dtype)
+    b.all_to_all(rank.call(Operation.ALL_TO_ALL, dtype), output, data, received, sent[me], TIMEOUT_S)
+    parts = [rank.values(i, sum(sent[i]), dtype)[sum(sent[i][:me]) :][: sent[i][me]] for i in range(n)]
+    same(f"all_to_all {what}", output, np.concatenate(parts))
+
+    b.barrier(rank.call(Operation.BARRIER, DType.U8), TIMEOUT_S)
+    peer, source = (me + 1) % n, (me - 1) % n
+    data, output = rank.array(rank.values(me, numel, dtype), dtype), rank.array(np.zeros(numel, dtype.numpy), dtype)
+    if n > 1:
+        turns = [lambda: b.send(data, dtype, peer, 7, TIMEOUT_S), lambda: b.recv(output, dtype, source, 7, TIMEOUT_S)]
+        for turn in turns if me % 2 == 0 else reversed(turns):
+            turn()
+        same(f"send and recv {what}", output, rank.values(source, numel, dtype))
+
+
+def everything(rank: Rank, options: dict[str, Any]) -> Any:
+    """All dtypes, sizes around every border, all operations."""
+    for dtype in map(DType, options["dtypes"]):
+        for numel in options["numels"]:
+            check_all(rank, dtype, numel, ReduceOp.SUM)
+    for op in map(ReduceOp, options["ops"]):
+        dtype = DType.I32 if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) else DType.F32
+        check_all(rank, dtype, options["numels"][-1], op)
+        if dtype is DType.F32:
+            check_all(rank, DType.BF16, 13, op)
+    return rank.backend.statistics()
+
+
+def all_reduce(rank: Rank, data: Array, timeout_s: float = TIMEOUT_S) -> None:
+    rank.backend.all_reduce(rank.call(Operation.ALL_REDUCE, DType.F32, (data.size,), op=ReduceOp.MAX), data, timeout_s)
+
+
+def failing(what: Callable[[], object]) -> dict[str, Any]:
+    """What a call raises, and after how long."""
+    began = time.monotonic()
+    try:
+        what()
+    except AxonError as error:
+        return {"error": type(error).__name__, "text": str(error), "waited_s": time.monotonic() - began}
+    return {"error": None, "waited_s": time.monotonic() - began}
+
+
+def kill(rank: Rank, options: dict[str, Any]) -> Any:
+    """All-reduce until a rank is killed, at a random moment; the others say after how long they knew, and what."""
+    data = rank.array(np.ones(options["numel"], np.float32), DType.F32)
+    if rank.rank == options["victim"]:
+        threading.Timer(options["after_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        told = failing(lambda: all_reduce(rank, data))
+        if told["error"]:
+            return {**told, "again": failing(lambda: all_reduce(rank, data[:1]))}
+
+
+def disagree(rank: Rank, options: dict[str, Any]) -> Any:
+    """The last rank asks for something else, small and large, again and again; then all agree again."""
+    b, odd, told = rank.backend, rank.rank == rank.n - 1, []
+    for numel in (4, 50_000):
+        data = np.full(numel, float(rank.rank), np.float32)
+        before = data.copy()
+        for change in ({"op": ReduceOp.MIN}, {"dtype": DType.I32}, {"counts": (numel - 1,)}, {"sequence": 99}):
+            call = rank.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.SUM)
+            if odd:
+                call = replace(call, **change)
+            mine = data[: call.counts[0]].view(call.dtype.numpy)
+            told.append(failing(lambda call=call, mine=mine: b.all_reduce(call, mine, TIMEOUT_S)))
+        root = rank.call(Operation.BROADCAST, DType.F32, (numel,), root=1 if odd else 0)
+        told.append(failing(lambda root=root, data=data: b.broadcast(root, data, TIMEOUT_S)))
+        call = rank.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.SUM)
+        if odd:
+            told.append(failing(lambda call=call: b.barrier(replace(call, operation=Operation.BARRIER, counts=()), 9)))
+        else:
+            told.append(failing(lambda call=call, data=data: b.all_reduce(call, data, TIMEOUT_S)))
+        inputs = [numel] * rank.n
+        outputs = [numel + int(odd and r == 0) for r in range(rank.n)]
+        parts = np.zeros(sum(inputs), np.float32), np.zeros(sum(outputs), np.float32)
+        call = rank.call(Operation.ALL_TO_ALL, DType.F32)
+        told.append(failing(lambda c=call, p=parts, o=outputs, i=inputs: b.all_to_all(c, p[1], p[0], o, i, TIMEOUT_S)))
+        same("after disagreements", data, before)
+        all_reduce(rank, data)
+        same("agreeing again", data, np.full(numel, float(rank.n - 1), np.float32))
+    small, large = np.zeros(4, np.float32), np.zeros(100_000, np.float32)
+    for data in (small, large):
+        if rank.rank == 0:
+            outcome = failing(lambda data=data: b.send(data, DType.F32, 1, 3, TIMEOUT_S))
+        elif rank.rank == 1:
+            outcome = failing(lambda data=data: b.recv(data[1:], DType.F32, 0, 3, TIMEOUT_S))
+        else:
+            continue
+        if not (rank.rank == 0 and data is small):  # an eager message has long left
+            told.append(outcome)
+    return told
+
+
+def late(rank: Rank, options: dict[str, Any]) -> Any:
+    """The last rank never comes; the others name it, once by its own timeout and then at once."""
+    if rank.rank == rank.n - 1:
+        time.sleep(options["timeout_s"] * 1.5)
+        return failing(lambda: all_reduce(rank, np.zeros(4, np.float32)))
+    first = failing(lambda: all_reduce(rank, np.zeros(options["numel"], np.float32), options["timeout_s"]))
+    return {**first, "again": failing(lambda: all_reduce(rank, np.zeros(4, np.float32)))}
+
+
+def late_recv(rank: Rank, options: dict[str, Any]) -> Any:
+    """A message that nobody sends."""
+    if rank.rank:
+        return failing(lambda: rank.backend.barrier(rank.call(Operation.BARRIER, DType.U8), TIMEOUT_S))
+    return failing(lambda: rank.backend.recv(np.zeros(4, np.float32), DType.F32, 1, 0, options["timeout_s"]))
+
+
+def abort(rank: Rank, options: dict[str, Any]) -> Any:
+    """Rank 0 aborts from another thread while all wait, some in a collective and some in a recv."""
+    clock = 0.0
+
+    def end() -> None:
+        nonlocal clock
+        clock = time.monotonic()
+        rank.backend.abort(MemberLost("rank 77 has left the job"))
+
+    if rank.rank == 0:
+        threading.Timer(0.2, end).start()
+    if rank.rank == rank.n - 1:
+        told = failing(lambda: rank.backend.recv(np.zeros(4, np.float32), DType.F32, -1, 0, TIMEOUT_S))
+    else:
+        told = failing(lambda: all_reduce(rank, np.zeros(4, np.float32)))
+    return {**told, "at": time.monotonic(), "aborted_at": clock}
+
+
+def messages(rank: Rank, options: dict[str, Any]) -> Any:
+    """Messages of many sizes and tags from two threads, received out of order, beside a stream of collectives."""
+    b, me, n = rank.backend, rank.rank, rank.n
+    sizes = [1, 100, 3000, 40_000, 200_000]
+
+    def payload(source: int, tag: int, i: int) -> Array:
+        return np.full(sizes[i % len(sizes)], 1000 * source + 100 * tag + i, np.int64)
+
+    def post(tag: int) -> None:
+        for i in range(options["count"]):
+            for to in range(n):
+                if to != me:
+                    b.send(payload(me, tag, i), DType.I64, to, tag, TIMEOUT_S)
+
+    def take(tag: int) -> None:
+        for i in range(options["count"]):
+            for source in reversed(range(n)):
+                if source != me:
+                    out = np.zeros(sizes[i % len(sizes)], np.int64)
+                    assert b.recv(out, DType.I64, source, tag, TIMEOUT_S) == source
+                    same(f"message {i} of {source}", out, payload(source, tag, i))
+
+    with ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(turn, tag) for tag in (1, 2) for turn in (post, take)]
+        for size in (3, 50_000) * options["count"]:
+            data = np.full(size, float(me), np.float32)
+            all_reduce(rank, data)
+            same("all_reduce beside messages", data, np.full(size, float(n - 1), np.float32))
+        for future in done:
+            future.result()
+    if me:
+        b.send(np.array([me], np.int32), DType.I32, 0, 9, TIMEOUT_S)
+        return None
+    who, came = np.zeros(1, np.int32), set()
+    for _ in range(n - 1):
+        source = b.recv(who, DType.I32, -1, 9, TIMEOUT_S)
+        assert source == who[0]
+        came.add(source)
+    return sorted(came)
+
+
+def registered_memory(rank: Rank, options: dict[str, Any]) -> Any:
+    """How many shared mappings there are while a registered array is in use, and after it has gone."""
+
+    def mappings() -> int:
+        return sum("memfd:axon_ps" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    data = rank.array(np.full(100_000, float(rank.rank), np.float32), DType.F32)
+    if options["only"] in (-1, rank.rank):
+        all_reduce(rank, data)
+        result = data
+    else:
+        result = data.copy()
+        all_reduce(rank, result)
+    same("registered", result, np.full(data.size, float(rank.n - 1), np.float32))
+    during = mappings()
+    del data, result
+    for _ in range(2):  # the first tells, the second knows
+        all_reduce(rank, np.zeros(100_000, np.float32))
+    return {"before": before, "during": during, "after": mappings(), "read": rank.backend.statistics()["bytes_read"]}
+
+
+def main() -> None:
+    directory, rank, n, scenario, options = sys.argv[1:]
+    given = json.loads(options)
+    result: Any = None
+    try:
+        backend = SharedMemoryBackend(
+            context(DirectoryStore(Path(directory)), int(rank), int(n)), **given.get("backend", {})
+        )
+    except AxonError as error:
+        result = {"error": type(error).__name__, "text": str(error)}
+    else:
+        result = globals()[scenario](Rank(backend, given.get("registered", False)), given)
+        backend.close()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
