@@ -161,16 +161,11 @@ def gather_together(numel: int) -> tuple[dict[str, float], dict[str, float]]:
     """In a worker process: gather with the others; the shard server's counters before and after."""
     with World.init() as world:
         worker = Ours(world, numel, DType.F32)
-        before = server_statistics(world)
+        before = world.server_statistics(0)
         world.barrier("begin")
         worker.gather()
         world.barrier("end")
-        return before, server_statistics(world)
-
-
-def server_statistics(world: World) -> dict[str, float]:
-    """The shard server's counters."""
-    return world._loop.run(world._shards.stats(0, context=world._coordinator.context))
+        return before, world.server_statistics(0)
 
 
 def measure(total_mib: int, dtype: DType, rounds: int, chunk_numel: int) -> list[dict[str, Any]]:

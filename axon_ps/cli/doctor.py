@@ -58,6 +58,7 @@ def examine(settings: Settings) -> list[Finding]:
         *(Finding(f"${name}", value) for name, value in environment_report().items()),
         _security(settings),
         _coordinator(settings.coordinator),
+        *_hangs(settings),
     ]
 
 
@@ -141,3 +142,11 @@ def _coordinator(address: str) -> Finding:
             return Finding("coordinator", f"{address} accepts connections")
     except OSError as error:
         return Finding("coordinator", address, f"nobody answers there: {error}")
+
+
+def _hangs(settings: Settings) -> Iterator[Finding]:
+    if settings.coordinator:
+        from axon_ps.cli.hangs import findings
+
+        for problem in findings(settings):
+            yield Finding("a collective hangs", "", problem)

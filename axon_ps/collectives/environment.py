@@ -30,6 +30,7 @@ class WorkerConfig:
         local_world_size: workers of this node.
         node: name of the host or container; workers of one node share it.
         security: token and certificates.
+        backend: name of the backend of the default group, or "auto" = by where the workers are.
     """
 
     coordinator: str
@@ -40,14 +41,15 @@ class WorkerConfig:
     local_world_size: int = 1
     node: str = field(default_factory=socket.gethostname)
     security: Security = field(default_factory=Security)
+    backend: str = "auto"
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
     """Read a worker's configuration from environment variables.
 
     `AXON_PS_COORDINATOR` ("host:port"), or `MASTER_ADDR` and `MASTER_PORT`; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
-    `LOCAL_WORLD_SIZE`; `AXON_PS_JOB`, `AXON_PS_NODE`, `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`, `AXON_PS_TLS_CA`,
-    `AXON_PS_TLS_CERT`, `AXON_PS_TLS_KEY`. Under Open MPI its own rank variables are understood.
+    `LOCAL_WORLD_SIZE`; `AXON_PS_JOB`, `AXON_PS_NODE`, `AXON_PS_BACKEND`, `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`,
+    `AXON_PS_TLS_CA`, `AXON_PS_TLS_CERT`, `AXON_PS_TLS_KEY`. Under Open MPI its own rank variables are understood.
 
     Raises:
         ConfigurationError: a variable is missing or malformed; the message names it.
@@ -64,6 +66,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
         local_rank=_integer(env, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), 0, least=0),
         local_world_size=_integer(env, ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), 1, least=1),
         node=env.get("AXON_PS_NODE") or socket.gethostname(),
+        backend=env.get("AXON_PS_BACKEND") or "auto",
         security=Security(
             token=_token(env),
             ca_file=env.get("AXON_PS_TLS_CA", ""),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from axon_ps.collectives.work import Work
+from axon_ps.collectives.work import LoopWork, Work
 from axon_ps.coordinator.client import (
     CoordinatorClient,
     Event,
@@ -283,7 +283,7 @@ class StepClient:
             self.timeout_s,
         )
 
-    def gather(self, unit: int, out: Array, *, begin: int = 0, end: int | None = None) -> Work[int]:
+    def gather(self, unit: int, out: Array, *, begin: int = 0, end: int | None = None) -> LoopWork[int]:
         """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
 
         Args:
@@ -306,7 +306,7 @@ class StepClient:
             begin=begin,
             end=end,
         )
-        return Work(self._loop, self._explained(gather), f"gathering unit {unit}")
+        return LoopWork(self._loop, self._explained(gather), f"gathering unit {unit}")
 
     async def _explained(self, call: Coroutine[Any, Any, T]) -> T:
         """A call whose time-out says what the job is waiting for, if it is."""
@@ -317,7 +317,7 @@ class StepClient:
                 raise
             raise Timeout(f"{error}; the job is waiting for {self._membership.waiting_for}") from error
 
-    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Work[int]:
+    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> LoopWork[int]:
         """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
 
         Args:
@@ -332,7 +332,7 @@ class StepClient:
 
         After an error: `out` holds anything; gather the unit in the ordinary way.
         """
-        return Work(
+        return LoopWork(
             self._loop,
             self._shards.gather_ahead(
                 unit,
@@ -356,7 +356,7 @@ class StepClient:
 
         After an error: the step cannot commit; `vote` says so.
         """
-        return Work(self._loop, self._push(unit, grad, ticket, done), f"pushing unit {unit}")
+        return LoopWork(self._loop, self._push(unit, grad, ticket, done), f"pushing unit {unit}")
 
     async def _push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None) -> None:
         task = asyncio.current_task()

@@ -1,10 +1,16 @@
-"""`Work`: a handle on something that goes on in the background."""
+"""`Work`: a handle on something that goes on in the background, and the two places where such things go on.
+
+`LoopWork` is a coroutine on the background loop (streams to servers). `Lane` is a thread of its own that does one call
+after the other (collectives of a group), started when the first call cannot be done by its caller.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from axon_ps.errors import Closed, Timeout
@@ -14,33 +20,16 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """A coroutine under way on the background loop.
-
-    `wait` may be called from any thread and any number of times.
+    """Something under way. `wait` may be called from any thread and any number of times.
 
     Args:
-        loop: where it runs.
-        coroutine: what to do; started at once.
+        future: what it will come to.
         what: for error messages ("gathering unit 3").
     """
 
-    def __init__(self, loop: BackgroundLoop, coroutine: Coroutine[Any, Any, T], what: str) -> None:
-        self._loop = loop
-        self._what = what
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelled = False
-        try:
-            self._future = loop.submit(self._run(coroutine))
-        except Closed:
-            coroutine.close()
-            raise
-
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        self._task = asyncio.current_task()
-        if self._cancelled:
-            coroutine.close()
-            raise asyncio.CancelledError
-        return await coroutine
+    def __init__(self, future: concurrent.futures.Future[T], what: str) -> None:
+        self._future = future
+        self.what = what
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until it is done and return its result.
@@ -58,10 +47,10 @@ class Work(Generic[T]):
             if self._future.done():
                 raise
             raise Timeout(
-                f"{self._what} is not done after {timeout_s} s; it goes on, wait again or cancel it"
+                f"{self.what} is not done after {timeout_s} s; it goes on, wait again or cancel it"
             ) from error
         except concurrent.futures.CancelledError as error:
-            raise Closed(f"{self._what} was cancelled") from error
+            raise Closed(f"{self.what} was cancelled") from error
 
     def is_completed(self) -> bool:
         """Whether it ended, well or not."""
@@ -73,6 +62,37 @@ class Work(Generic[T]):
             return None
         return self._future.exception()
 
+    def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
+        """Call `callback(self)` when it has ended, on the thread that ends it; at once if it has."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+
+class LoopWork(Work[T]):
+    """A coroutine under way on the background loop.
+
+    Args:
+        loop: where it runs.
+        coroutine: what to do; started at once.
+        what: for error messages.
+    """
+
+    def __init__(self, loop: BackgroundLoop, coroutine: Coroutine[Any, Any, T], what: str) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+        try:
+            super().__init__(loop.submit(self._run(coroutine)), what)
+        except Closed:
+            coroutine.close()
+            raise
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        self._task = asyncio.current_task()
+        if self._cancelled:
+            coroutine.close()
+            raise asyncio.CancelledError
+        return await coroutine
+
     def cancel(self) -> None:
         """Stop it and block until it has stopped, so that its buffers are free; what was sent stays sent."""
         self._cancelled = True
@@ -83,3 +103,83 @@ class Work(Generic[T]):
     async def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
+
+
+class Lane:
+    """Does calls one after the other, in the order they were given: in the caller's thread when nothing is before it.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._mutex = threading.Condition()
+        self._running = threading.Lock()
+        self._queue: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Do it and return its result, after everything that was given before."""
+        with self._mutex:
+            alone = self._unfinished == 0 and not self._closed
+            if alone:
+                self._unfinished += 1
+                self._running.acquire()
+        if not alone:
+            return self.submit(call).result()
+        try:
+            return call()
+        finally:
+            self._running.release()
+            with self._mutex:
+                self._unfinished -= 1
+
+    def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Have it done by the lane's thread.
+
+        Raises:
+            Closed: the lane was closed.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._mutex:
+            if self._closed:
+                raise Closed(f"{self._name} was closed; nothing more can be done on it")
+            self._unfinished += 1
+            self._queue.append((future, call))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._mutex.notify()
+        return future
+
+    def close(self, timeout_s: float) -> None:
+        """Take nothing more; let what was given end, at most `timeout_s` seconds."""
+        with self._mutex:
+            self._closed = True
+            self._mutex.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._mutex:
+                self._mutex.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                future, call = self._queue.popleft()
+            try:
+                with self._running:
+                    result = call()
+            except BaseException as error:
+                self._finished()
+                future.set_exception(error)
+            else:
+                self._finished()
+                future.set_result(result)
+
+    def _finished(self) -> None:
+        with self._mutex:
+            self._unfinished -= 1

@@ -13,16 +13,26 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.collectives.environment import WorkerConfig, worker_config
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.groups import Groups
+from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
-from axon_ps.coordinator.client import CoordinatorClient
-from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
+from axon_ps.collectives.watch import key_of, watch
+from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
+from axon_ps.errors import Closed, GenerationChanged, InvalidRequest
 from axon_ps.shard.client import ShardGroup
+from axon_ps.shard.collective_client import CollectiveClient
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Membership, Role
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.mock_world import MockWorld
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
@@ -45,55 +55,25 @@ class CheckpointInfo:
     extra: Mapping[str, Any]
 
 
-class ProcessGroup:
-    """Some workers of the world, by rank.
+class JobStore:
+    """The job's key-value store as groups meet in it: `collectives.backend.Store`."""
 
-    Attributes:
-        ranks: their world ranks, ascending.
-    """
+    def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
 
-    def __init__(self, world: World, ranks: Sequence[int], name: str) -> None:
-        self._world = world
-        self._name = name
-        self.ranks = tuple(ranks)
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._timeout_s))
 
-    @property
-    def world(self) -> World:
-        """The world it belongs to."""
-        return self._world
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        """The value of a key as soon as there is one."""
+        return self._loop.run(self._coordinator.kv_wait(key, timeout_s=timeout_s))
 
-    @property
-    def rank(self) -> int:
-        """This worker's position in the group.
-
-        Raises:
-            Misuse: this worker is not a member.
-        """
-        if not self.contains(self._world.rank):
-            raise Misuse(
-                f"rank {self._world.rank} is not a member of group {self._name!r}, which has ranks {self.ranks}"
-            )
-        return self.ranks.index(self._world.rank)
-
-    @property
-    def world_size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
-    size = world_size
-
-    def contains(self, rank: int) -> bool:
-        """Whether a world rank is a member."""
-        return rank in self.ranks
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when every member has called it.
-
-        Raises:
-            Timeout: some have not; the message names them.
-        """
-        _ = self.rank
-        self._world._barrier(f"group/{self._name}", self.ranks, timeout_s)
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._timeout_s))
 
 
 class World:
@@ -102,7 +82,13 @@ class World:
     Args:
         config: how to join.
         timeout_s: default deadline of every operation, in seconds.
+
+    Attributes:
+        steps: this worker's half of the training steps.
+        recorder: the last collectives.
     """
+
+    _current: ClassVar[World | None] = None
 
     def __init__(self, config: WorkerConfig, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._config = config
@@ -118,9 +104,20 @@ class World:
             security=config.security,
             requested_rank=config.rank,
             world_size=config.world_size,
-            on_event=lambda event: self.steps.on_event(event),
+            on_event=self._on_event,
         )
+        self._collectives = CollectiveClient(config.security, self._coordinator.context)
         self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
+        self.recorder = Recorder()
+        self._groups = Groups(
+            self,
+            BackendMaker(self._make_grpc),
+            JobStore(self._loop, self._coordinator, timeout_s),
+            backend=config.backend,
+            timeout_s=timeout_s,
+            recorder=self.recorder,
+            incarnation=lambda: self._coordinator.incarnation,
+        )
 
     @classmethod
     def init(
@@ -153,6 +150,8 @@ class World:
             world.close()
             raise
         atexit.register(world.close)
+        World._current = world
+        world._loop.submit(world._watch())
         return world
 
     @property
@@ -202,8 +201,45 @@ class World:
 
     @property
     def default_group(self) -> ProcessGroup:
-        """All workers of the current generation."""
-        return ProcessGroup(self, [m.rank for m in self.membership.workers], "default")
+        """All workers of the current generation.
+
+        Raises:
+            MemberLost: the coordinator lost sight of this worker.
+            Closed: the world was closed.
+        """
+        self._limit(None)
+        return self._groups.default()
+
+    def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
+        """A group of some workers; every worker must call it, with the same world ranks.
+
+        Args:
+            ranks: world ranks, in the order they shall have in the group.
+            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the workers are.
+
+        Returns:
+            The group; on workers that are not in it one whose collectives raise `Misuse`.
+
+        Raises:
+            InvalidRequest: a rank is not there, or twice.
+            Disagreement: the workers gave different ranks.
+        """
+        group = self.default_group
+        if unknown := [r for r in ranks if not group.contains(r)]:
+            raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
+        return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
+
+    @staticmethod
+    def current() -> World | None:
+        """The world this process has joined last and not closed; None when there is none."""
+        return World._current
+
+    @staticmethod
+    def mock(world_size: int = 1) -> list[MockWorld]:
+        """Worlds of threads of this process, one for each: for tests and for trying things out."""
+        from axon_ps.collectives.mock_world import create_worlds
+
+        return create_worlds(world_size)
 
     def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
         """Return when every worker has called it.
@@ -235,6 +271,24 @@ class World:
         if self._closed:
             raise Closed("this World is closed; make another with World.init()")
         return self._timeout_s if timeout_s is None else timeout_s
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
+        return self.steps.statistics() | self.recorder.statistics()
+
+    def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
+        """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
+
+        Args:
+            server: its rank.
+            timeout_s: how long it may take to answer, in seconds.
+
+        Raises:
+            Unreachable: nobody answers.
+            Timeout: it did not answer in time, or is no member.
+        """
+        self._limit(None)
+        return self._loop.run(self._shards.stats(server, context=self._coordinator.context, timeout_s=timeout_s))
 
     # ------------------------------------------------------------------ the key-value store
 
@@ -336,7 +390,29 @@ class World:
         info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))
         return _info(info)
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ news, the end
+
+    def _on_event(self, event: Event) -> None:
+        self.steps.on_event(event)
+        if isinstance(event, Membership):
+            self._collectives.set_members(event)
+            self._groups.on_membership(event)
+        elif isinstance(event, SessionLost) and event.final:
+            self._groups.abort(event.error)
+
+    async def _watch(self) -> None:
+        key = key_of(self.rank)
+        await watch(
+            self.recorder,
+            self._config.node,
+            lambda report: self._coordinator.kv_put(key, report),
+            lambda: self._coordinator.kv_delete(key),
+        )
+
+    def _make_grpc(self, context: GroupContext) -> Backend:
+        from axon_ps.collectives.grpc_backend import GrpcBackend, GrpcCalls
+
+        return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._collectives))
 
     def close(self) -> None:
         """Leave the job. The others learn of it at once. Harmless when repeated."""
@@ -344,9 +420,13 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if World._current is self:
+            World._current = None
+        self._groups.close()
         try:
             self._loop.run(self._coordinator.close("closed by its owner"), 10.0)
             self._loop.run(self._shards.close(), 10.0)
+            self._loop.run(self._collectives.close(), 10.0)
         finally:
             self._loop.close()
 

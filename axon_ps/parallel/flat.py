@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from axon_ps.collectives.steps import StepClient, Ticket
-from axon_ps.collectives.work import Work
+from axon_ps.collectives.work import LoopWork
 from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.memory import BufferPool, Meter
@@ -91,11 +91,11 @@ class FlatUnit:
         self._absent = [self._nan.expand(p.shape) for p in unit.parameters]
         self._hide()  # what they held before is let go
         self._direct = device.type == "cpu" and TORCH_DTYPES[wire] == dtype and not resident
-        self._work: Work[int] | None = None
+        self._work: LoopWork[int] | None = None
         self._buffer: torch.Tensor | None = None
         self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._coming: tuple[int, int] | None = None  # of those under way
-        self._ahead: tuple[Work[int], torch.Tensor] | None = None  # those of an undecided step
+        self._ahead: tuple[LoopWork[int], torch.Tensor] | None = None  # those of an undecided step
         self._adopted = False  # whether what is under way was begun ahead
 
     @property

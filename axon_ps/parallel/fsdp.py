@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from axon_ps.collectives.world import ProcessGroup
+from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import hooks, materialize, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision

@@ -59,10 +59,7 @@ def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS
             model(torch.randn(BATCH, WIDTH)).square().mean().backward()
             assert optimizer.step().committed
         world.barrier("trained")
-        servers = [
-            world._loop.run(world._shards.stats(m.rank, context=world._coordinator.context))
-            for m in world.membership.shards
-        ]
+        servers = [world.server_statistics(m.rank) for m in world.membership.shards]
         world.barrier("measured")
         return {"worker": model.statistics(), "servers": servers}
 

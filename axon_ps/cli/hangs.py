@@ -1,0 +1,80 @@
+"""What hangs in a job, for `axon-ps doctor`: collectives that some workers wait in and others have not come to."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from axon_ps.cli.settings import Settings
+from axon_ps.collectives.watch import key_of
+from axon_ps.errors import AxonError
+
+_TIMEOUT_S = 5.0
+
+Reports = Mapping[int, Mapping[str, Any]]
+"""By worker rank, what `collectives.watch` told."""
+
+
+async def hanging(settings: Settings) -> list[str]:
+    """Ask the coordinator, and say who waits for whom; empty when nothing hangs. The coordinator must be there."""
+    from axon_ps.cli.operate import client
+
+    async with client(settings) as operator:
+        status = await operator.status(timeout_s=_TIMEOUT_S)
+        reports = {}
+        for member in status.membership.workers:
+            content = await operator.kv_get(key_of(member.rank), timeout_s=_TIMEOUT_S)
+            if content:
+                reports[member.rank] = json.loads(content)
+    return explain(reports, time.time())
+
+
+def explain(reports: Reports, now: float) -> list[str]:
+    """One paragraph per collective that hangs.
+
+    Args:
+        reports: of the workers that wait in one.
+        now: seconds since the epoch.
+    """
+    waiting: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+    for rank, report in sorted(reports.items()):
+        for entry in report["pending"]:
+            waiting[entry["group"], entry["sequence"]][rank] = entry
+    return [_explain_one(group, number, entries, reports, now) for (group, number), entries in sorted(waiting.items())]
+
+
+def _explain_one(
+    group: str, number: int, entries: Mapping[int, Mapping[str, Any]], reports: Reports, now: float
+) -> str:
+    ranks_by_call: dict[str, list[int]] = defaultdict(list)
+    for rank, entry in entries.items():
+        ranks_by_call[entry["call"]].append(rank)
+    first = next(iter(entries.values()))
+    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
+    since_s = now - min(e["started"] for e in entries.values())
+    text = f"call {number} of group {group!r} has waited for {since_s:.0f} s ({said})"
+    if missing := [r for r in first["ranks"] if r not in entries]:
+        text += f"; not there: {'; '.join(_where_is(r, group, reports) for r in missing)}"
+    return text
+
+
+def _where_is(rank: int, group: str, reports: Reports) -> str:
+    """What is known of a rank that has not come."""
+    report = reports.get(rank)
+    if report is None:
+        return f"rank {rank}, which waits in no collective"
+    elsewhere = [f"call {e['sequence']} of {e['group']!r}: {e['call']}" for e in report["pending"]]
+    return f"rank {rank}, which waits in {', '.join(elsewhere)}"
+
+
+def findings(settings: Settings) -> list[str]:
+    """`hanging`, or nothing when the coordinator cannot be asked: `doctor` says that in another line."""
+    import asyncio
+
+    try:
+        return asyncio.run(hanging(settings))
+    except AxonError:
+        return []

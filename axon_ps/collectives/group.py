@@ -1,0 +1,521 @@
+"""`ProcessGroup`: the collectives of some workers, on arrays of any kind.
+
+Owns: what shapes and dtypes a collective takes and gives; turning arrays into flat ones. Refuses: to move a byte; its
+`Backend`s do that, one for host memory and one, made when it is first needed, for device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from axon_ps.collectives import arrays
+from axon_ps.collectives.arrays import Flat
+from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation, disagreement
+from axon_ps.collectives.group_base import GroupBase
+from axon_ps.errors import InvalidRequest
+from axon_ps.reduction import ops as reduction
+from axon_ps.types import DType, ReduceOp
+
+ANY_SOURCE = -1
+_WORDS_BYTES = 256
+
+
+class ProcessGroup(GroupBase):
+    """Some workers of a job, in a fixed order. Ranks below are positions in the group; `ranks` has their world ranks.
+
+    Every collective takes a numpy, torch or cupy array of any layout and the dtypes f64 f32 f16 bf16 i64 i32 u8 bool;
+    all ranks must give the same shape (where not said otherwise) and dtype, and make their calls in the same order.
+    Each blocks, at most `timeout_s` seconds (the world's default if None), or with `async_op=True` returns a `Work`
+    whose `wait()` gives the result; the arrays must not be touched before that.
+
+    Every collective raises:
+
+        Disagreement: the ranks' calls differ; every rank is told who sent what, nothing was changed, and the group
+            can go on.
+        InvalidRequest: what this rank gave cannot be done. Nothing was sent: the other ranks still wait for this one.
+        MemberLost: a member has died or left.
+        Timeout: some members did not come; the message names them.
+        Misuse: this worker is not a member.
+        Closed: the group or the world was closed.
+
+    After an error: after `Disagreement` and `InvalidRequest` as said. After any other the group is over, and arrays
+    that results go to hold anything; make another group of the workers that are left.
+    """
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce(
+        self,
+        data: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """`data` (or `out`, if given; then `data` is only read) becomes the reduction of all ranks' data.
+
+        Returns:
+            The array that holds the result; with `async_op` a `Work` that gives it.
+        """
+        target, flat, source = self._target(data, out)
+        reduction.check(op, flat.dtype)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            if source is not None:
+                flat.array[...] = source.array
+            backend.all_reduce(call, flat.array, limit_s)
+            flat.finish()
+            return target
+
+        return self._collective(Operation.ALL_REDUCE, flat, (flat.array.size,), perform, timeout_s, async_op, op=op)
+
+    def reduce(
+        self,
+        data: Any,
+        root: int = 0,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """On the root, `data` becomes the reduction of all ranks' data; elsewhere it is only read.
+
+        Returns:
+            `data`; with `async_op` a `Work` that gives it.
+        """
+        is_root = self._checked_rank(root, "root") == self.rank
+        flat = arrays.flatten(data, writable=is_root)
+        reduction.check(op, flat.dtype)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.reduce(call, flat.array, limit_s)
+            if is_root:
+                flat.finish()
+            return data
+
+        numel = (flat.array.size,)
+        return self._collective(Operation.REDUCE, flat, numel, perform, timeout_s, async_op, op=op, root=root)
+
+    def broadcast(self, data: Any, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
+        """`data` becomes the root's data.
+
+        Returns:
+            `data`; with `async_op` a `Work` that gives it.
+        """
+        is_root = self._checked_rank(root, "root") == self.rank
+        flat = arrays.flatten(data, writable=not is_root)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.broadcast(call, flat.array, limit_s)
+            if not is_root:
+                flat.finish()
+            return data
+
+        numel = (flat.array.size,)
+        return self._collective(Operation.BROADCAST, flat, numel, perform, timeout_s, async_op, root=root)
+
+    def all_gather(
+        self,
+        data: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """All ranks' data, one after the other along the first dimension (a scalar counts as one row).
+
+        Args:
+            data: this rank's rows: [rows, ...]. It may be this rank's part of `out` (same memory).
+            out: where the result goes: [all rows, ...]; None = a new array.
+            counts: rows by rank; None = every rank has as many as this one.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            The array that holds the result; with `async_op` a `Work` that gives it.
+        """
+        flat = arrays.flatten(data, writable=False)
+        rows = self._counts(counts, flat.shape[0] if flat.shape else 1)
+        self._match_rows("data", flat, rows[self.rank])
+        out, result = self._out(out, data, flat, sum(rows))
+        width = _width(flat.shape)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.all_gather(call, result.array, flat.array, limit_s)
+            result.finish()
+            return out
+
+        numel = tuple(r * width for r in rows)
+        return self._collective(Operation.ALL_GATHER, flat, numel, perform, timeout_s, async_op)
+
+    def reduce_scatter(
+        self,
+        data: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """This rank's rows of the reduction of all ranks' data.
+
+        Args:
+            data: [rows, ...], the same shape on every rank; only read.
+            op: how to combine.
+            out: where the result goes: [this rank's rows, ...]; None = a new array. It may be its own part of `data`.
+            counts: rows by rank; None = as even as possible, the first ranks have one more (`numpy.array_split`).
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            The array that holds the result; with `async_op` a `Work` that gives it.
+        """
+        flat = arrays.flatten(data, writable=False)
+        reduction.check(op, flat.dtype)
+        total = flat.shape[0] if flat.shape else 1
+        rows = self._counts(counts, total, split=True)
+        self._match_rows("data", flat, sum(rows))
+        out, result = self._out(out, data, flat, rows[self.rank])
+        width = _width(flat.shape)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.reduce_scatter(call, result.array, flat.array, limit_s)
+            result.finish()
+            return out
+
+        numel = tuple(r * width for r in rows)
+        return self._collective(Operation.REDUCE_SCATTER, flat, numel, perform, timeout_s, async_op, op=op)
+
+    def gather(
+        self,
+        data: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """On the root all ranks' data, one after the other along the first dimension; None elsewhere.
+
+        Args:
+            data: this rank's rows: [rows, ...].
+            root: who gets them.
+            out: on the root, where the result goes: [all rows, ...]; None = a new array.
+            counts: rows by rank; None = every rank has as many as this one.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+        """
+        is_root = self._checked_rank(root, "root") == self.rank
+        flat = arrays.flatten(data, writable=False)
+        rows = self._counts(counts, flat.shape[0] if flat.shape else 1)
+        self._match_rows("data", flat, rows[self.rank])
+        result: Flat | None = None
+        if is_root:
+            out, result = self._out(out, data, flat, sum(rows))
+        width = _width(flat.shape)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.gather(call, result.array if result is not None else None, flat.array, limit_s)
+            if result is None:
+                return None
+            result.finish()
+            return out
+
+        numel = tuple(r * width for r in rows)
+        return self._collective(Operation.GATHER, flat, numel, perform, timeout_s, async_op, root=root)
+
+    def scatter(
+        self,
+        data: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """This rank's rows of the root's data.
+
+        Args:
+            data: on the root: [all rows, ...]; None elsewhere.
+            root: whose data it is.
+            out: where the result goes: [this rank's rows, ...]; needed except on the root.
+            counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (on the root, without
+                `out`: an equal part).
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            The array that holds the result; with `async_op` a `Work` that gives it.
+        """
+        is_root = self._checked_rank(root, "root") == self.rank
+        if is_root is (data is None):
+            raise InvalidRequest(f"scatter from rank {root} needs data there and None elsewhere; rank is {self.rank}")
+        if out is None and not is_root:
+            raise InvalidRequest("scatter needs out= on every rank but the root: the shape of what comes is not known")
+        source = arrays.flatten(data, writable=False) if is_root else None
+        if source is not None and counts is None and out is None and source.shape[:1] and source.shape[0] % self.size:
+            raise InvalidRequest(f"{source.shape[0]} rows do not divide among {self.size} ranks; give counts=")
+        if out is not None:
+            mine = arrays.flatten(out, what="out")
+            rows = self._counts(counts, mine.shape[0] if mine.shape else 1)
+            self._match_rows("out", mine, rows[self.rank])
+        else:
+            assert source is not None
+            rows = self._counts(counts, (source.shape[0] if source.shape else 1) // self.size)
+            out, mine = self._out(None, data, source, rows[self.rank])
+        if source is not None:
+            self._match_rows("data", source, sum(rows))
+        width = _width(mine.shape)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            backend.scatter(call, mine.array, source.array if source is not None else None, limit_s)
+            mine.finish()
+            return out
+
+        numel = tuple(r * width for r in rows)
+        return self._collective(Operation.SCATTER, mine, numel, perform, timeout_s, async_op, root=root)
+
+    def all_to_all(
+        self,
+        data: Any,
+        *,
+        out: Any = None,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Part i of the result is the part of rank i's data that is for this rank.
+
+        Args:
+            data: [rows, ...]: the parts for rank 0, 1, ... one after the other.
+            out: where the result goes: [sum(output_counts), ...]; None = a new array.
+            output_counts: rows that come from each rank; None = as many as go there.
+            input_counts: rows that go to each rank; None = equal parts.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            The array that holds the result; with `async_op` a `Work` that gives it.
+        """
+        flat = arrays.flatten(data, writable=False)
+        total = flat.shape[0] if flat.shape else 1
+        if input_counts is None and total % self.size:
+            raise InvalidRequest(f"{total} rows do not divide among {self.size} ranks; give input_counts=")
+        sent = self._counts(input_counts, total // self.size)
+        self._match_rows("data", flat, sum(sent))
+        received = sent if output_counts is None else self._counts(output_counts, 0)
+        out, result = self._out(out, data, flat, sum(received))
+        width = _width(flat.shape)
+
+        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+            outs, ins = [r * width for r in received], [r * width for r in sent]
+            backend.all_to_all(call, result.array, flat.array, outs, ins, limit_s)
+            result.finish()
+            return out
+
+        return self._collective(Operation.ALL_TO_ALL, flat, (), perform, timeout_s, async_op)
+
+    def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> Any:
+        """Return when every member has called it."""
+        return self._collective(
+            Operation.BARRIER, None, (), lambda b, call, limit_s: b.barrier(call, limit_s), timeout_s, async_op
+        )
+
+    # ------------------------------------------------------------------ point to point
+
+    def send(self, data: Any, to: int, *, tag: int = 0, timeout_s: float | None = None, async_op: bool = False) -> Any:
+        """Send an array to a rank, which must `recv` it. Messages with one tag arrive in the order they were sent.
+
+        Returns:
+            None when `data` may be changed again; with `async_op` a `Work`.
+
+        Raises:
+            Disagreement: the receiver expected another size or dtype.
+        """
+        if self._checked_rank(to, "to") == self.rank:
+            raise InvalidRequest(f"rank {to} cannot send to itself")
+        flat = arrays.flatten(data, writable=False)
+        limit_s = self._limit(timeout_s)
+        backend = self._backend_for(flat)
+        what = f"send of {flat.array.size} {flat.dtype.value} to rank {to} of {self.name}"
+
+        def transmit() -> None:
+            with arrays.on_stream(flat):
+                backend.send(flat.array, flat.dtype, to, tag, limit_s)
+
+        return self._dispatch(self._p2p_lane("send", to, tag), transmit, what, async_op)
+
+    def recv(
+        self,
+        out: Any,
+        source: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fill `out` with the next message of a rank (-1: of any rank) with this tag.
+
+        Returns:
+            The rank that sent it; with `async_op` a `Work` that gives it.
+
+        Raises:
+            Disagreement: the message has another size or dtype; it is dropped.
+        """
+        if source != ANY_SOURCE and self._checked_rank(source, "source") == self.rank:
+            raise InvalidRequest(f"rank {source} cannot receive from itself")
+        flat = arrays.flatten(out, what="out")
+        limit_s = self._limit(timeout_s)
+        backend = self._backend_for(flat)
+
+        def receive() -> int:
+            with arrays.on_stream(flat):
+                sender = backend.recv(flat.array, flat.dtype, source, tag, limit_s)
+                flat.finish()
+                return sender
+
+        sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
+        what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"
+        return self._dispatch(self._p2p_lane("recv", source, tag), receive, what, async_op)
+
+    # ------------------------------------------------------------------ sub-groups
+
+    def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
+        """A group of some members of this one; every member of this group must call it, with the same ranks.
+
+        Args:
+            ranks: positions in this group, in the order they shall have in the new one.
+            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the members are.
+
+        Returns:
+            The group; on workers that are not in it one whose collectives raise `Misuse`.
+
+        Raises:
+            InvalidRequest: a rank is not of this group, or twice there.
+            Disagreement: the members gave different ranks; every one is told.
+        """
+        chosen = [self._checked_rank(r, "ranks") for r in ranks]
+        if len(set(chosen)) != len(chosen) or not chosen:
+            raise InvalidRequest(f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one")
+        self._agree(f"new_group({chosen}, backend={backend!r})")
+        name = f"{self.name}/{self._numbered}"
+        self._numbered += 1
+        return self._sub_group(name, chosen, backend, self._timeout_s)
+
+    def named_group(
+        self, name: str, ranks: Sequence[int], *, backend: str = "auto", timeout_s: float | None = None
+    ) -> ProcessGroup:
+        """A group of some members of this one that have agreed on it already: only they call this, nothing is sent.
+
+        Args:
+            name: the same on every member, for no other sub-group of this group ever; no number.
+            ranks: positions in this group, in the order they shall have in the new one; this rank is one of them.
+            backend: as for `new_group`.
+            timeout_s: default deadline of its operations, in seconds; None = this group's.
+
+        Raises:
+            InvalidRequest: a rank is not of this group, or twice there, or this one is missing.
+        """
+        chosen = [self._checked_rank(r, "ranks") for r in ranks]
+        if len(set(chosen)) != len(chosen) or self.rank not in chosen:
+            raise InvalidRequest(f"named_group was given the ranks {list(ranks)}; needed is {self.rank}, each once")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return self._sub_group(f"{self.name}/{name}", chosen, backend, timeout_s)
+
+    def _sub_group(self, name: str, chosen: list[int], backend: str, timeout_s: float) -> ProcessGroup:
+        member = self.rank in chosen
+        context = GroupContext(
+            name=name,
+            rank=chosen.index(self.rank) if member else -1,
+            ranks=tuple(self.ranks[r] for r in chosen),
+            members=tuple(self._context.members[r] for r in chosen),
+            store=self._context.store,
+            timeout_s=min(self._context.timeout_s, timeout_s),
+        )
+        group = ProcessGroup(
+            context,
+            self._make,
+            timeout_s=timeout_s,
+            recorder=self._recorder,
+            backend=backend,
+            member=member,
+            world=self._world,
+        )
+        self._children.append(group)
+        return group
+
+    def _agree(self, words: str) -> None:
+        """See that every member calls with the same words; collective.
+
+        Raises:
+            Disagreement: some do not.
+        """
+        ours = np.zeros(_WORDS_BYTES, np.uint8)
+        encoded = np.frombuffer(words.encode()[:_WORDS_BYTES], np.uint8)
+        ours[: encoded.size] = encoded
+        theirs = self.all_gather(ours).reshape(self.world_size, -1)
+        said = {r: bytes(t).rstrip(b"\0").decode("utf-8", "replace") for r, t in zip(self.ranks, theirs, strict=True)}
+        if len(set(said.values())) > 1:
+            raise disagreement(said, f"a sub-group of {self.name!r}")
+
+    # ------------------------------------------------------------------ checks
+
+    def _target(self, data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
+        """Where a result of the shape of `data` goes, and what must be copied there first."""
+        if out is None or out is data:
+            return data, arrays.flatten(data), None
+        source, flat = arrays.flatten(data, writable=False), arrays.flatten(out, what="out")
+        _match(flat, source.shape, source.dtype, source.device)
+        return out, flat, source
+
+    def _out(self, out: Any, data: Any, flat: Flat, rows: int) -> tuple[Any, Flat]:
+        """The array for `rows` rows like those of `data`, checked or made."""
+        shape = (rows, *flat.shape[1:])
+        if out is None:
+            out = arrays.empty_like(data, shape)
+            return out, arrays.flatten(out)
+        result = arrays.flatten(out, what="out")
+        if shape == (1,) and result.shape == ():
+            shape = ()
+        _match(result, shape, flat.dtype, flat.device)
+        return out, result
+
+    def _counts(self, counts: Sequence[int] | None, each: int, *, split: bool = False) -> tuple[int, ...]:
+        """Rows by rank: as given, or `each` for everybody, or `each` split as evenly as possible."""
+        n = self.world_size
+        if counts is None:
+            return tuple(each // n + (r < each % n) for r in range(n)) if split else (each,) * n
+        rows = tuple(int(c) for c in counts)
+        if len(rows) != n or any(r < 0 for r in rows):
+            raise InvalidRequest(f"the counts are {list(counts)}; needed is one number from 0 for each of {n} ranks")
+        return rows
+
+    def _match_rows(self, what: str, flat: Flat, rows: int) -> None:
+        given = flat.shape[0] if flat.shape else 1
+        if given != rows:
+            raise InvalidRequest(f"{what} has {given} rows; the counts say {rows}")
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    """Elements of a row."""
+    width = 1
+    for size in shape[1:]:
+        width *= size
+    return width
+
+
+def _match(out: Flat, shape: tuple[int, ...], dtype: DType, device: bool) -> None:
+    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
+        where = "device" if device else "host"
+        raise InvalidRequest(
+            f"out is {out.dtype.value}{list(out.shape)}; needed is {dtype.value}{list(shape)} in {where} memory"
+        )

@@ -1,0 +1,271 @@
+"""What a group of workers is, under its collectives: members, backends, the order of calls, errors, the end.
+
+Owns: the order of a group's calls, their numbers, deadlines and handles. Refuses: to know what the calls are;
+`ProcessGroup` has those.
+
+Invariants:
+- One collective of a group runs at a time, in the order of the calls; sends and receives run beside them.
+- Every collective that was accepted has a number; the n-th call of one rank meets the n-th of every other.
+- After an error other than `Disagreement` and `InvalidRequest` the group is over: every rank has aborted it or will
+  (see `collectives.backend`, Note: [After an error]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from axon_ps.collectives import arrays
+from axon_ps.collectives.arrays import Flat
+from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.work import Lane, Work
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
+from axon_ps.types import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.group import ProcessGroup
+    from axon_ps.collectives.world import World
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for calls under way."""
+
+MakeBackend = Callable[[GroupContext, str], Backend]
+"""Makes the backend of a group by its name; collective."""
+
+
+class GroupBase:
+    """See `ProcessGroup`.
+
+    Args:
+        context: who is in it.
+        make: makes backends.
+        timeout_s: default deadline.
+        recorder: keeps what happened.
+        backend: name of the backend for host memory, or "auto".
+        member: whether this worker is one.
+        world: the world it belongs to; None for groups of threads.
+    """
+
+    def __init__(
+        self,
+        context: GroupContext,
+        make: MakeBackend,
+        *,
+        timeout_s: float,
+        recorder: Recorder,
+        backend: str = "auto",
+        member: bool = True,
+        world: World | None = None,
+    ) -> None:
+        self.name = context.name
+        self.ranks = context.ranks
+        self._context = context
+        self._make = make
+        self._timeout_s = timeout_s
+        self._recorder = recorder
+        self._wanted = backend
+        self._member = member
+        self._world = world
+        self._host: Backend | None = None
+        self._device: Backend | None = None
+        self._lane = Lane(f"axon-ps-{context.name}"[:60])
+        self._p2p_lanes: dict[tuple[str, int, int], Lane] = {}
+        self._sequence = 0
+        self._children: list[ProcessGroup] = []
+        self._numbered = 0
+        self._error: AxonError | None = None
+
+    # ------------------------------------------------------------------ who is in it
+
+    @property
+    def world(self) -> World:
+        """The world it belongs to.
+
+        Raises:
+            Misuse: it is a group of threads, which has none.
+        """
+        if self._world is None:
+            raise Misuse(f"group {self.name!r} consists of threads of this process and has no world")
+        return self._world
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group.
+
+        Raises:
+            Misuse: this worker is not a member.
+        """
+        self._check_member()
+        return self._context.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    size = world_size
+
+    def contains(self, rank: int) -> bool:
+        """Whether a world rank is a member."""
+        return rank in self.ranks
+
+    @property
+    def sequence(self) -> int:
+        """How many collectives this worker has done in it."""
+        return self._sequence
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that serves host memory.
+
+        Raises:
+            Misuse: this worker is not a member.
+        """
+        return self.backend_of().name
+
+    def backend_of(self, data: Any = None) -> Backend:
+        """The backend that serves an array; without one, that of host memory. Collective when it is the first time.
+
+        Raises:
+            Misuse: this worker is not a member.
+            AxonError: it cannot be made.
+        """
+        self._check_member()
+        if self._error is not None:
+            raise self._error
+        device = data is not None and arrays.flatten(data, writable=False).device
+        return self._device_backend() if device else self._host_backend()
+
+    # ------------------------------------------------------------------ the end
+
+    def abort(self, error: AxonError) -> None:
+        """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread."""
+        if self._error is None:
+            self._error = error
+        for backend in (self._host, self._device):
+            if backend is not None:
+                backend.abort(error)
+        for child in self._children:
+            child.abort(error)
+
+    def member_lost(self, incarnations: set[str], error: AxonError) -> None:
+        """Abort this group and its sub-groups as far as a lost member was in them."""
+        if any(m.incarnation in incarnations for m in self._context.members):
+            if self._error is None:
+                self._error = error
+            for backend in (self._host, self._device):
+                if backend is not None:
+                    backend.abort(error)
+        for child in self._children:
+            child.member_lost(incarnations, error)
+
+    def close(self) -> None:
+        """Free the group on this worker, sub-groups first; calls under way are ended. Harmless when repeated."""
+        for child in self._children:
+            child.close()
+        self.abort(Closed(f"group {self.name!r} was closed"))
+        for lane in (self._lane, *self._p2p_lanes.values()):
+            lane.close(CLOSE_TIMEOUT_S)
+        for backend in (self._device, self._host):
+            if backend is not None:
+                backend.close()
+        self._host = self._device = None
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of its backends."""
+        return {k: v for b in (self._host, self._device) if b is not None for k, v in b.statistics().items()}
+
+    # ------------------------------------------------------------------ how calls are made
+
+    def _collective(
+        self,
+        operation: Operation,
+        flat: Flat | None,
+        counts: tuple[int, ...],
+        perform: Callable[[Backend, Call, float], Any],
+        timeout_s: float | None,
+        async_op: bool,
+        *,
+        op: ReduceOp | None = None,
+        root: int = -1,
+    ) -> Any:
+        """Number a call and have it performed after those before it."""
+        limit_s = self._limit(timeout_s)
+        dtype = flat.dtype if flat is not None else DType.U8
+        device = flat is not None and flat.device
+
+        def run() -> Any:
+            call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
+            self._sequence += 1
+            entry = self._recorder.begin(self.name, self.ranks, call)
+            try:
+                if self._error is not None:
+                    raise self._error
+                backend = self._device_backend() if device else self._host_backend()
+                with arrays.on_stream(flat):
+                    result = perform(backend, call, limit_s)
+            except BaseException as error:
+                self._recorder.end(entry, f"{type(error).__name__}: {error}")
+                self._failed(error)
+                if isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
+                    self._sequence -= 1  # the other ranks still wait for this rank's call of that number
+                raise
+            self._recorder.end(entry)
+            return result
+
+        return self._dispatch(self._lane, run, operation.value, async_op)
+
+    def _dispatch(self, lane: Lane, run: Callable[[], Any], what: str, async_op: bool) -> Any:
+        if async_op:
+            return Work(lane.submit(run), what)
+        return lane.run(run)
+
+    def _failed(self, error: BaseException) -> None:
+        """See Note: [After an error] of `collectives.backend`."""
+        if isinstance(error, (Disagreement, InvalidRequest)) or self._error is not None:
+            return
+        cause = error if isinstance(error, AxonError) else Broken(f"a call was broken off: {type(error).__name__}")
+        self.abort(cause)
+
+    def _p2p_lane(self, direction: str, peer: int, tag: int) -> Lane:
+        lane = self._p2p_lanes.get((direction, peer, tag))
+        if lane is None:
+            name = f"axon-ps-{direction}-{peer}-{tag}"
+            lane = self._p2p_lanes.setdefault((direction, peer, tag), Lane(name))
+        return lane
+
+    def _backend_for(self, flat: Flat) -> Backend:
+        """For sends and receives: the backend, made in turn with the collectives if it must be made."""
+        if self._error is not None:
+            raise self._error
+        known = self._device if flat.device else self._host
+        return known or self._lane.run(self._device_backend if flat.device else self._host_backend)
+
+    def _host_backend(self) -> Backend:
+        if self._host is None:
+            self._host = self._make(self._context, self._wanted)
+        return self._host
+
+    def _device_backend(self) -> Backend:
+        if self._device is None:
+            self._device = self._make(self._context, "device")
+        return self._device
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_member(self) -> None:
+        if not self._member:
+            raise Misuse(f"this worker is not a member of group {self.name!r}, which has the world ranks {self.ranks}")
+
+    def _limit(self, timeout_s: float | None) -> float:
+        self._check_member()
+        if timeout_s is not None and not timeout_s >= 0.0:
+            raise InvalidRequest(f"timeout_s is {timeout_s}; it must not be negative")
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def _checked_rank(self, rank: int, what: str) -> int:
+        self._check_member()
+        if not 0 <= rank < self.world_size:
+            raise InvalidRequest(f"{what} is {rank}; ranks of group {self.name!r} go from 0 to {self.world_size - 1}")
+        return rank

@@ -1,0 +1,127 @@
+"""The groups of a world: one default group per set of workers, and the news of deaths for all of them.
+
+Owns: which default group is the current one, and telling groups that a member is gone. Runs on the background loop's
+thread (news) and on users' threads (asking for the group).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from axon_ps.collectives.backend import GroupContext, Store
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.group_base import MakeBackend
+from axon_ps.collectives.recorder import Recorder
+from axon_ps.errors import AxonError, MemberLost
+from axon_ps.types import Member, Membership
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.world import World
+
+
+class Groups:
+    """The groups of one worker.
+
+    Args:
+        world: the world.
+        make: makes backends.
+        store: where members meet.
+        backend: name of the default group's.
+        timeout_s: default deadline of collectives.
+        recorder: keeps what happened.
+        incarnation: gives this worker's incarnation, once it has joined.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        make: MakeBackend,
+        store: Store,
+        *,
+        backend: str,
+        timeout_s: float,
+        recorder: Recorder,
+        incarnation: Callable[[], str],
+    ) -> None:
+        self._world = world
+        self._make = make
+        self._store = store
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._recorder = recorder
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._workers: tuple[Member, ...] = ()
+        self._made: dict[tuple[str, ...], ProcessGroup] = {}
+        self._names: dict[tuple[str, ...], str] = {}
+
+    def on_membership(self, membership: Membership) -> None:
+        """Take the current members; groups with one that is gone are aborted."""
+        with self._lock:
+            now = {m.incarnation for m in membership.workers}
+            lost = [m for m in self._workers if m.incarnation not in now]
+            if membership.workers != self._workers:
+                self._names.setdefault(_key(membership.workers), f"world@{membership.generation}")
+            self._workers = membership.workers
+            groups = list(self._made.values())
+        if lost:
+            who = ", ".join(f"rank {m.rank} (node {m.node})" for m in lost)
+            error = MemberLost(f"{who} has left the job; a group with it is over (generation {membership.generation})")
+            for group in groups:
+                group.member_lost({m.incarnation for m in lost}, error)
+
+    def abort(self, error: AxonError) -> None:
+        """The session is over: end everything."""
+        with self._lock:
+            groups = list(self._made.values())
+        for group in groups:
+            group.abort(error)
+
+    def default(self) -> ProcessGroup:
+        """The group of all current workers: the same object while they are the same.
+
+        Every worker must use it in the same generation for its calls to meet; a set of workers has its group's name
+        from the generation in which it was first complete.
+
+        Raises:
+            MemberLost: the coordinator does not count this worker as a member.
+        """
+        with self._lock:
+            key = _key(self._workers)
+            if key not in self._made:
+                positions = [i for i, m in enumerate(self._workers) if m.incarnation == self._incarnation()]
+                if not positions:
+                    raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
+                self._made[key] = self._group(self._names[key], positions[0])
+            return self._made[key]
+
+    def close(self) -> None:
+        """Free every group."""
+        with self._lock:
+            groups, self._made = list(self._made.values()), {}
+        for group in groups:
+            group.close()
+
+    def _group(self, name: str, position: int) -> ProcessGroup:
+        context = GroupContext(
+            name=name,
+            rank=position,
+            ranks=tuple(m.rank for m in self._workers),
+            members=self._workers,
+            store=self._store,
+            timeout_s=self._timeout_s,
+        )
+        return ProcessGroup(
+            context,
+            self._make,
+            timeout_s=self._timeout_s,
+            recorder=self._recorder,
+            backend=self._backend,
+            world=self._world,
+        )
+
+
+def _key(workers: tuple[Member, ...]) -> tuple[str, ...]:
+    return tuple(m.incarnation for m in workers)

@@ -1,0 +1,345 @@
+"""Collectives as functions: `axon_ps.all_reduce_mean(x)`, over the current world or a group given.
+
+Owns: the functional names. Every function that communicates takes
+
+    group: the ranks that take part; None = all workers of the current world (`World.current()`)
+    timeout_s: how long it may take, in seconds; None = the world's default
+    async_op: return a `Work` at once, whose `wait()` gives what the function would have returned
+
+and raises what the methods of `ProcessGroup` raise, and `Misuse` without a group when there is no current world.
+After an error: see `ProcessGroup`. Ranks are positions in the group.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from axon_ps.collectives import arrays
+from axon_ps.collectives.arrays import Flat
+from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.errors import Misuse
+from axon_ps.types import DType, ReduceOp
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 25 << 20
+"""How much `sync_gradients` puts into one all-reduce, as PyTorch's DDP does."""
+
+
+def current_group(group: ProcessGroup | None = None) -> ProcessGroup:
+    """The group given, or all workers of the current world.
+
+    Raises:
+        Misuse: none was given, and this process is in no world.
+    """
+    from axon_ps.collectives.world import World
+
+    if group is not None:
+        return group
+    world = World.current()
+    if world is None:
+        raise Misuse("there is no current world; call axon_ps.World.init() first, or pass group=")
+    return world.default_group
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    """This worker's position."""
+    return current_group(group).rank
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Number of workers."""
+    return current_group(group).world_size
+
+
+def is_main_process(group: ProcessGroup | None = None) -> bool:
+    """Whether this is the first rank: the one that logs and saves."""
+    return current_group(group).rank == 0
+
+
+def _all_reduce(op: ReduceOp, words: str) -> Callable[..., Any]:
+    def all_reduce(
+        data: Any,
+        *,
+        out: Any = None,
+        group: ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return current_group(group).all_reduce(data, op, out=out, timeout_s=timeout_s, async_op=async_op)
+
+    all_reduce.__name__ = all_reduce.__qualname__ = f"all_reduce_{words}"
+    all_reduce.__doc__ = (
+        f"`data` (or `out`, if given) becomes the {op.value} of all ranks' data, element by element; returns it."
+    )
+    return all_reduce
+
+
+all_reduce_sum = _all_reduce(ReduceOp.SUM, "sum")
+all_reduce_mean = _all_reduce(ReduceOp.AVERAGE, "mean")
+all_reduce_min = _all_reduce(ReduceOp.MIN, "min")
+all_reduce_max = _all_reduce(ReduceOp.MAX, "max")
+all_reduce_product = _all_reduce(ReduceOp.PRODUCT, "product")
+
+
+def broadcast(
+    data: Any, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+) -> Any:
+    """`data` becomes that of the first rank; returns it."""
+    return broadcast_from(data, 0, group=group, timeout_s=timeout_s, async_op=async_op)
+
+
+def broadcast_from(
+    data: Any, src: int, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+) -> Any:
+    """`data` becomes that of rank `src`; returns it."""
+    return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
+
+
+def all_gather(
+    data: Any,
+    *,
+    out: Any = None,
+    counts: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """All ranks' data along the first dimension; see `ProcessGroup.all_gather`."""
+    chosen = current_group(group)
+    return chosen.all_gather(data, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
+
+
+def _reduce_scatter(op: ReduceOp, words: str) -> Callable[..., Any]:
+    def reduce_scatter(
+        data: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        group: ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        chosen = current_group(group)
+        return chosen.reduce_scatter(data, op, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
+
+    reduce_scatter.__name__ = reduce_scatter.__qualname__ = f"reduce_scatter_{words}"
+    reduce_scatter.__doc__ = (
+        f"This rank's rows of the {op.value} of all ranks' data; see `ProcessGroup.reduce_scatter`."
+    )
+    return reduce_scatter
+
+
+reduce_scatter_sum = _reduce_scatter(ReduceOp.SUM, "sum")
+reduce_scatter_mean = _reduce_scatter(ReduceOp.AVERAGE, "mean")
+
+
+def gather_tensor(
+    data: Any,
+    dst: int = 0,
+    *,
+    out: Any = None,
+    counts: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """On rank `dst` all ranks' data along the first dimension, None elsewhere; see `ProcessGroup.gather`."""
+    chosen = current_group(group)
+    return chosen.gather(data, dst, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
+
+
+def scatter_tensor(
+    data: Any,
+    src: int = 0,
+    *,
+    out: Any = None,
+    counts: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """This rank's rows of rank `src`'s data; see `ProcessGroup.scatter`."""
+    chosen = current_group(group)
+    return chosen.scatter(data, src, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
+
+
+def all_to_all(
+    data: Any,
+    *,
+    out: Any = None,
+    output_counts: Sequence[int] | None = None,
+    input_counts: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Part i of the result is rank i's part for this rank; see `ProcessGroup.all_to_all`."""
+    return current_group(group).all_to_all(
+        data,
+        out=out,
+        output_counts=output_counts,
+        input_counts=input_counts,
+        timeout_s=timeout_s,
+        async_op=async_op,
+    )
+
+
+def barrier(*, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False) -> Any:
+    """Return when every rank has called it."""
+    return current_group(group).barrier(timeout_s, async_op=async_op)
+
+
+def send(
+    data: Any,
+    dst: int,
+    *,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Send an array to rank `dst`; see `ProcessGroup.send`."""
+    return current_group(group).send(data, dst, tag=tag, timeout_s=timeout_s, async_op=async_op)
+
+
+def recv(
+    out: Any,
+    src: int = ANY_SOURCE,
+    *,
+    tag: int = 0,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`."""
+    return current_group(group).recv(out, src, tag=tag, timeout_s=timeout_s, async_op=async_op)
+
+
+def sync_gradient(
+    gradient: Any, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+) -> Any:
+    """Average one gradient over the ranks, in place; returns it."""
+    return all_reduce_mean(gradient, group=group, timeout_s=timeout_s, async_op=async_op)
+
+
+def sync_gradients(
+    gradients: Iterable[Any],
+    *,
+    group: ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Average many gradients over the ranks, in place, `BUCKET_BYTES` at a time.
+
+    Args:
+        gradients: arrays, or torch parameters, whose `.grad` is meant; None (and a parameter without one) is passed
+            over, so every rank must lack the same ones.
+        group: see this module.
+        timeout_s: see this module.
+        async_op: see this module.
+
+    Returns:
+        The list of the arrays that were averaged.
+    """
+    chosen = current_group(group)
+    found = [g for g in map(_gradient, gradients) if g is not None]
+    flats = [arrays.flatten(g, what="a gradient") for g in found]
+    buckets = [[f] for f in flats if f.device] + list(_buckets([f for f in flats if not f.device]))
+    packed = [_packed(bucket) for bucket in buckets]
+    works = [chosen.all_reduce(p, ReduceOp.AVERAGE, timeout_s=timeout_s, async_op=True) for p in packed]
+
+    def finish() -> list[Any]:
+        for work, bucket, whole in zip(works, buckets, packed, strict=True):
+            work.wait()
+            _unpack(bucket, whole)
+        return found
+
+    return _when_all(works, finish) if async_op else finish()
+
+
+def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | None = None) -> Any:
+    """A numpy array that lies in memory which the ranks of one host share, so that collectives do not copy it.
+
+    Where the group has no shared memory it is an ordinary array; everything works, with the usual copies.
+
+    Args:
+        shape: its shape.
+        dtype: numpy dtype or its name; for bf16 give `numpy.uint16` memory a torch view.
+        group: whose collectives it is for.
+
+    Raises:
+        Busy: there is not enough shared memory; the message says how much is needed and left.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    wanted = np.dtype(dtype)
+    allocate = getattr(current_group(group).backend_of(), "empty_shared", None)
+    if allocate is None:
+        return np.empty(sizes, wanted)
+    raw = allocate((int(np.prod(sizes, dtype=np.int64)) * wanted.itemsize,), DType.U8)
+    return raw.view(wanted).reshape(sizes)
+
+
+def _gradient(item: Any) -> Any:
+    if not arrays.is_torch(item):
+        return item
+    return item.grad if item.requires_grad and item.is_leaf else item
+
+
+def _buckets(flats: Sequence[Flat]) -> Iterable[list[Flat]]:
+    """Gradients of one dtype together, up to `BUCKET_BYTES`, in their order."""
+    by_dtype: dict[DType, list[Flat]] = defaultdict(list)
+    for flat in flats:
+        bucket = by_dtype[flat.dtype]
+        if bucket and sum(f.array.nbytes for f in bucket) + flat.array.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = by_dtype[flat.dtype] = []
+        bucket.append(flat)
+    yield from (bucket for bucket in by_dtype.values() if bucket)
+
+
+def _packed(bucket: Sequence[Flat]) -> Flat:
+    """One array with all of a bucket."""
+    if len(bucket) == 1:
+        return bucket[0]
+    whole = np.concatenate([f.array for f in bucket])
+    return Flat(whole, bucket[0].dtype, whole.shape)
+
+
+def _unpack(bucket: Sequence[Flat], whole: Flat) -> None:
+    """The averages go back to the gradients."""
+    begin = 0
+    for flat in bucket if len(bucket) > 1 else ():
+        flat.array[...] = whole.array[begin : begin + flat.array.size]
+        begin += flat.array.size
+        flat.finish()
+
+
+def _when_all(works: Sequence[Work[Any]], finish: Callable[[], T]) -> Work[T]:
+    """A handle on `finish`, which runs when the last of the works has ended."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    left = len(works)
+    lock = threading.Lock()
+
+    def one_ended(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+        if left <= 0:
+            try:
+                future.set_result(finish())
+            except BaseException as error:
+                future.set_exception(error)
+
+    for work in works:
+        work.add_done_callback(one_ended)
+    if not works:
+        one_ended(None)
+    return Work(future, "sync_gradients")

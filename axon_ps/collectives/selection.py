@@ -1,0 +1,117 @@
+"""Which backend serves a group: by name, or by where its ranks are.
+
+Owns: the names of the backends. Backends are imported when they are first made, so that nobody loads what is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.errors import AxonError, ConfigurationError
+from axon_ps.types import Member
+
+AUTO, DEVICE = "auto", "device"
+NAMES = ("shm", "grpc", "hierarchical", "gloo", "nccl")
+
+Make = Callable[[GroupContext], Backend]
+_logger = logging.getLogger(__name__)
+_registered: dict[str, Make] = {}
+
+
+def register_backend(name: str, make: Make) -> None:
+    """Have groups that ask for the backend `name` get what `make` makes; on every worker, before the first such group.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    if name in (*NAMES, AUTO, DEVICE) or name in _registered:
+        raise ConfigurationError(f"there is a backend {name!r} already; choose another name")
+    _registered[name] = make
+
+
+def select(members: Sequence[Member]) -> str:
+    """The backend for host memory that fits where the members are.
+
+    "shm" when all are on one node, "grpc" when every one is on a node of its own, else "hierarchical".
+    """
+    per_node = Counter(m.node for m in members)
+    if len(per_node) == 1:
+        return "shm"
+    return "grpc" if max(per_node.values()) == 1 else "hierarchical"
+
+
+class BackendMaker:
+    """Makes the backends of a world's groups.
+
+    Args:
+        grpc: makes one that goes through the shard servers.
+    """
+
+    def __init__(self, grpc: Make) -> None:
+        self._grpc = grpc
+
+    def __call__(self, context: GroupContext, name: str) -> Backend:
+        """The backend called `name`, or one that fits if it is "auto" or "device" (device memory). Collective.
+
+        Raises:
+            ConfigurationError: there is no backend of that name.
+            AxonError: it cannot be made here.
+        """
+        if name == DEVICE:
+            return self._named(context, "nccl")
+        if name != AUTO:
+            return self._named(context, name)
+        chosen = select(context.members)
+        if chosen == "grpc":
+            return self._grpc(context)
+        return self._or_grpc(context, chosen)
+
+    def _named(self, context: GroupContext, name: str) -> Backend:
+        if name == "shm":
+            from axon_ps.collectives.shm import SharedMemoryBackend
+
+            return SharedMemoryBackend(context)
+        if name == "grpc":
+            return self._grpc(context)
+        if name == "hierarchical":
+            from axon_ps.collectives.hierarchical import HierarchicalBackend
+
+            return HierarchicalBackend.create(context, intra=lambda c: self._named(c, "shm"), inter=self._grpc)
+        if name == "gloo":
+            from axon_ps.collectives.torch_gloo import GlooBackend
+
+            return GlooBackend(context)
+        if name == "nccl":
+            from axon_ps.collectives.nccl import NcclBackend
+
+            return NcclBackend.create(context)
+        if name in _registered:
+            return _registered[name](context)
+        known = ", ".join((*NAMES, *_registered))
+        raise ConfigurationError(f"there is no backend {name!r}; use {known} or {AUTO}")
+
+    def _or_grpc(self, context: GroupContext, name: str) -> Backend:
+        """The backend `name`; where a member cannot have it (no shared memory, say), gRPC for all of them."""
+        failure: AxonError | None = None
+        try:
+            backend = self._named(context, name)
+        except AxonError as error:
+            failure = error
+        reasons = self._exchange(context, "" if failure is None else str(failure))
+        if not any(reasons):
+            return backend
+        if failure is None:
+            backend.close()
+        rank, reason = next((context.ranks[i], r) for i, r in enumerate(reasons) if r)
+        _logger.warning("group %s goes through gRPC: rank %d cannot use %s: %s", context.name, rank, name, reason)
+        return self._grpc(context)
+
+    def _exchange(self, context: GroupContext, reason: str) -> list[str]:
+        """Why each member cannot have the backend; empty = it can."""
+        key = f"group/{context.name}/made"
+        context.store.put(f"{key}/{context.rank}", reason.encode() or b"-")
+        reasons = [context.store.wait(f"{key}/{i}", context.timeout_s).decode() for i in range(len(context.ranks))]
+        return ["" if r == "-" else r for r in reasons]

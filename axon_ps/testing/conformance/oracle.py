@@ -1,0 +1,112 @@
+"""What collectives must give: data that every rank can make from a seed, and reductions of it in plain numpy.
+
+Owns nothing of the backends' code: bf16 is done with bit tricks here, so that an error in our casts shows.
+
+    shape legend: m = elements; a bf16 array is uint16 in memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from axon_ps.types import Array, DType, ReduceOp
+
+HALVES = (DType.BF16, DType.F16)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_EPSILON = {DType.F64: 2.0**-52, DType.F32: 2.0**-23, DType.F16: 2.0**-10, DType.BF16: 2.0**-7}
+_UFUNCS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
+
+def ops_of(dtype: DType) -> list[ReduceOp]:
+    """The reductions that have a meaning for `dtype`."""
+    if dtype.is_float:
+        return [op for op in ReduceOp if op not in _BITWISE]
+    return [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
+
+
+def values(dtype: DType, numel: int, *seed: int) -> Array:
+    """Data of a rank: T[numel], the same for the same seed; integers use the whole range of their type."""
+    generator = np.random.default_rng([numel, *seed])
+    if dtype is DType.BOOL:
+        return generator.integers(0, 2, numel).astype(np.bool_)
+    if not dtype.is_float:
+        info = np.iinfo(dtype.numpy)
+        return generator.integers(info.min, info.max, numel, dtype=dtype.numpy, endpoint=True)
+    return narrow(generator.uniform(-2.0, 2.0, numel).astype(np.float64 if dtype is DType.F64 else np.float32), dtype)
+
+
+def widen(data: Array, dtype: DType) -> Array:
+    """T[m] as numbers that numpy can calculate with; bf16 and f16 as f32."""
+    if dtype is DType.BF16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32) if dtype is DType.F16 else data
+
+
+def narrow(numbers: Array, dtype: DType) -> Array:
+    """The inverse of `widen`, rounding to nearest, ties to even."""
+    if dtype is DType.BF16:
+        bits = numbers.astype(np.float32).view(np.uint32)
+        rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        return np.where(np.isnan(numbers), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return numbers.astype(dtype.numpy)
+
+
+def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
+    """The reduction of the ranks' data T[m] in the order of ranks; bf16 and f16 in f32, rounded once."""
+    numbers = [widen(d, dtype) for d in data]
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = numbers[0]
+        for number in numbers[1:]:
+            result = _UFUNCS[op](result, number)
+        if op is ReduceOp.AVERAGE and len(data) > 1:
+            result = result / result.dtype.type(len(data))
+    return narrow(result, dtype) if dtype in HALVES else result
+
+
+def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None:
+    """How far a reduction in another order may be from `reduced`, by element; None = not at all."""
+    if not dtype.is_float or op in (ReduceOp.MIN, ReduceOp.MAX):
+        return None
+    magnitudes = [np.abs(widen(d, dtype)).astype(np.float64) for d in data]
+    total = magnitudes[0]
+    for magnitude in magnitudes[1:]:
+        total = _UFUNCS[op](total, magnitude)
+    if op is ReduceOp.AVERAGE:
+        total = total / len(data)
+    allowed: Array = total * _EPSILON[dtype] * (len(data) + 1)
+    return allowed
+
+
+def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> str:
+    """What is wrong with `got`, in words; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
+    given, wanted = widen(got, dtype), widen(want, dtype)
+    equal = (got == want) if not dtype.is_float else (_bits(given) == _bits(wanted))
+    if dtype.is_float:
+        equal |= np.isnan(given) & np.isnan(wanted)
+        if allowed is not None:
+            with np.errstate(invalid="ignore"):
+                equal |= np.abs(given.astype(np.float64) - wanted.astype(np.float64)) <= allowed
+    wrong = np.flatnonzero(~equal)
+    if not wrong.size:
+        return ""
+    i = int(wrong[0])
+    return f"{wrong.size} of {got.size} elements differ, the first at {i}: {given[i]!r} instead of {wanted[i]!r}"
+
+
+def _bits(numbers: Array) -> Array:
+    return numbers.view(np.uint64 if numbers.dtype.itemsize == 8 else np.uint32)

@@ -1,0 +1,153 @@
+"""`Trial`: one rank's half of the suite's run on one group, which numbers calls and collects what was wrong.
+
+Owns: making arrays and calls that fit each other. What a case finds wrong is noted and the case goes on, so that the
+ranks stay in step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from axon_ps.collectives.backend import Backend, Call, Operation
+from axon_ps.collectives.request import Request, perform
+from axon_ps.errors import Disagreement
+from axon_ps.testing.conformance import oracle
+from axon_ps.types import Array, DType, ReduceOp
+
+SEED = 20
+_REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
+
+
+class Skip(Exception):
+    """The case does not apply to this group; the text says why."""
+
+
+class Trial:
+    """What a case gets.
+
+    Args:
+        backend: the group under test.
+        exact_order: whether it promises to reduce in the order of ranks, with the same bits as `oracle.reduced`.
+        timeout_s: how long a call that should succeed may take.
+
+    Attributes:
+        wrong: what was found wrong, in words.
+    """
+
+    def __init__(self, backend: Backend, *, exact_order: bool, timeout_s: float) -> None:
+        self.backend = backend
+        self.rank = backend.rank
+        self.n = backend.world_size
+        self.ranks = backend.context.ranks
+        self.exact_order = exact_order
+        self.timeout_s = timeout_s
+        self.wrong: list[str] = []
+        self._sequence = 0
+
+    # ------------------------------------------------------------------ what cases say
+
+    def expect(self, condition: object, otherwise: str) -> None:
+        """Note `otherwise` as wrong unless the condition holds."""
+        if not condition:
+            self.wrong.append(otherwise)
+
+    def expect_array(self, what: object, got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> None:
+        """Note how `got` differs from `want`, if it does; a result that may be rounded otherwise if `allowed`."""
+        difference = oracle.difference(got, want, dtype, None if self.exact_order else allowed)
+        self.expect(not difference, f"{what}: {difference}")
+
+    def needs_ranks(self, least: int) -> None:
+        """Leave the case if the group is smaller.
+
+        Raises:
+            Skip: it is.
+        """
+        if self.n < least:
+            raise Skip(f"needs {least} ranks")
+
+    # ------------------------------------------------------------------ calls
+
+    def call(
+        self,
+        operation: Operation,
+        dtype: DType = DType.U8,
+        counts: Sequence[int] = (),
+        *,
+        op: ReduceOp | None = None,
+        root: int = -1,
+    ) -> Call:
+        """The next call of this group."""
+        if op is None and operation in _REDUCING:
+            op = ReduceOp.SUM
+        call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=tuple(counts), op=op, root=root)
+        self._sequence += 1
+        return call
+
+    def not_made(self) -> None:
+        """The last call was refused before it was sent, so it does not count."""
+        self._sequence -= 1
+
+    def values(self, call: Call, rank: int | None = None, numel: int | None = None) -> Array:
+        """The data that a rank brings to a call: T[numel]; by default this one's, as long as the call needs."""
+        rank = self.rank if rank is None else rank
+        if numel is None:
+            numel = Request(call=call).lengths(rank)["data"] or 0
+        return oracle.values(call.dtype, numel, SEED, call.sequence, rank)
+
+    def all_values(self, call: Call) -> list[Array]:
+        """The data of all ranks for a call, by rank."""
+        return [self.values(call, rank) for rank in range(self.n)]
+
+    def arrays(self, call: Call) -> Request:
+        """This rank's arrays for a call; outputs are filled with something that is no result."""
+        lengths = Request(call=call).lengths(self.rank)
+        data = None if lengths["data"] is None else self.values(call)
+        output = None if lengths["output"] is None else self.blank(lengths["output"], call.dtype)
+        return Request(call=call, data=data, output=output)
+
+    def blank(self, numel: int, dtype: DType) -> Array:
+        """An output array before the call: T[numel]."""
+        return np.full(numel, 1, dtype.numpy)
+
+    def perform(self, request: Request, timeout_s: float | None = None) -> None:
+        """Make the call."""
+        perform(self.backend, request, self.timeout_s if timeout_s is None else timeout_s)
+
+    def do(self, call: Call) -> Request:
+        """Make the call with fresh arrays, and return them."""
+        request = self.arrays(call)
+        self.perform(request)
+        return request
+
+    def healthy(self, after: str) -> None:
+        """See that the group still works."""
+        call = self.call(Operation.ALL_REDUCE, DType.I32, (5,))
+        got = self.do(call)
+        assert got.data is not None
+        want = oracle.reduced(call.dtype, ReduceOp.SUM, self.all_values(call))
+        self.expect_array(f"{call} after {after}", got.data, want, call.dtype)
+
+    @contextlib.contextmanager
+    def sending(self, data: Array, dtype: DType, to: int, tag: int, *, may_disagree: bool = False) -> Iterator[None]:
+        """Send from a thread while the body goes on: a send may wait for its receiver."""
+        errors: list[str] = []
+
+        def send() -> None:
+            try:
+                self.backend.send(data, dtype, to, tag, self.timeout_s)
+            except BaseException as error:
+                if not (may_disagree and isinstance(error, Disagreement)):
+                    errors.append(repr(error))
+
+        thread = threading.Thread(target=send, name=f"conformance send {tag}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(self.timeout_s)
+        self.expect(not thread.is_alive(), f"a send with tag {tag} did not return")
+        self.expect(not errors, f"a send with tag {tag} failed: {errors}")
