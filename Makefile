@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test check lint format proto proto-drift bench clean
+.PHONY: help setup demo test soak torch-suite check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,12 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(INSTALLED) ## kill ranks that share memory, 200 times, and see that nothing is left
+	$(BIN)/python tests/faults/shm_kills.py
+
+torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
+	$(BIN)/python tests/integration/torch_suite.py $(TESTS)
 
 check: lint test ## everything CI does
 

@@ -1,0 +1,136 @@
+"""How one c10d operation is performed: in which thread, with which handle, alone or coalesced.
+
+Owns: that a blocking operation runs in its caller's thread, and an asynchronous one on the group's own. Refuses: to
+know which operation it is.
+
+On CUDA our group takes what the current stream has enqueued so far as its input (DLPack sees to it), and is done when
+the device is: a handle that was waited for needs no stream to be synchronized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work as C10dWork
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.parallel.c10d.tensors import Finish, nothing
+from axon_ps.parallel.c10d.work import AxonWork, Together
+
+
+class _Call(Protocol):
+    """A call of a method of our group, still to be made."""
+
+    def __call__(self, *, timeout_s: float | None, async_op: bool) -> Any: ...
+
+
+class Plan:
+    """One call of our group, made from one c10d operation.
+
+    Args:
+        what: the operation's name.
+        call: makes the call; takes `timeout_s` and `async_op`.
+        finish: what is to be done with its results afterwards.
+    """
+
+    def __init__(self, what: str, call: _Call, finish: Finish = nothing) -> None:
+        self.what = what
+        self.call = call
+        self.finish = finish
+
+
+class Performer:
+    """Performs the operations of one group.
+
+    Args:
+        group: our group.
+        timeout_s: default deadline.
+    """
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        self.group = group
+        self.timeout_s = timeout_s
+        self._coalesced: list[AxonWork] | None = None
+
+    # ------------------------------------------------------------------ coalescing
+
+    def start_coalescing(self) -> None:
+        """From now on operations are only begun; `end_coalescing` gives one handle for all."""
+        self._coalesced = []
+
+    def end_coalescing(self) -> C10dWork:
+        """The handle of everything since `start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
+        return Together(works, [t for work in works for t in _tensors(work.result())])
+
+    # ------------------------------------------------------------------ performing
+
+    def perform(
+        self,
+        make_plan: Callable[[], Plan],
+        result: Any,
+        device: torch.device,
+        options: Any = None,
+    ) -> AxonWork:
+        """Do one operation.
+
+        Args:
+            make_plan: packs the tensors and says what to call.
+            result: the user's tensors that hold the result, for the handle.
+            device: where they are.
+            options: c10d's options: deadline, and whether to block; None = do not.
+
+        Raises:
+            AxonError: what a blocking operation fails with; of another, what its packing does.
+        """
+        timeout_s = seconds(getattr(options, "timeout", None)) or self.timeout_s
+        asynchronous = getattr(options, "asyncOp", True) or self._coalesced is not None
+        plan = make_plan()
+        finish = plan.finish if device.type == "cpu" else partial(_finish_on_device, plan.finish, device)
+        if asynchronous:
+            ours: Work[Any] = plan.call(timeout_s=timeout_s, async_op=True)
+            work = AxonWork.following(result, ours, finish, _accelerators(device))
+        else:
+            value = plan.call(timeout_s=timeout_s, async_op=False)
+            finish()
+            work = AxonWork.done(result, plan.what, value, _accelerators(device))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def together(self, works: Sequence[AxonWork], result: list[Tensor]) -> C10dWork:
+        """One handle for several."""
+        return works[0] if len(works) == 1 else Together(works, result)
+
+
+def seconds(timeout: timedelta | float | None) -> float | None:
+    """c10d's timeout in seconds; None when it is not set."""
+    if timeout is None:
+        return None
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return limit_s if limit_s > 0 else None
+
+
+def _finish_on_device(finish: Finish, device: torch.device) -> None:
+    """Copy results to the user's tensors and wait for it: whoever waits for the handle may use any stream then."""
+    if finish is not nothing:
+        finish()
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _accelerators(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "cpu" else [device]
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for part in result for tensor in _tensors(part)]
+    return []

@@ -1,0 +1,243 @@
+"""`AxonProcessGroup`: torch.distributed's process group over one of ours.
+
+Owns: who it is to torch.distributed, point to point, barriers, sub-groups, the end. Its collectives are in
+`operations` and `coalesced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import BarrierOptions, Store, Work
+
+from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
+from axon_ps.errors import Closed
+from axon_ps.parallel.c10d.calls import Plan, seconds
+from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
+from axon_ps.parallel.c10d.operations import one, options_of
+from axon_ps.parallel.c10d.tensors import native, readable, writable
+
+BACKEND = "axon"
+_CPU = torch.device("cpu")
+
+Split = Callable[[list[int], str, float], "AxonProcessGroup"]
+"""Makes a group of some members: their positions, its name, its default deadline in seconds."""
+
+
+class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore[misc]  # its overloads
+    """Made by `torch.distributed`, which knows it as the backend "axon".
+
+    Args:
+        group: our group of the same members in the same order.
+        store: c10d's store of this group.
+        timeout_s: default deadline of operations.
+        on_shutdown: frees what was made for it.
+        split: makes a group of some of its members.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        store: Store,
+        *,
+        timeout_s: float,
+        on_shutdown: Callable[[], None],
+        split: Split,
+    ) -> None:
+        dist.ProcessGroup.__init__(self, group.rank, group.world_size)  # type: ignore[call-arg]
+        CoalescedCollectives.__init__(self, group, timeout_s)
+        self._store = store
+        self._on_shutdown = on_shutdown
+        self._split = split
+        self._name = ""
+        self._desc = "undefined"
+        self._sequence = 0
+
+    # ------------------------------------------------------------------ who it is
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Our group under it."""
+        return self._group
+
+    @property
+    def pg_name(self) -> str:
+        """Its name in torch.distributed."""
+        return dist.distributed_c10d._world.pg_names.get(self, self._name)
+
+    @property
+    def group_name(self) -> Any:
+        """Its name in torch.distributed."""
+        return self.pg_name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch.distributed says it is for."""
+        return self._desc
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def rank(self) -> int:
+        """Our position."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._world_size
+
+    def getRank(self) -> int:
+        """`rank`, as C++ asks for it."""
+        return self._rank
+
+    def getSize(self) -> int:
+        """`size`, as C++ asks for it."""
+        return self._world_size
+
+    def getBackendName(self) -> str:
+        """ "axon"."""
+        return BACKEND
+
+    def name(self) -> str:
+        """ "axon"."""
+        return BACKEND
+
+    def __repr__(self) -> str:
+        return f"AxonProcessGroup({self._group.name!r}, rank {self._rank} of {self._world_size})"
+
+    def get_group_store(self) -> Store:
+        """c10d's store of this group."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
+
+    # torch asks a group's backend for a device what it can do; we are the backend of all of them.
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    supports_splitting = True
+    supports_coalescing = True
+
+    @property
+    def options(self) -> Any:
+        """What `split_group` passes on."""
+        return dist.Backend.Options(BACKEND, timedelta(seconds=self._performer.timeout_s))  # type: ignore[attr-defined]
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: a split concerns its members only."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Nothing: backends are made when they are first needed."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: our group numbers its calls from 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the default deadline."""
+        self._performer.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # ------------------------------------------------------------------ point to point, barriers
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Send to a rank, which must receive it with the same tag."""
+        tensor = one(tensors)
+
+        def plan() -> Plan:
+            return Plan("send", partial(self._group.send, native(readable(tensor)), dstRank, tag=tag))
+
+        return self._performer.perform(plan, [tensor], tensor.device)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Receive from a rank."""
+        tensor = one(tensors)
+
+        def plan() -> Plan:
+            target = writable(tensor)
+            return Plan("recv", partial(self._group.recv, native(target.flat), srcRank, tag=tag), target.finish)
+
+        return self._performer.perform(plan, [tensor], tensor.device)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receive from whichever rank sends first; the handle's `source_rank` says which."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    def barrier(  # type: ignore[override]
+        self, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
+        """Return when every rank has come; on CUDA, when what was enqueued before is done, too."""
+        options = options_of(opts, BarrierOptions, timeout)
+        device = options.device
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return self._performer.perform(lambda: Plan("barrier", self._group.barrier), [], _CPU, options)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose `Timeout` names the ranks that did not come: all of them, on every rank."""
+        limit_s = seconds(timeout)
+        self._group.barrier(self._performer.timeout_s if limit_s is None else limit_s)
+
+    # ------------------------------------------------------------------ coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._performer.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self._performer.end_coalescing()
+
+    # ------------------------------------------------------------------ sub-groups, the end
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> AxonProcessGroup | None:
+        """A group of some members, in ascending order; every one of them calls this. None on the others.
+
+        Args:
+            new_ranks: positions in this group.
+            timeout: default deadline; None = ours.
+            opts: ignored.
+            group_name: the same on every member and never used before; None = made of the ranks and how often it was.
+            group_desc: what it is for.
+            device_types: ignored: a group serves all.
+        """
+        ranks = sorted(new_ranks)
+        if self._rank not in ranks:
+            return None
+        self._sequence += 1
+        name = group_name or f"{self.pg_name}:split:{'_'.join(map(str, ranks))}:{self._sequence}"
+        group = self._split(ranks, name, seconds(timeout) or self._performer.timeout_s)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self._desc}:split")
+        return group
+
+    def abort(self) -> None:
+        """End everything that is pending or comes later with `Closed`, here and on the other ranks, and free it."""
+        self._group.abort(Closed(f"process group {self.pg_name!r} was aborted"))
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Free what was made for it; operations under way are ended. Harmless when repeated."""
+        on_shutdown, self._on_shutdown = self._on_shutdown, lambda: None
+        on_shutdown()

@@ -1,0 +1,128 @@
+"""Making ourselves known to torch.distributed: the backend "axon" and the rendezvous `axon://`.
+
+The only module of this package that reads the environment.
+
+Invariant: `register` may be called again and again; it does what it does once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+
+from axon_ps.collectives.environment import worker_config
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.world import World
+from axon_ps.errors import ConfigurationError, Misuse
+from axon_ps.parallel.c10d.process_group import BACKEND, AxonProcessGroup
+from axon_ps.parallel.c10d.session import Session, join, lives_of
+from axon_ps.parallel.c10d.store import KVStore
+
+_JOIN_TIMEOUT = timedelta(seconds=300)
+
+_session: Session | None = None
+_joined: World | None = None  # by `axon://`, for the session that is about to begin
+_rendezvous_count = 0
+_stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
+"""Kept alive here: torch holds only the C++ half of a store, which is nothing without the Python half."""
+
+
+def register() -> None:
+    """Register the backend "axon" and the rendezvous `axon://` with torch.distributed; harmless when repeated."""
+    if BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    register_rendezvous_handler(BACKEND, _rendezvous)  # type: ignore[no-untyped-call]
+
+
+def _create(options: Any, backend_options: object) -> AxonProcessGroup:
+    """The creator: torch calls it on every member of a group."""
+    timeout_s = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group)
+    session = _session
+    if not ranks:
+        if session is not None:
+            raise Misuse("there is a process group over axon already; destroy it before you make the default one")
+        session = _begin(options.store, options.group_rank, options.group_size, timeout_s)
+        return _wrapped(session, session.group, options.store, timeout_s, is_default=True)
+    if session is None:  # the default process group is over another backend
+        if len(ranks) != dist.get_world_size() and World.current() is None:
+            raise Misuse(
+                "a group of some ranks over axon needs a world of all of them: call init_process_group('axon'), or "
+                "axon_ps.World.init() on every rank first"
+            )
+        session = _begin(options.store, dist.get_rank(), dist.get_world_size(), timeout_s)
+    group = session.group.named_group(f"{session.prefix}/{options.group_id}", ranks, timeout_s=timeout_s)
+    return _wrapped(session, group, options.store, timeout_s)
+
+
+def _begin(store: Store, rank: int, world_size: int, timeout_s: float) -> Session:
+    global _session, _joined
+    _session = Session.begin(store, rank, world_size, timeout_s, os.environ)
+    if _joined is _session.world:
+        _session.own()
+    _joined = None
+    return _session
+
+
+def _wrapped(
+    session: Session, group: ProcessGroup, store: Store, timeout_s: float, *, is_default: bool = False
+) -> AxonProcessGroup:
+    """torch's group over ours; the session ends with the default group, or with the last."""
+    session.users += 1
+
+    def on_shutdown() -> None:
+        global _session
+        session.users -= 1
+        if not is_default:
+            group.close()
+        if is_default or session.users == 0:
+            if _session is session:
+                _session = None
+            session.close()
+
+    def split(ranks: list[int], name: str, timeout_s: float) -> AxonProcessGroup:
+        positions = [session.group.ranks.index(group.ranks[r]) for r in ranks]
+        part = session.group.named_group(f"{session.prefix}/{name}", positions, timeout_s=timeout_s)
+        return _wrapped(session, part, PrefixStore(f"{name}/", store), timeout_s)
+
+    return AxonProcessGroup(group, store, timeout_s=timeout_s, on_shutdown=on_shutdown, split=split)
+
+
+def _rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
+    """`axon://` or `axon://coordinator:port`: rank and world size are the world's, the store is the coordinator's.
+
+    A world the user has made is used; else the job is joined. Where no coordinator is named, it is torch's `env://`.
+
+    Raises:
+        ConfigurationError: rank or world size were given, too, and are others.
+    """
+    global _joined, _rendezvous_count
+    parts = urlparse(url)
+    world = World.current()
+    if world is None:
+        if not (parts.netloc or os.environ.get("AXON_PS_COORDINATOR")):
+            yield from rendezvous(f"env://?{parts.query}" if parts.query else "env://", timeout=timeout)
+            return
+        variables = {**os.environ, **({"AXON_PS_COORDINATOR": parts.netloc} if parts.netloc else {})}
+        world = _joined = join(worker_config(variables), (timeout or _JOIN_TIMEOUT).total_seconds())
+    wanted = dict(parse_qsl(parts.query))
+    for name, ours in (("rank", world.rank), ("world_size", world.world_size)):
+        if int(wanted.get(name, -1)) not in (-1, ours):
+            raise ConfigurationError(
+                f"init_process_group was given {name}={wanted[name]}; in the axon_ps world it is {ours}"
+            )
+    prefix = f"rendezvous-{lives_of(world)}-{_rendezvous_count}"
+    _rendezvous_count += 1
+    store = KVStore(world, prefix)
+    _stores.setdefault(world, []).append(store)
+    yield store, world.rank, world.world_size
+    raise Misuse("a second rendezvous over axon:// with the same iterator is not possible")

@@ -1,0 +1,52 @@
+"""All-reduce of sparse tensors: DDP's sparse gradients of embeddings.
+
+Algorithm: the numbers of non-zeros are gathered, then indices, then values; every rank adds up all of them in rank
+order, so the result has the same bits everywhere. Blocks its caller, whatever the options say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.c10d.calls import Performer, seconds
+from axon_ps.parallel.c10d.tensors import native, native_numel
+from axon_ps.parallel.c10d.work import AxonWork
+
+
+def all_reduce_sparse(performer: Performer, tensor: Tensor, options: Any) -> AxonWork:
+    """tensor: sparse COO becomes the sum (or average) of all ranks' tensors, coalesced.
+
+    Raises:
+        InvalidRequest: another layout or operation.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise InvalidRequest(f"a tensor has the layout {tensor.layout}; of sparse ones only COO can be reduced")
+    average = options.reduceOp == dist.ReduceOp.AVG
+    if not average and options.reduceOp != dist.ReduceOp.SUM:
+        raise InvalidRequest("sparse tensors can only be summed and averaged")
+    group = performer.group
+    timeout_s = seconds(options.timeout) or performer.timeout_s
+    ours = tensor.detach().coalesce()
+    indices, values = ours.indices(), ours.values()
+    nonzeros = group.all_gather(torch.tensor([values.shape[0]], device=values.device), timeout_s=timeout_s).tolist()
+    rows, dims = sum(nonzeros), indices.shape[0]
+
+    all_indices = indices.new_empty((rows, dims))
+    group.all_gather(indices.t().contiguous(), out=all_indices, counts=nonzeros, timeout_s=timeout_s)
+    all_values = values.new_empty((rows, *values.shape[1:]))
+    width = all_values[:1].numel() if rows else 0
+    counts = [native_numel(n * width, values.dtype) for n in nonzeros]
+    flat = native(values.contiguous().view(-1))
+    group.all_gather(flat, out=native(all_values.view(-1)), counts=counts, timeout_s=timeout_s)
+
+    if average:
+        all_values /= group.world_size
+    total = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())  # not into a detached one, whose insides would be replaced, not the tensor's
+    return AxonWork.done([tensor], "all_reduce")

@@ -1,0 +1,141 @@
+"""Tensors as the flat buffers that travel: one tensor or a list of them, any layout, any dtype.
+
+Owns: seeing tensors as flat memory without a copy where there is none needed, and copying results back where there is.
+Refuses: to know what is done with the buffers.
+
+    legend: a *flat* tensor is 1-D and contiguous, in the user's dtype; a *native* one is flat and of a dtype that
+    travels (see `axon_ps.types.DType`), over the same memory
+
+Invariant: a buffer to write to is the user's memory, or what `finish` copies to it; nothing is ever written elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from axon_ps.errors import InvalidRequest
+
+NATIVE = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+)
+
+Finish = Callable[[], object]
+
+
+def nothing() -> None:
+    """Nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where a result goes.
+
+    Attributes:
+        flat: T[numel]: what is to be written.
+        finish: copies it to the user's tensors, where `flat` is not their memory.
+    """
+
+    flat: Tensor
+    finish: Finish = nothing
+
+
+def native(flat: Tensor) -> Tensor:
+    """The same memory as a dtype that travels: complex numbers as pairs, dtypes unknown to us as bytes."""
+    if flat.dtype in NATIVE:
+        return flat
+    if flat.dtype.is_complex:
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8)
+
+
+def native_numel(numel: int, dtype: torch.dtype) -> int:
+    """How many elements `native` makes of `numel` elements."""
+    if dtype in NATIVE:
+        return numel
+    return numel * (2 if dtype.is_complex else dtype.itemsize)
+
+
+def readable(*tensors: Tensor) -> Tensor:
+    """The tensors' elements one after the other: T[numel]; their own memory if they lie so."""
+    plain = [_plain(t) for t in tensors]
+    _same_dtype(plain)
+    joined = _joined(plain)
+    if joined is not None:
+        return joined
+    return torch.cat([t.reshape(-1) for t in plain])
+
+
+def writable(*tensors: Tensor, keep: bool = False) -> Buffer:
+    """A buffer for the elements of all tensors, one after the other; `keep`: it starts with what they hold."""
+    plain = [t.detach() for t in tensors]
+    _same_dtype(plain)
+    joined = _joined(plain)
+    if joined is not None:
+        return Buffer(joined)
+    flat = readable(*tensors) if keep else plain[0].new_empty(sum(t.numel() for t in plain))
+
+    def finish() -> None:
+        for tensor, part in zip(plain, torch.split(flat, [t.numel() for t in plain]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    return Buffer(flat, finish)
+
+
+def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
+    """A buffer [rows, sum(numel / rows)] whose row r holds row r of every tensor: T[rows, numel / rows]."""
+    if len(tensors) == 1:
+        return writable(tensors[0])
+    plain = [t.detach() for t in tensors]
+    _same_dtype(plain)
+    widths = [t.numel() // rows for t in plain]
+    flat = plain[0].new_empty(rows * sum(widths))
+
+    def finish() -> None:
+        for tensor, part in zip(plain, torch.split(flat.view(rows, -1), widths, dim=1), strict=True):
+            tensor.copy_(part.reshape(tensor.shape))
+
+    return Buffer(flat, finish)
+
+
+def readable_rows(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """T[rows * sum(numel / rows)]: row r of every tensor, for each r in turn."""
+    if len(tensors) == 1:
+        return readable(tensors[0])
+    plain = [_plain(t) for t in tensors]
+    _same_dtype(plain)
+    return torch.cat([t.reshape(rows, t.numel() // rows) for t in plain], dim=1).view(-1)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _same_dtype(tensors: Sequence[Tensor]) -> None:
+    kinds = {(t.dtype, t.device) for t in tensors}
+    if len(kinds) > 1:
+        said = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise InvalidRequest(f"the tensors of one call are {said}; give one dtype and one device")
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise InvalidRequest(f"a tensor has the layout {tensor.layout}; give dense ones")
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One flat tensor over the memory of all, if they lie one after the other in one storage."""
+    first = tensors[0]
+    if first.is_conj() or first.is_neg():
+        return None
+    if len(tensors) == 1:
+        return first.view(-1) if first.is_contiguous() else None
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
+    for tensor in tensors:
+        lies_next = tensor.storage_offset() == offset and tensor.untyped_storage().data_ptr() == storage
+        if not (lies_next and tensor.is_contiguous()):
+            return None
+        offset += tensor.numel()
+    return first.as_strided((offset - first.storage_offset(),), (1,))

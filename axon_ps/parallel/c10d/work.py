@@ -1,0 +1,203 @@
+"""`Work` handles of c10d over ours: what `dist.all_reduce(..., async_op=True)` and DDP's buckets wait for.
+
+Invariants: results have been copied to the user's tensors before a handle is complete; an error of ours is what `wait`
+raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work as C10dWork
+from torch.futures import Future
+
+from axon_ps.collectives.work import Work
+from axon_ps.errors import AxonError, Timeout
+
+NO_TIMEOUT = timedelta()
+
+
+class AxonWork(C10dWork):
+    """One operation.
+
+    Args:
+        result: the tensors that hold its result: what its future gives.
+        what: for messages.
+        devices: the accelerators that the result is on.
+    """
+
+    def __init__(self, result: Any, what: str, devices: Sequence[torch.device] = ()) -> None:
+        super().__init__()
+        self._result = result
+        self._what = what
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._source = -1
+        self._future: Future[Any] | None = None
+        self._devices: list[int | str | torch.device] = list(devices)
+
+    @classmethod
+    def done(cls, result: Any, what: str, value: object = None, devices: Sequence[torch.device] = ()) -> AxonWork:
+        """An operation that has ended well; `value` is what it gave."""
+        work = cls(result, what, devices)
+        work._end(None, value)
+        return work
+
+    @classmethod
+    def following(
+        cls, result: Any, ours: Work[Any], finish: Callable[[], object], devices: Sequence[torch.device] = ()
+    ) -> AxonWork:
+        """An operation that ends when `ours` has, and then `finish`."""
+        work = cls(result, ours.what, devices)
+
+        def ended(ours: Work[Any]) -> None:
+            error = ours.exception()
+            value = None
+            if error is None:
+                try:
+                    value = ours.wait(0.0)
+                    finish()
+                except BaseException as failure:
+                    error = failure
+            work._end(error, value)
+
+        ours.add_done_callback(ended)
+        return work
+
+    # ------------------------------------------------------------------ what c10d asks
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until it has ended.
+
+        Raises:
+            Timeout: it has not, after `timeout`; it goes on.
+            AxonError: what it failed with.
+        """
+        limit_s = timeout.total_seconds()
+        if not self._ended.wait(limit_s if limit_s > 0 else None):
+            raise Timeout(f"{self._what} is not done after {limit_s:g} s; it goes on, wait again")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """`wait`, as C++ calls it."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it failed with; None when it went well or has not ended."""
+        return self._error
+
+    def result(self) -> Any:
+        """The tensors that hold the result."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Receives: the rank (position in the group) that sent the message; else -1."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """A future that gives the result's tensors; it fails with a `RuntimeError` that quotes our error."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._trigger: Future[Any] = Future(devices=self._devices or None)
+            # A failure must be raised by a callback: a torch future takes no exception from Python.
+            self._future = self._trigger.then(lambda _: self._outcome())
+            ended = self._ended.is_set()
+        if ended:
+            self._trigger.set_result(self._result)
+        return self._future
+
+    # ------------------------------------------------------------------ the end
+
+    def _outcome(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _end(self, error: BaseException | None, value: object) -> None:
+        self._error = error
+        if isinstance(value, int):
+            self._source = value
+        with self._lock:
+            self._ended.set()
+            asked_for = self._future is not None
+        if asked_for:
+            self._trigger.set_result(self._result)
+
+
+class Together(C10dWork):
+    """Several operations as one.
+
+    Args:
+        works: the operations, in their order.
+        result: what the future gives.
+    """
+
+    def __init__(self, works: Sequence[AxonWork], result: list[Tensor]) -> None:
+        super().__init__()
+        self._works = list(works)
+        self._result = result
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until all have ended.
+
+        Raises:
+            AxonError: what the first of them that failed failed with; the others have ended, too.
+        """
+        failure: AxonError | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except AxonError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return True
+
+    def synchronize(self) -> None:
+        """`wait`, as C++ calls it."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """What the first that failed failed with."""
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the results."""
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """A future that gives all tensors."""
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda _: self._checked())
+
+    def _checked(self) -> list[Tensor]:
+        if (error := self.exception()) is not None:
+            raise error
+        return self._result
