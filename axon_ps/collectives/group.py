@@ -345,7 +345,7 @@ class ProcessGroup(GroupBase):
             raise InvalidRequest(f"rank {to} cannot send to itself")
         flat = arrays.flatten(data, writable=False)
         limit_s = self._limit(timeout_s)
-        backend = self._backend_for(flat)
+        backend = self._backend_for(flat, limit_s)
         what = f"send of {flat.array.size} {flat.dtype.value} to rank {to} of {self.name}"
 
         def transmit() -> None:
@@ -375,7 +375,7 @@ class ProcessGroup(GroupBase):
             raise InvalidRequest(f"rank {source} cannot receive from itself")
         flat = arrays.flatten(out, what="out")
         limit_s = self._limit(timeout_s)
-        backend = self._backend_for(flat)
+        backend = self._backend_for(flat, limit_s)
 
         def receive() -> int:
             with arrays.on_stream(flat):

@@ -13,12 +13,14 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
 from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.store import AbortableStore
 from axon_ps.collectives.work import Lane, Work
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.types import DType, ReduceOp
@@ -67,6 +69,7 @@ class GroupBase:
         self._wanted = backend
         self._member = member
         self._world = world
+        self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None
         self._lane = Lane(f"axon-ps-{context.name}"[:60])
@@ -135,7 +138,7 @@ class GroupBase:
         if self._error is not None:
             raise self._error
         device = data is not None and arrays.flatten(data, writable=False).device
-        return self._device_backend() if device else self._host_backend()
+        return self._device_backend(self._timeout_s) if device else self._host_backend(self._timeout_s)
 
     # ------------------------------------------------------------------ the end
 
@@ -143,6 +146,7 @@ class GroupBase:
         """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread."""
         if self._error is None:
             self._error = error
+        self._store.abort(error)
         for backend in (self._host, self._device):
             if backend is not None:
                 backend.abort(error)
@@ -154,6 +158,7 @@ class GroupBase:
         if any(m.incarnation in incarnations for m in self._context.members):
             if self._error is None:
                 self._error = error
+            self._store.abort(error)
             for backend in (self._host, self._device):
                 if backend is not None:
                     backend.abort(error)
@@ -202,7 +207,7 @@ class GroupBase:
             try:
                 if self._error is not None:
                     raise self._error
-                backend = self._device_backend() if device else self._host_backend()
+                backend = self._device_backend(limit_s) if device else self._host_backend(limit_s)
                 with arrays.on_stream(flat):
                     result = perform(backend, call, limit_s)
             except BaseException as error:
@@ -235,22 +240,31 @@ class GroupBase:
             lane = self._p2p_lanes.setdefault((direction, peer, tag), Lane(name))
         return lane
 
-    def _backend_for(self, flat: Flat) -> Backend:
+    def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
         """For sends and receives: the backend, made in turn with the collectives if it must be made."""
         if self._error is not None:
             raise self._error
         known = self._device if flat.device else self._host
-        return known or self._lane.run(self._device_backend if flat.device else self._host_backend)
+        make = self._device_backend if flat.device else self._host_backend
+        return known or self._lane.run(lambda: make(limit_s))
 
-    def _host_backend(self) -> Backend:
+    def _host_backend(self, limit_s: float) -> Backend:
         if self._host is None:
-            self._host = self._make(self._context, self._wanted)
+            self._host = self._made(self._wanted, limit_s)
         return self._host
 
-    def _device_backend(self) -> Backend:
+    def _device_backend(self, limit_s: float) -> Backend:
         if self._device is None:
-            self._device = self._make(self._context, "device")
+            self._device = self._made("device", limit_s)
         return self._device
+
+    def _made(self, name: str, limit_s: float) -> Backend:
+        """A new backend. Who must be there for it may die, which `self._store` tells, or not come in time."""
+        limit_s = min(limit_s, self._context.timeout_s)
+        backend = self._make(replace(self._context, store=self._store, timeout_s=limit_s), name)
+        if self._error is not None:  # aborted meanwhile, when there was no backend to tell
+            backend.abort(self._error)
+        return backend
 
     # ------------------------------------------------------------------ checks
 

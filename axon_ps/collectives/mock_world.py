@@ -7,12 +7,14 @@ Owns: `MockWorld`, one per thread. Refuses: parameters, steps and checkpoints, w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.mock import MockBackend
 from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.store import AbortableStore
 
 TIMEOUT_S = 60.0
 
@@ -72,7 +74,10 @@ class MockWorld:
 
     @staticmethod
     def _make(root: MockBackend, context: GroupContext) -> Backend:
-        return root if context is root.context else MockBackend(context)
+        if context.name == root.context.name:
+            return root
+        assert isinstance(context.store, AbortableStore)
+        return MockBackend(replace(context, store=context.store.inner))
 
 
 def create_worlds(world_size: int, timeout_s: float = TIMEOUT_S) -> list[MockWorld]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from axon_ps.collectives.backend import Backend, GroupContext
-from axon_ps.errors import AxonError, ConfigurationError
+from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.types import Member
 
 AUTO, DEVICE = "auto", "device"
@@ -113,5 +113,12 @@ class BackendMaker:
         """Why each member cannot have the backend; empty = it can."""
         key = f"group/{context.name}/made"
         context.store.put(f"{key}/{context.rank}", reason.encode() or b"-")
-        reasons = [context.store.wait(f"{key}/{i}", context.timeout_s).decode() for i in range(len(context.ranks))]
+        reasons = []
+        for position, rank in enumerate(context.ranks):
+            try:
+                reasons.append(context.store.wait(f"{key}/{position}", context.timeout_s).decode())
+            except Timeout:
+                raise Timeout(
+                    f"rank {rank} did not come to make group {context.name!r} within {context.timeout_s:g} s"
+                ) from None
         return ["" if r == "-" else r for r in reasons]

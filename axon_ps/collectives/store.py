@@ -1,4 +1,6 @@
-"""`MemoryStore`: the store that groups of threads meet in. Their counterpart across processes is the coordinator's.
+"""Stores that groups meet in: `MemoryStore` for threads, and `AbortableStore` around any, for whoever must not wait on.
+
+The store across processes is the coordinator's (`collectives.world`).
 
 Invariant: a value is there for every thread as soon as `put` returned; nobody waits for what was deleted.
 """
@@ -6,12 +8,16 @@ Invariant: a value is there for every thread as soon as `put` returned; nobody w
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.collectives.backend import Store
+from axon_ps.errors import AxonError, InvalidRequest, Timeout
 
 MAX_VALUE_BYTES = 1 << 20
+LOOK_EVERY_S = 0.25
+"""How often a wait looks whether it was aborted."""
 
 T = TypeVar("T")
 
@@ -59,3 +65,45 @@ class MemoryStore:
                 self._shared[key] = make()
             shared: T = self._shared[key]
             return shared
+
+
+class AbortableStore:
+    """A store whose waits end when a member is lost: making a backend must not wait for who will never come.
+
+    Attributes:
+        inner: the store around which it is.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self._error: AxonError | None = None
+
+    def abort(self, error: AxonError) -> None:
+        """End waits under way and to come with `error`. Any thread."""
+        self._error = self._error or error
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self.inner.put(key, value)
+
+    def wait(self, key: str, timeout_s: float) -> bytes:
+        """The value of a key as soon as there is one.
+
+        Raises:
+            Timeout: nobody stored it in time.
+            AxonError: what `abort` was given.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._error is not None:
+                raise self._error
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                return self.inner.wait(key, min(left_s, LOOK_EVERY_S))
+            except Timeout:
+                if left_s <= LOOK_EVERY_S and self._error is None:
+                    raise
+
+    def delete(self, key: str) -> None:
+        """Remove a key; harmless when there is none."""
+        self.inner.delete(key)

@@ -16,6 +16,7 @@ import axon_ps
 from axon_ps.collectives import ops
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.mock_world import MockWorld
+from axon_ps.collectives.store import AbortableStore, MemoryStore
 from axon_ps.errors import Closed, Disagreement, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import ReduceOp
 
@@ -333,3 +334,19 @@ def test_shared_arrays_are_ordinary_where_there_is_no_shared_memory() -> None:
     with world:
         array_ = axon_ps.empty_shared((2, 3), np.float64, group=world.default_group)
         assert (array_.shape, array_.dtype) == ((2, 3), np.float64)
+
+
+def test_a_member_that_dies_before_the_first_call_ends_the_wait_for_it() -> None:
+    inner = MemoryStore()
+    store = AbortableStore(inner)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, "offer", 30.0)
+        store.abort(MemberLost("rank 1 has left"))
+        with pytest.raises(MemberLost):
+            waiting.result(10)
+    with pytest.raises(MemberLost):
+        store.wait("offer", 30.0)
+    with pytest.raises(Timeout, match="within 0"):
+        AbortableStore(inner).wait("offer", 0.0)
+    inner.put("offer", b"here")
+    assert AbortableStore(inner).wait("offer", 0.0) == b"here"
