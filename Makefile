@@ -28,8 +28,9 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-soak: $(INSTALLED) ## kill ranks that share memory, 200 times, and see that nothing is left
+soak: $(INSTALLED) ## 200 random kills of ranks that share memory; 10,000 interleaved calls of overlapping groups
 	$(BIN)/python tests/faults/shm_kills.py
+	$(BIN)/python tests/faults/group_soak.py
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)
