@@ -6,6 +6,13 @@ have been done for some ranks and not for others.
 Everything here runs on one event loop; every method must be called on its thread. While an operation is under way,
 nobody else may touch its arrays, except that data it sends from may also be what it receives into: a piece comes back
 only after the same piece was sent.
+
+Note: [Ranks in step]
+    The flows of several ranks into one server do not share its card evenly, least of all at the beginning. A piece goes
+    back when the last rank's has come, so what a fast flow has too early is of no use, and the card that carried it is
+    missing to the slow ones. So the upload of an all-reduce may be only so far ahead of its download, which is to say
+    of the slowest rank. *Measured* on 4 + 4 hosts at 500 Mbit/s, 64 MiB: 1.28 s without, 1.17 with; the card alone
+    takes 1.08. On loopback it makes no difference.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
-from axon_ps.reduction.call import Call
+from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.mailbox import EAGER_BYTES
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
@@ -36,6 +43,9 @@ from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Let
 
 SERVERS_WORD_S = 1.0
 """How long after a deadline a server may still say who did not come; it keeps the same deadline."""
+
+AHEAD_BYTES = 3 << 18
+"""How far an all-reduce's upload may be ahead of its download, on one server. See Note: [Ranks in step]."""
 
 FOREVER_S = 1e9
 """What a time-out without end is on the wire."""
@@ -158,10 +168,11 @@ class CollectiveClient:
         async with await self._open(server, deadline) as stream:
             first, rest = pieces[:1], pieces[1:]
             await self._upload(stream, seating.rank, first, buffers.source, buffers.source_starts, begin)
-            download = self._download(stream, numel, dtype, target, starts)
+            pace = Pace(AHEAD_BYTES if exchange.call.operation is Operation.ALL_REDUCE else math.inf)
+            download = self._download(stream, numel, dtype, target, starts, pace)
             if not rest:
                 return await download
-            upload = self._upload(stream, seating.rank, rest, buffers.source, buffers.source_starts, None)
+            upload = self._upload(stream, seating.rank, rest, buffers.source, buffers.source_starts, None, pace)
             await _together([upload, download])
 
     # ------------------------------------------------------------------ messages between two ranks
@@ -266,6 +277,7 @@ class CollectiveClient:
         source: Array | None,
         starts: Sequence[int],
         begin: CollectiveBegin | None,
+        pace: Pace | None = None,
     ) -> None:
         header = CollectiveChunk(begin=begin, source=rank)
         if not pieces:
@@ -274,11 +286,19 @@ class CollectiveClient:
             assert source is not None
             start = starts[piece.part]
             header.part, header.offset = piece.part, piece.begin
+            if pace is not None:
+                await pace.before_sending((piece.end - piece.begin) * source.itemsize)
             await self._write(stream, header, source[start + piece.begin : start + piece.end])
             header.ClearField("begin")
 
     async def _download(
-        self, stream: Stream, numel: int, dtype: DType, target: Array | None, starts: Sequence[int]
+        self,
+        stream: Stream,
+        numel: int,
+        dtype: DType,
+        target: Array | None,
+        starts: Sequence[int],
+        pace: Pace | None = None,
     ) -> None:
         while numel:
             message = await stream.read()
@@ -293,6 +313,8 @@ class CollectiveClient:
             target[begin : begin + data.size] = data
             numel -= data.size
             self._count("in", payload.nbytes)
+            if pace is not None:
+                pace.received(payload.nbytes)
         await _end(stream)
 
     async def _write(self, stream: Stream, header: CollectiveChunk, data: Array | None) -> None:
@@ -302,6 +324,31 @@ class CollectiveClient:
     def _count(self, direction: str, nbytes: int) -> None:
         self.counters[f"messages_{direction}"] += 1
         self.counters[f"bytes_{direction}"] += nbytes
+
+
+class Pace:
+    """Keeps an all-reduce's upload near its download. See Note: [Ranks in step].
+
+    Args:
+        ahead_bytes: how much may have been sent whose result has not come.
+    """
+
+    def __init__(self, ahead_bytes: float) -> None:
+        self._ahead_bytes = ahead_bytes
+        self._ahead = 0
+        self._news = asyncio.Event()
+
+    async def before_sending(self, nbytes: int) -> None:
+        """Wait until so much may be sent."""
+        while self._ahead > 0 and self._ahead + nbytes > self._ahead_bytes:
+            self._news.clear()
+            await self._news.wait()
+        self._ahead += nbytes
+
+    def received(self, nbytes: int) -> None:
+        """So much of the result has come."""
+        self._ahead -= nbytes
+        self._news.set()
 
 
 async def _end(stream: Stream) -> None:

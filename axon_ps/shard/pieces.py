@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from axon_ps.reduction.call import Call, Operation
 
-PIECE_BYTES = 1 << 19
+PIECE_BYTES = 1 << 18
 """A piece's size, in the middle of a stream."""
 
 SMALL_PIECE_BYTES = 1 << 16
