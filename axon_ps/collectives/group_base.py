@@ -144,26 +144,25 @@ class GroupBase:
 
     def abort(self, error: AxonError) -> None:
         """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread."""
-        if self._error is None:
-            self._error = error
-        self._store.abort(error)
-        for backend in (self._host, self._device):
-            if backend is not None:
-                backend.abort(error)
+        self._end(error)
         for child in self._children:
             child.abort(error)
 
     def member_lost(self, incarnations: set[str], error: AxonError) -> None:
         """Abort this group and its sub-groups as far as a lost member was in them."""
         if any(m.incarnation in incarnations for m in self._context.members):
-            if self._error is None:
-                self._error = error
-            self._store.abort(error)
-            for backend in (self._host, self._device):
-                if backend is not None:
-                    backend.abort(error)
+            self._end(error)
         for child in self._children:
             child.member_lost(incarnations, error)
+
+    def _end(self, error: AxonError) -> None:
+        """End what is pending or comes later in this group itself; the first error counts."""
+        if self._error is None:
+            self._error = error
+        self._store.abort(error)
+        for backend in (self._host, self._device):
+            if backend is not None:
+                backend.abort(error)
 
     def close(self) -> None:
         """Free the group on this worker, sub-groups first; calls under way are ended. Harmless when repeated."""

@@ -14,12 +14,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 
 from axon_ps.collectives.backend import Backend, Call, GroupContext
+from axon_ps.collectives.request import check_array, part_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, InvalidRequest, MemberLost
 from axon_ps.reduction import ops
 from axon_ps.shard.collective_client import Buffers, CollectiveClient, Seating
@@ -77,19 +77,19 @@ class GrpcBackend(Backend):
     def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
         """See `Backend.all_reduce`."""
         self._check_op(call)
-        _check("data", data, call.dtype, call.counts[0])
+        check_array("data", data, call.dtype, call.counts[0])
         self._collective(call, Buffers(source=data, target=data, source_starts=(0,), target_starts=(0,)), timeout_s)
 
     def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
         """See `Backend.reduce`."""
         self._check_op(call)
-        _check("data", data, call.dtype, call.counts[0])
+        check_array("data", data, call.dtype, call.counts[0])
         target = data if self.rank == call.root else None
         self._collective(call, Buffers(source=data, target=target, source_starts=(0,), target_starts=(0,)), timeout_s)
 
     def broadcast(self, call: Call, data: Array, timeout_s: float) -> None:
         """See `Backend.broadcast`."""
-        _check("data", data, call.dtype, call.counts[0])
+        check_array("data", data, call.dtype, call.counts[0])
         self._collective(
             call,
             Buffers(source=data, target=data, source_starts=(0,), target_starts=[0] * self.world_size),
@@ -107,10 +107,10 @@ class GrpcBackend(Backend):
         self._gather(call, output if self.rank == call.root else None, data, timeout_s)
 
     def _gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
-        _check("data", data, call.dtype, call.counts[self.rank])
-        starts = _starts(call.counts)
+        check_array("data", data, call.dtype, call.counts[self.rank])
+        starts = part_starts(call.counts)
         if output is not None:
-            _check("output", output, call.dtype, sum(call.counts))
+            check_array("output", output, call.dtype, sum(call.counts))
         own = [0] * self.world_size  # the only part we send
         self._collective(call, Buffers(source=data, target=output, source_starts=own, target_starts=starts), timeout_s)
         if output is not None:
@@ -119,11 +119,11 @@ class GrpcBackend(Backend):
     def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
         """See `Backend.reduce_scatter`."""
         self._check_op(call)
-        _check("data", data, call.dtype, sum(call.counts))
-        _check("output", output, call.dtype, call.counts[self.rank])
+        check_array("data", data, call.dtype, sum(call.counts))
+        check_array("output", output, call.dtype, call.counts[self.rank])
         self._collective(
             call,
-            Buffers(source=data, target=output, source_starts=_starts(call.counts), target_starts=(0,)),
+            Buffers(source=data, target=output, source_starts=part_starts(call.counts), target_starts=(0,)),
             timeout_s,
         )
         if self.world_size == 1:
@@ -131,12 +131,12 @@ class GrpcBackend(Backend):
 
     def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
         """See `Backend.scatter`."""
-        _check("output", output, call.dtype, call.counts[self.rank])
-        starts = _starts(call.counts)
+        check_array("output", output, call.dtype, call.counts[self.rank])
+        starts = part_starts(call.counts)
         if self.rank == call.root:
             if data is None:
                 raise InvalidRequest(f"scatter at its root, rank {call.root}, needs data")
-            _check("data", data, call.dtype, sum(call.counts))
+            check_array("data", data, call.dtype, sum(call.counts))
         self._collective(
             call,
             Buffers(source=data, target=output, source_starts=starts, target_starts=[0] * self.world_size),
@@ -161,9 +161,9 @@ class GrpcBackend(Backend):
                 f"all_to_all was given {len(output_counts)} output and {len(input_counts)} input counts; needed are "
                 f"{self.world_size} of each"
             )
-        _check("output", output, call.dtype, sum(output_counts))
-        _check("data", data, call.dtype, sum(input_counts))
-        sources, targets = _starts(input_counts), _starts(output_counts)
+        check_array("output", output, call.dtype, sum(output_counts))
+        check_array("data", data, call.dtype, sum(input_counts))
+        sources, targets = part_starts(input_counts), part_starts(output_counts)
         if self.world_size == 1 and output_counts[0] != input_counts[0]:
             raise Disagreement(
                 f"{call} of a group of one sends {input_counts[0]} elements to itself and expects {output_counts[0]}"
@@ -191,14 +191,14 @@ class GrpcBackend(Backend):
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
-        _check("data", data, dtype, data.size)
+        check_array("data", data, dtype, data.size)
         self._check_rank(to)
         self._has_mail = True
         self._run(lambda: self._client.send(self._seating, data, dtype, to, tag, timeout_s))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        _check("data", data, dtype, data.size)
+        check_array("data", data, dtype, data.size)
         if source != -1:
             self._check_rank(source)
         self._has_mail = True
@@ -281,26 +281,8 @@ class GrpcBackend(Backend):
             raise InvalidRequest(f"rank {rank} is not in group {self.context.name!r}, which has {self.world_size}")
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    """Where each part begins."""
-    return [0, *accumulate(counts)][:-1]
-
-
 def _place(output: Array, begin: int, data: Array) -> None:
     """Copy our own part to its place, unless it is there already."""
     target = output[begin : begin + data.size]
     if data.size and target.ctypes.data != data.ctypes.data:
         np.copyto(target, data)
-
-
-def _check(what: str, array: Array, dtype: DType, numel: int) -> None:
-    """See that an array is what the call says.
-
-    Raises:
-        InvalidRequest: it is not.
-    """
-    if array.shape != (numel,) or array.dtype != dtype.numpy or not array.flags.c_contiguous:
-        raise InvalidRequest(
-            f"{what} has shape {list(array.shape)}, element type {array.dtype} and strides {array.strides}; needed is "
-            f"a contiguous 1-D array of {numel} elements of {dtype.value}"
-        )

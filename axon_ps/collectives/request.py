@@ -12,6 +12,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
 from axon_ps.errors import InvalidRequest
@@ -110,7 +111,34 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, context: Group
         raise InvalidRequest(f"there is no rank {peer} in a group of {len(context.ranks)}")
     if tag < 0:
         raise InvalidRequest(f"the tag is {tag}; it must not be negative")
-    _check_layout("data", data, dtype)
+    check_array("data", data, dtype, data.size)
+
+
+def check_array(what: str, array: Array, dtype: DType, numel: int, *, writable: bool = False) -> None:
+    """See that an array is T[numel], 1-D and contiguous, T = dtype.numpy.
+
+    Args:
+        what: what messages call it.
+        array: the array.
+        dtype: of its elements.
+        numel: how many it must have.
+        writable: whether it must be one that can be written to.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:
+        raise InvalidRequest(
+            f"{what} has shape {list(array.shape)}, element type {array.dtype} and strides {array.strides}; needed is "
+            f"a contiguous 1-D array of {numel} elements of {dtype.value}"
+        )
+    if writable and not array.flags.writeable:
+        raise InvalidRequest(f"{what} is read-only; the result goes there, so pass an array that can be written")
+
+
+def part_starts(counts: Sequence[int]) -> list[int]:
+    """Where parts of these lengths begin when they lie one after the other."""
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _check_array(what: str, array: Array | None, length: int | None, call: Call) -> None:
@@ -120,16 +148,9 @@ def _check_array(what: str, array: Array | None, length: int | None, call: Call)
         return
     if array is None:
         raise InvalidRequest(f"{call} needs {what} of {length} {call.dtype.value} on this rank; it got None")
-    _check_layout(what, array, call.dtype)
+    check_array(what, array, call.dtype, array.size)
     if array.size != length:
         raise InvalidRequest(f"{what} of {call} has {array.size} elements; needed are {length}")
-
-
-def _check_layout(what: str, array: Array, dtype: DType) -> None:
-    if array.dtype != dtype.numpy or array.ndim != 1 or not array.flags.c_contiguous:
-        raise InvalidRequest(
-            f"{what} is {array.dtype}{list(array.shape)}; needed is a contiguous 1-D array of {dtype.numpy}"
-        )
 
 
 def _shown(counts: Sequence[int]) -> str:

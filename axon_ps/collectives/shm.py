@@ -16,13 +16,13 @@ Every call begins with all ranks seeing that they are asked for the same (`shm_a
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.request import check_array, part_starts
 from axon_ps.collectives.shm_agreement import Agreement
 from axon_ps.collectives.shm_control import INLINE_BYTES
 from axon_ps.collectives.shm_exchange import Exchange, Reach, address_of
@@ -102,7 +102,7 @@ class SharedMemoryBackend(Backend):
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         op = self._op(call)
-        _fit("data", data, call.dtype, call.counts[0], writable=True)
+        check_array("data", data, call.dtype, call.counts[0], writable=True)
         if data.nbytes <= INLINE_BYTES:
             parity = self._agreement.meet(call, data, deadline)
             ops.reduce_into(data, self._agreement.inputs(parity, call.dtype, data.size), op, call.dtype)
@@ -120,7 +120,7 @@ class SharedMemoryBackend(Backend):
         deadline = self._begin(call, timeout_s)
         op = self._op(call)
         here = self.rank == call.root
-        _fit("data", data, call.dtype, call.counts[0], writable=here)
+        check_array("data", data, call.dtype, call.counts[0], writable=here)
         if data.nbytes <= INLINE_BYTES:
             parity = self._agreement.meet(call, data, deadline)
             if here:
@@ -132,7 +132,7 @@ class SharedMemoryBackend(Backend):
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         here = self.rank == call.root
-        _fit("data", data, call.dtype, call.counts[0], writable=not here)
+        check_array("data", data, call.dtype, call.counts[0], writable=not here)
         if data.nbytes <= INLINE_BYTES:
             parity = self._agreement.meet(call, data if here else None, deadline)
             if not here:
@@ -151,27 +151,27 @@ class SharedMemoryBackend(Backend):
     def all_gather(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
-        _fit("data", data, call.dtype, call.counts[self.rank])
-        _fit("output", output, call.dtype, sum(call.counts), writable=True)
+        check_array("data", data, call.dtype, call.counts[self.rank])
+        check_array("output", output, call.dtype, sum(call.counts), writable=True)
         self._collect(call, output, data, deadline)
 
     def gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
-        _fit("data", data, call.dtype, call.counts[self.rank])
+        check_array("data", data, call.dtype, call.counts[self.rank])
         if self.rank == call.root:
             if output is None:
                 raise InvalidRequest(f"{call}: output is None on the root; give an array of {sum(call.counts)}")
-            _fit("output", output, call.dtype, sum(call.counts), writable=True)
+            check_array("output", output, call.dtype, sum(call.counts), writable=True)
         self._collect(call, output if self.rank == call.root else None, data, deadline)
 
     def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         op, rank, counts = self._op(call), self.rank, call.counts
-        begins = _begins(counts)
-        _fit("data", data, call.dtype, sum(counts))
-        _fit("output", output, call.dtype, counts[rank], writable=True)
+        begins = part_starts(counts)
+        check_array("data", data, call.dtype, sum(counts))
+        check_array("output", output, call.dtype, counts[rank], writable=True)
         if data.nbytes <= INLINE_BYTES:
             parity = self._agreement.meet(call, data, deadline)
             ops.reduce_into(
@@ -190,14 +190,14 @@ class SharedMemoryBackend(Backend):
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         rank, root, counts = self.rank, call.root, call.counts
-        begins, numel = _begins(counts), sum(counts)
-        _fit("output", output, call.dtype, counts[rank], writable=True)
+        begins, numel = part_starts(counts), sum(counts)
+        check_array("output", output, call.dtype, counts[rank], writable=True)
         if rank != root:
             data = None
         elif data is None:
             raise InvalidRequest(f"{call}: data is None on the root; give an array of {numel}")
         else:
-            _fit("data", data, call.dtype, numel)
+            check_array("data", data, call.dtype, numel)
         if numel * call.dtype.itemsize <= INLINE_BYTES:
             parity = self._agreement.meet(call, data, deadline)
             np.copyto(output, self._agreement.input(parity, root, call.dtype, begins[rank], counts[rank]))
@@ -231,9 +231,9 @@ class SharedMemoryBackend(Backend):
             raise InvalidRequest(
                 f"{call}: {len(output_counts)} output counts and {len(input_counts)} input counts for {n} ranks"
             )
-        _fit("data", data, call.dtype, sum(input_counts))
-        _fit("output", output, call.dtype, sum(output_counts), writable=True)
-        outputs, inputs = _begins(output_counts), _begins(input_counts)
+        check_array("data", data, call.dtype, sum(input_counts))
+        check_array("output", output, call.dtype, sum(output_counts), writable=True)
+        outputs, inputs = part_starts(output_counts), part_starts(input_counts)
         # Whether all take the small way is known only when all have met: show the array both ways.
         parity = self._agreement.meet(
             call, data, deadline, pairs=(*input_counts, *output_counts), large=True, shown=data
@@ -244,10 +244,10 @@ class SharedMemoryBackend(Backend):
         longest = max(max(row[0]) for row in counts)
         if max(sum(row[0]) for row in counts) * call.dtype.itemsize <= INLINE_BYTES:
             for r in order:
-                part = self._agreement.input(parity, r, call.dtype, _begins(counts[r][0])[rank], output_counts[r])
+                part = self._agreement.input(parity, r, call.dtype, part_starts(counts[r][0])[rank], output_counts[r])
                 np.copyto(output[outputs[r] : outputs[r] + output_counts[r]], part)
             return
-        exchange = self._open(call, parity, [_begins(row[0]) for row in counts], longest, deadline)
+        exchange = self._open(call, parity, [part_starts(row[0]) for row in counts], longest, deadline)
         for lo, hi in exchange.windows():
             self._publish_parts(exchange, data, inputs, input_counts, lo, hi, but=rank)
             self._published(exchange, deadline)
@@ -269,7 +269,7 @@ class SharedMemoryBackend(Backend):
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend`."""
         self._open_for_use()
-        _fit("data", data, dtype, data.size)
+        check_array("data", data, dtype, data.size)
         if not 0 <= to < self.world_size:
             raise InvalidRequest(
                 f"cannot send to rank {to} of group {self.context.name!r}, which has {self.world_size}"
@@ -279,7 +279,7 @@ class SharedMemoryBackend(Backend):
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend`."""
         self._open_for_use()
-        _fit("data", data, dtype, data.size, writable=True)
+        check_array("data", data, dtype, data.size, writable=True)
         if not -1 <= source < self.world_size:
             raise InvalidRequest(
                 f"cannot receive from rank {source} of group {self.context.name!r}, which has {self.world_size}; "
@@ -400,7 +400,7 @@ class SharedMemoryBackend(Backend):
     def _collect(self, call: Call, output: Array | None, data: Array, deadline: float) -> None:
         """output: T[sum(counts)], where there is one, becomes everybody's data: T[counts[rank]]."""
         n, rank, counts = self.world_size, self.rank, call.counts
-        begins, longest = _begins(counts), max(counts)
+        begins, longest = part_starts(counts), max(counts)
         if longest * call.dtype.itemsize <= INLINE_BYTES:
             parity = self._agreement.meet(call, data, deadline)
             if output is not None:
@@ -440,7 +440,7 @@ class SharedMemoryBackend(Backend):
         """
         n, rank, numel = self.world_size, self.rank, data.size
         counts = [numel // n + (r < numel % n) for r in range(n)]
-        begins = _begins(counts)
+        begins = part_starts(counts)
         own = data[begins[rank] : begins[rank] + counts[rank]]
         result = own if output is not None else np.empty(counts[rank], call.dtype.numpy)
         exchange = self._exchange(
@@ -527,19 +527,3 @@ class SharedMemoryBackend(Backend):
         if not self._scratch:
             self._scratch = [np.empty(self._block_bytes, np.uint8) for _ in range(self.world_size)]
         return self._scratch
-
-
-def _begins(counts: Sequence[int]) -> list[int]:
-    """Where parts of these lengths begin when they lie one after the other."""
-    return list(itertools.accumulate(counts, initial=0))[:-1]
-
-
-def _fit(name: str, array: Array, dtype: DType, numel: int, *, writable: bool = False) -> None:
-    """See that an array is what a call says."""
-    if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:
-        raise InvalidRequest(
-            f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
-            f"{dtype.numpy}[{numel}] for {dtype.value}"
-        )
-    if writable and not array.flags.writeable:
-        raise InvalidRequest(f"{name} is read-only; the result goes there, so pass an array that can be written")
