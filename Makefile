@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/axon_ps/wire/v1/*.proto)
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
+TEST_PROCESSES ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -19,14 +20,14 @@ setup: $(INSTALLED) ## make .venv with everything at the pinned versions; again:
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[torch,dev]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[torch,dev,examples]'
 	touch $@
 
 demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of this machine
 	$(BIN)/axon-ps run --nproc-per-node 2 --shards 2 examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(INSTALLED) ## 200 random kills of ranks that share memory; 10,000 interleaved calls of overlapping groups
 	$(BIN)/python tests/faults/shm_kills.py

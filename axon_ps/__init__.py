@@ -1,7 +1,7 @@
 """axon_ps: a gRPC parameter server for sharded training.
 
-`import axon_ps` needs only numpy and grpcio; `axon_ps.World`, `axon_ps.parallel` and `axon_ps.testing` are loaded when
-first used.
+`import axon_ps` needs only numpy and grpcio; `axon_ps.World`, `axon_ps.data`, `axon_ps.parallel` and `axon_ps.testing`
+are loaded when first used.
 """
 
 from __future__ import annotations
@@ -122,6 +122,6 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in ("parallel", "testing"):
+    if name in ("data", "parallel", "testing"):
         return importlib.import_module(f"axon_ps.{name}")
     raise AttributeError(f"module 'axon_ps' has no attribute {name!r}")

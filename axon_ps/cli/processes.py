@@ -1,7 +1,7 @@
 """Starting other processes of ours and ending them: what `axon-ps run` stands on.
 
-Invariants: a process is started by `exec` (never a bare fork), dies with us even by kill -9 (see `tether`), is in a
-process group of its own, so that Ctrl-C reaches it through us and in our order, and is reaped before we return.
+Invariants: a process is started by `exec` (never a bare fork), dies with us even by kill -9 (`transport.children`), is
+in a process group of its own, so that Ctrl-C reaches it through us and in our order, and is reaped before we return.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from axon_ps.cli.console import Source
 from axon_ps.errors import AxonError
+from axon_ps.transport.children import LinePipe, tethered
 
 PYTHON = (sys.executable, "-P")
-_TETHER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")))
 _READ_BYTES = 1 << 16
 
 
@@ -51,10 +50,7 @@ class Process:
         """Start `command` tied to this process: a worker is killed with us, a service asked to drain."""
         last_signal = signal.SIGKILL if is_worker else signal.SIGTERM
         process = await asyncio.create_subprocess_exec(
-            *_TETHER,
-            str(os.getpid()),
-            str(int(last_signal)),
-            *command,
+            *tethered(command, last_signal),
             env=dict(environment),
             stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
@@ -145,11 +141,12 @@ class ReadyPipe:
     """The pipe by which a service says where it listens. Use as a context manager around starting it."""
 
     def __enter__(self) -> ReadyPipe:
-        self._read_end, self.fd = os.pipe()
+        self._pipe = LinePipe()
+        self.fd = self._pipe.fd
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
+        self._pipe.started()
 
     async def address(self, process: Process) -> str:
         """Where the service listens, as soon as it does.
@@ -159,7 +156,7 @@ class ReadyPipe:
         """
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._read_end, "rb")
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe.detach(), "rb")
         )
         try:
             line = await reader.readline()

@@ -2,7 +2,7 @@
 
 `torchrun` and plain environment variables start workers only; the worker of rank 0 then makes the services the others
 need. They are programs of their own, started by `exec`, and are told to drain when the thread that started them is
-gone, even by kill -9 (see `cli/tether.py`, which runs in front).
+gone, even by kill -9 (see `transport.children`).
 
 Owns: the two processes. Refuses: to tell the other workers where they are; whoever starts it does.
 """
@@ -12,19 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import axon_ps
 from axon_ps.errors import Broken
+from axon_ps.transport.children import LinePipe, tethered
 from axon_ps.transport.security import Security
 
-_TETHER = Path(axon_ps.__file__).parent / "cli" / "tether.py"
 _DRAIN_S = 5.0
 _DROPPED = ("AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "AXON_PS_TOKEN_FILE", "AXON_PS_CONFIG")
 
@@ -73,7 +70,7 @@ class EmbeddedCluster:
         self._environment = {k: v for k, v in environment.items() if k not in _DROPPED}
         self._job = job
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._pipes: set[int] = set()
+        self._pipes: list[LinePipe] = []
         deadline = time.monotonic() + start_timeout_s
         try:
             options = ["--world-size", str(world_size), "--shards", "1", "--state", "memory"]
@@ -96,7 +93,7 @@ class EmbeddedCluster:
     def close(self, grace_s: float = _DRAIN_S) -> None:
         """End both, the shard server first. Harmless when repeated."""
         while self._pipes:
-            os.close(self._pipes.pop())
+            self._pipes.pop().close()
         while self._processes:
             process = self._processes.pop()
             process.send_signal(signal.SIGTERM)
@@ -109,25 +106,24 @@ class EmbeddedCluster:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
 
-    def _start(self, service: str, host: str, options: Sequence[str]) -> int:
-        """Start a service; the descriptor on which it says its address."""
-        read_end, write_end = os.pipe()
-        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(signal.SIGTERM))]
+    def _start(self, service: str, host: str, options: Sequence[str]) -> LinePipe:
+        """Start a service; the pipe on which it says its address."""
+        pipe = LinePipe()
+        self._pipes.append(pipe)
         command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", host, "--port", "0", *options]
-        command += ["--ready-fd", str(write_end), *(["--insecure"] if self.security.insecure else [])]
+        command += ["--ready-fd", str(pipe.fd), *(["--insecure"] if self.security.insecure else [])]
         try:
             process = subprocess.Popen(
-                [*tether, *command],
+                tethered(command, signal.SIGTERM),
                 env=self._variables(),
                 stdin=subprocess.PIPE,
-                pass_fds=(write_end,),
+                pass_fds=(pipe.fd,),
                 process_group=0,
             )
         finally:
-            os.close(write_end)
+            pipe.started()
         self._processes.append(process)
-        self._pipes.add(read_end)
-        return read_end
+        return pipe
 
     def _variables(self) -> dict[str, str]:
         secured = {
@@ -138,19 +134,9 @@ class EmbeddedCluster:
         ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment | {k: v for k, v in secured.items() if v}
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
-    def _line(self, fd: int, deadline: float, what: str) -> str:
-        """The line that a child writes to `fd`, which is closed."""
-        content = b""
-        try:
-            while not content.endswith(b"\n"):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
-                    raise Broken(f"the embedded {what} did not start in time")
-                part = os.read(fd, 4096)
-                if not part:
-                    raise Broken(f"the embedded {what} ended while it started; what it wrote is on standard error")
-                content += part
-        finally:
-            self._pipes.discard(fd)
-            os.close(fd)
-        return content.decode().strip()
+    def _line(self, pipe: LinePipe, deadline: float, what: str) -> str:
+        """Where a child listens."""
+        line = pipe.read(deadline)
+        if not line:
+            raise Broken(f"the embedded {what} ended, or did not listen in time; what it wrote is on standard error")
+        return line

@@ -31,6 +31,7 @@ class WorkerConfig:
         node: name of the host or container; workers of one node share it.
         security: token and certificates.
         backend: name of the backend of the default group, or "auto" = by where the workers are.
+        direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
     """
 
     coordinator: str
@@ -42,13 +43,15 @@ class WorkerConfig:
     node: str = field(default_factory=socket.gethostname)
     security: Security = field(default_factory=Security)
     backend: str = "auto"
+    direct_memory: bool = True
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
     """Read a worker's configuration from environment variables.
 
     `AXON_PS_COORDINATOR` ("host:port"), or `MASTER_ADDR` and `MASTER_PORT`; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
-    `LOCAL_WORLD_SIZE`; `AXON_PS_JOB`, `AXON_PS_NODE`, `AXON_PS_BACKEND`, `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`,
+    `LOCAL_WORLD_SIZE`; `AXON_PS_JOB`, `AXON_PS_NODE`, `AXON_PS_BACKEND`, `AXON_PS_DIRECT_MEMORY` ("0" = send chunks to
+    and from servers of this host too), `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`,
     `AXON_PS_TLS_CA`, `AXON_PS_TLS_CERT`, `AXON_PS_TLS_KEY`. Under Open MPI its own rank variables are understood.
 
     Raises:
@@ -67,6 +70,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
         local_world_size=_integer(env, ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), 1, least=1),
         node=env.get("AXON_PS_NODE") or socket.gethostname(),
         backend=env.get("AXON_PS_BACKEND") or "auto",
+        direct_memory=env.get("AXON_PS_DIRECT_MEMORY") != "0",
         security=Security(
             token=_token(env),
             ca_file=env.get("AXON_PS_TLS_CA", ""),

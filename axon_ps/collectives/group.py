@@ -43,7 +43,18 @@ class ProcessGroup(GroupBase):
 
     After an error: after `Disagreement` and `InvalidRequest` as said. After any other the group is over, and arrays
     that results go to hold anything; make another group of the workers that are left.
+
+    Attributes:
+        name: of the group, the same on every member.
+        ranks: the members' world ranks, by position.
     """
+
+    @staticmethod
+    def mock(world_size: int = 1) -> list[ProcessGroup]:
+        """The group of `world_size` threads as each of them sees it: for tests and for trying things out."""
+        from axon_ps.collectives.mock_world import create_worlds
+
+        return [world.default_group for world in create_worlds(world_size)]
 
     # ------------------------------------------------------------------ collectives
 

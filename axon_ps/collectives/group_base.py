@@ -169,6 +169,20 @@ class GroupBase:
         for child in self._children:
             child.close()
         self.abort(Closed(f"group {self.name!r} was closed"))
+        self._free()
+
+    def release(self) -> bool:
+        """Free what this group and its sub-groups hold as far as they are over; whether nothing of them is in use.
+
+        A group that a death ended may have sub-groups without the dead member, which go on.
+        """
+        self._children = [child for child in self._children if not child.release()]
+        if self._error is None:
+            return False
+        self._free()
+        return not self._children
+
+    def _free(self) -> None:
         for lane in (self._lane, *self._p2p_lanes.values()):
             lane.close(CLOSE_TIMEOUT_S)
         for backend in (self._device, self._host):
@@ -221,9 +235,10 @@ class GroupBase:
         return self._dispatch(self._lane, run, operation.value, async_op)
 
     def _dispatch(self, lane: Lane, run: Callable[[], Any], what: str, async_op: bool) -> Any:
-        if async_op:
-            return Work(lane.submit(run), what)
-        return lane.run(run)
+        try:
+            return Work(lane.submit(run), what) if async_op else lane.run(run)
+        except Closed as error:
+            raise self._error or error from None
 
     def _failed(self, error: BaseException) -> None:
         """See Note: [After an error] of `collectives.backend`."""

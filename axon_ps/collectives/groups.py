@@ -6,7 +6,9 @@ thread (news) and on users' threads (asking for the group).
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ from axon_ps.types import Member, Membership
 
 if TYPE_CHECKING:
     from axon_ps.collectives.world import World
+
+_NODE = "node"
 
 
 class Groups:
@@ -56,6 +60,7 @@ class Groups:
         self._workers: tuple[Member, ...] = ()
         self._made: dict[tuple[str, ...], ProcessGroup] = {}
         self._names: dict[tuple[str, ...], str] = {}
+        self._node_groups: Counter[tuple[str, ...]] = Counter()
 
     def on_membership(self, membership: Membership) -> None:
         """Take the current members; groups with one that is gone are aborted."""
@@ -88,14 +93,46 @@ class Groups:
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
         """
+        self._release()
         with self._lock:
             key = _key(self._workers)
             if key not in self._made:
                 positions = [i for i, m in enumerate(self._workers) if m.incarnation == self._incarnation()]
                 if not positions:
                     raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
-                self._made[key] = self._group(self._names[key], positions[0])
+                self._made[key] = self._group(self._names[key], positions[0], self._workers)
             return self._made[key]
+
+    def _release(self) -> None:
+        """Free the groups of earlier workers, if there are others now. Waits for calls that are ending; not under lock.
+
+        (The loop's thread, which ends them, takes the lock.)
+        """
+        with self._lock:
+            earlier = {k: g for k, g in self._made.items() if k != _key(self._workers)}
+        over = {key for key, group in earlier.items() if group.release()}
+        with self._lock:
+            self._made = {k: g for k, g in self._made.items() if k not in over}
+
+    def node(self) -> ProcessGroup:
+        """A new group of the workers that are on this worker's node now; collective among them alone.
+
+        They must make as many such groups as each other, in the same order.
+
+        Raises:
+            MemberLost: the coordinator does not count this worker as a member.
+        """
+        with self._lock:
+            me = next((m for m in self._workers if m.incarnation == self._incarnation()), None)
+            if me is None:
+                raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
+            members = tuple(m for m in self._workers if m.node == me.node)
+            self._node_groups[_key(members)] += 1  # and never less: a name is not used again
+            number = str(self._node_groups[_key(members)])
+            name = f"node-{hashlib.sha256(' '.join(_key(members)).encode()).hexdigest()[:16]}/{number}"
+            group = self._group(name, members.index(me), members)
+            self._made[_NODE, number, *_key(members)] = group
+            return group
 
     def close(self) -> None:
         """Free every group."""
@@ -104,12 +141,12 @@ class Groups:
         for group in groups:
             group.close()
 
-    def _group(self, name: str, position: int) -> ProcessGroup:
+    def _group(self, name: str, position: int, members: tuple[Member, ...]) -> ProcessGroup:
         context = GroupContext(
             name=name,
             rank=position,
-            ranks=tuple(m.rank for m in self._workers),
-            members=self._workers,
+            ranks=tuple(m.rank for m in members),
+            members=members,
             store=self._store,
             timeout_s=self._timeout_s,
         )

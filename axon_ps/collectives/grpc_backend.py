@@ -12,16 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from axon_ps.collectives.backend import Backend, Call, GroupContext
-from axon_ps.collectives.request import check_array, part_starts
-from axon_ps.errors import AxonError, Closed, Disagreement, InvalidRequest, MemberLost
-from axon_ps.reduction import ops
+from axon_ps.collectives.backend import GroupContext, Operation
+from axon_ps.collectives.request import Request, RequestBackend, check_message, part_starts
+from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
 from axon_ps.shard.collective_client import Buffers, CollectiveClient, Seating
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, DType
@@ -45,7 +44,7 @@ class GrpcCalls:
     client: CollectiveClient
 
 
-class GrpcBackend(Backend):
+class GrpcBackend(RequestBackend):
     """See the module's docstring and `Backend`.
 
     Args:
@@ -72,135 +71,31 @@ class GrpcBackend(Backend):
         self._has_mail = False
         self._closed = False
 
-    # ------------------------------------------------------------------ collectives
-
-    def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        """See `Backend.all_reduce`."""
-        self._check_op(call)
-        check_array("data", data, call.dtype, call.counts[0])
-        self._collective(call, Buffers(source=data, target=data, source_starts=(0,), target_starts=(0,)), timeout_s)
-
-    def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        """See `Backend.reduce`."""
-        self._check_op(call)
-        check_array("data", data, call.dtype, call.counts[0])
-        target = data if self.rank == call.root else None
-        self._collective(call, Buffers(source=data, target=target, source_starts=(0,), target_starts=(0,)), timeout_s)
-
-    def broadcast(self, call: Call, data: Array, timeout_s: float) -> None:
-        """See `Backend.broadcast`."""
-        check_array("data", data, call.dtype, call.counts[0])
-        self._collective(
-            call,
-            Buffers(source=data, target=data, source_starts=(0,), target_starts=[0] * self.world_size),
-            timeout_s,
-        )
-
-    def all_gather(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
-        """See `Backend.all_gather`."""
-        self._gather(call, output, data, timeout_s)
-
-    def gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
-        """See `Backend.gather`."""
-        if self.rank == call.root and output is None:
-            raise InvalidRequest(f"gather at its root, rank {call.root}, needs an output")
-        self._gather(call, output if self.rank == call.root else None, data, timeout_s)
-
-    def _gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
-        check_array("data", data, call.dtype, call.counts[self.rank])
-        starts = part_starts(call.counts)
-        if output is not None:
-            check_array("output", output, call.dtype, sum(call.counts))
-        own = [0] * self.world_size  # the only part we send
-        self._collective(call, Buffers(source=data, target=output, source_starts=own, target_starts=starts), timeout_s)
-        if output is not None:
-            _place(output, starts[self.rank], data)
-
-    def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
-        """See `Backend.reduce_scatter`."""
-        self._check_op(call)
-        check_array("data", data, call.dtype, sum(call.counts))
-        check_array("output", output, call.dtype, call.counts[self.rank])
-        self._collective(
-            call,
-            Buffers(source=data, target=output, source_starts=part_starts(call.counts), target_starts=(0,)),
-            timeout_s,
-        )
-        if self.world_size == 1:
-            _place(output, 0, data)
-
-    def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
-        """See `Backend.scatter`."""
-        check_array("output", output, call.dtype, call.counts[self.rank])
-        starts = part_starts(call.counts)
-        if self.rank == call.root:
-            if data is None:
-                raise InvalidRequest(f"scatter at its root, rank {call.root}, needs data")
-            check_array("data", data, call.dtype, sum(call.counts))
-        self._collective(
-            call,
-            Buffers(source=data, target=output, source_starts=starts, target_starts=[0] * self.world_size),
-            timeout_s,
-        )
-        if self.rank == call.root and data is not None:
-            begin = starts[self.rank]
-            _place(output, 0, data[begin : begin + output.size])
-
-    def all_to_all(
-        self,
-        call: Call,
-        output: Array,
-        data: Array,
-        output_counts: Sequence[int],
-        input_counts: Sequence[int],
-        timeout_s: float,
-    ) -> None:
-        """See `Backend.all_to_all`."""
-        if not len(output_counts) == len(input_counts) == self.world_size:
-            raise InvalidRequest(
-                f"all_to_all was given {len(output_counts)} output and {len(input_counts)} input counts; needed are "
-                f"{self.world_size} of each"
-            )
-        check_array("output", output, call.dtype, sum(output_counts))
-        check_array("data", data, call.dtype, sum(input_counts))
-        sources, targets = part_starts(input_counts), part_starts(output_counts)
-        if self.world_size == 1 and output_counts[0] != input_counts[0]:
+    def _perform(self, request: Request, timeout_s: float) -> None:
+        """See `RequestBackend`."""
+        if self._error is not None:
+            raise self._error
+        if self.world_size > 1:
+            buffers = _buffers(request, self.rank, self.world_size)
+            self._run(lambda: self._client.collective(self._seating, request.call, buffers, timeout_s))
+        elif request.output_counts != request.input_counts:
             raise Disagreement(
-                f"{call} of a group of one sends {input_counts[0]} elements to itself and expects {output_counts[0]}"
+                f"{request.call} of a group of one sends {request.input_counts[0]} elements to itself and expects "
+                f"{request.output_counts[0]}"
             )
-        self._collective(
-            call,
-            Buffers(
-                source=data,
-                target=output,
-                source_starts=sources,
-                target_starts=targets,
-                input_counts=tuple(input_counts),
-                output_counts=tuple(output_counts),
-            ),
-            timeout_s,
-        )
-        begin = sources[self.rank]
-        _place(output, targets[self.rank], data[begin : begin + input_counts[self.rank]])
-
-    def barrier(self, call: Call, timeout_s: float) -> None:
-        """See `Backend.barrier`."""
-        self._collective(call, Buffers(), timeout_s)
+        _keep_own(request, self.rank, self.world_size)
 
     # ------------------------------------------------------------------ messages between two ranks
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
-        check_array("data", data, dtype, data.size)
-        self._check_rank(to)
+        check_message(data, dtype, to, tag, self.context, any_source=False)
         self._has_mail = True
         self._run(lambda: self._client.send(self._seating, data, dtype, to, tag, timeout_s))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        check_array("data", data, dtype, data.size)
-        if source != -1:
-            self._check_rank(source)
+        check_message(data, dtype, source, tag, self.context, any_source=True)
         self._has_mail = True
         return self._run(lambda: self._client.recv(self._seating, data, dtype, source, tag, timeout_s))
 
@@ -236,13 +131,6 @@ class GrpcBackend(Backend):
 
     # ------------------------------------------------------------------ inside
 
-    def _collective(self, call: Call, buffers: Buffers, timeout_s: float) -> None:
-        if self.world_size == 1:
-            if self._error is not None:
-                raise self._error
-            return
-        self._run(lambda: self._client.collective(self._seating, call, buffers, timeout_s))
-
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._error is not None:
             raise self._error
@@ -271,14 +159,55 @@ class GrpcBackend(Backend):
         for task in self._tasks:
             task.cancel()
 
-    def _check_op(self, call: Call) -> None:
-        if call.op is None:
-            raise InvalidRequest(f"{call.operation.value} needs a reduce operation")
-        ops.check(call.op, call.dtype)
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InvalidRequest(f"rank {rank} is not in group {self.context.name!r}, which has {self.world_size}")
+def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
+    """Which part of which array is sent, and where what comes is put."""
+    call, data, output = request.call, request.data, request.output
+    nowhere = [0] * world_size
+    match call.operation:
+        case Operation.BARRIER:
+            return Buffers()
+        case Operation.ALL_REDUCE | Operation.REDUCE:
+            reads = call.operation is Operation.ALL_REDUCE or rank == call.root
+            return Buffers(source=data, target=data if reads else None, source_starts=(0,), target_starts=(0,))
+        case Operation.BROADCAST:
+            return Buffers(source=data, target=data, source_starts=(0,), target_starts=nowhere)
+        case Operation.ALL_TO_ALL:
+            return Buffers(
+                source=data,
+                target=output,
+                source_starts=part_starts(request.input_counts),
+                target_starts=part_starts(request.output_counts),
+                input_counts=request.input_counts,
+                output_counts=request.output_counts,
+            )
+    starts = part_starts(call.counts)
+    match call.operation:
+        case Operation.ALL_GATHER | Operation.GATHER:
+            return Buffers(source=data, target=output, source_starts=nowhere, target_starts=starts)
+        case Operation.REDUCE_SCATTER:
+            return Buffers(source=data, target=output, source_starts=starts, target_starts=(0,))
+        case _:
+            return Buffers(source=data, target=output, source_starts=starts, target_starts=nowhere)
+
+
+def _keep_own(request: Request, rank: int, world_size: int) -> None:
+    """Copy to its place what does not travel: what a rank has for itself."""
+    call, data, output = request.call, request.data, request.output
+    if data is None or output is None:
+        return
+    match call.operation:
+        case Operation.ALL_GATHER | Operation.GATHER:
+            _place(output, part_starts(call.counts)[rank], data)
+        case Operation.SCATTER:
+            begin = part_starts(call.counts)[rank]
+            _place(output, 0, data[begin : begin + output.size])
+        case Operation.ALL_TO_ALL:
+            begin = part_starts(request.input_counts)[rank]
+            part = data[begin : begin + request.input_counts[rank]]
+            _place(output, part_starts(request.output_counts)[rank], part)
+        case Operation.REDUCE_SCATTER if world_size == 1:
+            _place(output, 0, data)
 
 
 def _place(output: Array, begin: int, data: Array) -> None:

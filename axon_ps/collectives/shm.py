@@ -25,12 +25,13 @@ from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
 from axon_ps.collectives.request import check_array, part_starts
 from axon_ps.collectives.shm_agreement import Agreement
 from axon_ps.collectives.shm_control import INLINE_BYTES
-from axon_ps.collectives.shm_exchange import Exchange, Reach, address_of
+from axon_ps.collectives.shm_exchange import Exchange, Reach
 from axon_ps.collectives.shm_mailbox import Mailbox
 from axon_ps.collectives.shm_meeting import meet
 from axon_ps.collectives.shm_registry import registry
 from axon_ps.errors import AxonError, Closed, Disagreement, InvalidRequest
 from axon_ps.reduction import ops
+from axon_ps.transport.direct_memory import address_of
 from axon_ps.types import Array, DType, ReduceOp
 
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)

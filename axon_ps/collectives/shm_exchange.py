@@ -40,6 +40,7 @@ from axon_ps.collectives.shm_control import (
 )
 from axon_ps.collectives.shm_registry import registry
 from axon_ps.errors import AxonError, Broken, Busy
+from axon_ps.transport.direct_memory import address_of
 from axon_ps.transport.peer_process import MemoryReader
 from axon_ps.transport.shared_memory import Segment, SegmentAddress, boot_id
 from axon_ps.types import Array, DType
@@ -48,11 +49,6 @@ _NOTHING, _PRIVATE, _REGISTERED, _HIDDEN = range(4)
 _DESCRIPTOR = struct.Struct("<IiQQQQQ")  # kind, fd, address, address of the result, inode, size, offset
 _PULL_BYTES = 4 << 20  # how much is copied before we look whether the group was aborted
 _MADE, _FAILED = 1, 2
-
-
-def address_of(array: Array) -> int:
-    """Where an array begins in our memory."""
-    return int(array.__array_interface__["data"][0])
 
 
 @dataclass(frozen=True)

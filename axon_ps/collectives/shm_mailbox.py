@@ -25,9 +25,9 @@ from typing import TypeVar
 import numpy as np
 
 from axon_ps.collectives.shm_control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
-from axon_ps.collectives.shm_exchange import address_of
 from axon_ps.errors import Broken, Disagreement
 from axon_ps.transport import futex
+from axon_ps.transport.direct_memory import address_of
 from axon_ps.transport.peer_process import MemoryReader
 from axon_ps.types import Array, DType
 

@@ -8,7 +8,8 @@ Invariants:
 - A *ticket* (generation, step, replica, number of replicas) is taken when the first gradient of a step is pushed and
   used for all of that step. When the membership changes, the ticket is void: its pushes are dropped and the vote
   returns an aborted decision without having been cast.
-- The version moves only by a decision or by a membership event, never by what a gather happened to return.
+- The version moves only by a decision or by a membership event, never by what a gather happened to return; where
+  replicas step alone, only at the end of a step of ours (`collectives.pace`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from axon_ps.collectives.pace import Pace
 from axon_ps.collectives.work import LoopWork, Work
 from axon_ps.coordinator.client import (
     CoordinatorClient,
@@ -73,9 +76,12 @@ class StepClient:
         self._membership: Membership | None = None
         self._job: JobState | None = None
         self._decisions: dict[int, Decision] = {}
+        self._own_decision: Decision | None = None  # the newest on us alone
         self._step = 0
         self._version = 0
         self._failure: AxonError | None = None
+        self._pace = Pace()
+        self._pace_wait_s = 0.0
         self._pushes: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ what the job looks like
@@ -93,7 +99,13 @@ class StepClient:
 
     @property
     def version(self) -> int:
-        """Committed steps, as this worker knows it."""
+        """Committed steps, as this worker knows it; where replicas step alone, what its step is computed from."""
+        with self._changed:
+            return self._pace.view(self._version).version if self._pace.alone else self._version
+
+    @property
+    def latest_version(self) -> int:
+        """Committed steps of the job, as this worker knows it."""
         return self._version
 
     @property
@@ -120,6 +132,9 @@ class StepClient:
         """The names of the step attempt that starts now."""
         with self._changed:
             membership = self.membership
+            if self._pace.alone:
+                begun = self._pace.view(self._version).generation
+                return Ticket(generation=begun, step=self._pace.clock, replica=self.me.replica, num_replicas=1)
             return Ticket(
                 generation=membership.generation,
                 step=self._step,
@@ -132,8 +147,10 @@ class StepClient:
         return self._membership is not None and self._membership.generation == ticket.generation
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the data plane: bytes, streams, retries."""
-        return self._shards.statistics()
+        """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting."""
+        pace = {"clock": float(self._pace.clock), "slowest_clock": float(self._pace.slowest)}
+        waits = {**pace, "pace_wait_s": self._pace_wait_s} if self._pace.alone else {}
+        return {**self._shards.statistics(), **waits}
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -145,16 +162,23 @@ class StepClient:
                 self._membership = event
                 self._step = max(self._step, event.step)
                 self._version = event.version
+                ours = (m.replica for m in event.workers if m.incarnation == self._coordinator.incarnation)
+                self._pace.begin(event.generation, next(ours, -1))
                 self._shards.set_members(event)
                 self._cancel_stale_pushes(event.generation)
             elif isinstance(event, JobState):
                 if self._job is not None and event.epoch != self._job.epoch:
                     self._version = event.version
+                    self._pace.look_again()
+                    self._shards.forget_residuals()
                 self._job = event
                 if event.spec is not None:
                     self._shards.set_spec(event.spec)
             elif isinstance(event, Decision):
-                self._decisions[event.step] = event
+                if event.turn is None:
+                    self._decisions[event.step] = event
+                elif self._pace.decided(event):
+                    self._own_decision = event
                 for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
                     del self._decisions[old]
                 self._step = max(self._step, event.step + 1)
@@ -220,6 +244,34 @@ class StepClient:
             lambda: f"generation {generation} has not been announced to this worker",
         )
 
+    def wait_epoch(self, epoch: int, timeout_s: float | None = None, *, initialized: bool = True) -> None:
+        """Block until the parameters were replaced `epoch` times and, if `initialized`, the servers hold all of them.
+
+        Raises:
+            Timeout: they were not.
+        """
+        self._wait(
+            lambda: self._at_epoch(epoch, initialized),
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: f"the parameters were not replaced for the {epoch}. time",
+        )
+
+    def _at_epoch(self, epoch: int, initialized: bool) -> bool | None:
+        job = self._job
+        return True if job is not None and job.epoch >= epoch and (job.initialized or not initialized) else None
+
+    def wait_version(self, version: int, timeout_s: float | None = None) -> None:
+        """Block until this worker has been told that a version was committed, by whomever.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self._wait(
+            lambda: True if self._version >= version else None,
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: f"version {version} was not committed, the newest known is {self._version},",
+        )
+
     # ------------------------------------------------------------------ registration
 
     def register(self, spec: JobSpec) -> Registered:
@@ -228,9 +280,11 @@ class StepClient:
         Raises:
             LayoutMismatch: another rank registered something else; the message says where they first differ.
         """
+        self._shards.warm_up(spec)
         reply = self._loop.run(self._coordinator.register(spec=spec, timeout_s=self.timeout_s), self.timeout_s)
         with self._changed:
             self._shards.set_spec(spec)
+            self._pace.policy = spec.policy
             self._version = max(self._version, reply.version)
         return reply
 
@@ -269,21 +323,24 @@ class StepClient:
 
     # ------------------------------------------------------------------ data
 
-    def upload(self, unit: int, values: Array) -> None:
+    def upload(self, unit: int, values: Array, *, epoch: int = 0) -> None:
         """Store first values of a unit.
 
         Args:
             unit: its number.
             values: f32[unit_numel].
+            epoch: how often the job has been restored: 0, unless other values are replaced by these.
 
         After an error: some slices may be stored; uploading again is harmless.
         """
         self._loop.run(
-            self._shards.upload(unit, values, context=self._coordinator.context, timeout_s=self.timeout_s),
+            self._shards.upload(unit, values, context=self._coordinator.context, timeout_s=self.timeout_s, epoch=epoch),
             self.timeout_s,
         )
 
-    def gather(self, unit: int, out: Array, *, begin: int = 0, end: int | None = None) -> LoopWork[int]:
+    def gather(
+        self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
+    ) -> LoopWork[int]:
         """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
 
         Args:
@@ -291,6 +348,8 @@ class StepClient:
             out: wire[unit_numel]; must stay alive and untouched until the work is done.
             begin: first element wanted.
             end: one past the last element wanted; None = the unit's end.
+            exact: have them travel as `out` even if the job compresses parameters, and at the newest version that
+                this worker knows of: what the servers hold, not what training computes with.
 
         Returns:
             A handle whose result is the version gathered.
@@ -300,11 +359,12 @@ class StepClient:
         gather = self._shards.gather(
             unit,
             out,
-            min_version=self._version,
+            min_version=self._version if exact else self.version,
             context=self._coordinator.context,
             timeout_s=self.timeout_s,
             begin=begin,
             end=end,
+            compressed=not exact,
         )
         return LoopWork(self._loop, self._explained(gather), f"gathering unit {unit}")
 
@@ -345,20 +405,39 @@ class StepClient:
             f"gathering unit {unit} ahead of step {ticket.step}",
         )
 
-    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Work[None]:
+    def push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None = None,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[None]:
         """Send one replica's gradient of a unit; None when it has none.
 
         Args:
             unit: its number.
-            grad: wire[unit_numel]; must stay alive and untouched until the work is done.
+            grad: wire[end - begin]; must stay alive and untouched until the work is done.
             ticket: the step it belongs to.
             done: called on the loop's thread when the buffer is free again, however it ended.
+            begin: first element; must begin a chunk. Other workers of the replica push the rest.
+            end: one past the last; must end a chunk; None = the unit's end.
 
         After an error: the step cannot commit; `vote` says so.
         """
-        return LoopWork(self._loop, self._push(unit, grad, ticket, done), f"pushing unit {unit}")
+        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end), f"pushing unit {unit}")
 
-    async def _push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None) -> None:
+    async def _push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None,
+        begin: int,
+        end: int | None,
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         task.generation = ticket.generation  # type: ignore[attr-defined]
@@ -373,6 +452,8 @@ class StepClient:
                 replica=ticket.replica,
                 context=lambda: self._context_of(ticket),
                 timeout_s=self.timeout_s,
+                begin=begin,
+                end=end,
             )
             await self._explained(push)
         except asyncio.CancelledError:
@@ -411,13 +492,42 @@ class StepClient:
             AxonError: a push failed for another reason than a membership change.
         """
         try:
+            decision = self._vote(ticket, pushes, max_norm, hyper)
+            self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
+            self._wait_for_the_slowest(ticket)
+        finally:
+            self._pace.look_again()
+        return decision
+
+    def _wait_for_the_slowest(self, ticket: Ticket) -> None:
+        """Where the policy has a bound: block until the next step may begin."""
+        began = time.perf_counter()
+        self._wait(
+            lambda: True if self._pace.may_go_on(ticket.generation) else None,
+            self.timeout_s,
+            lambda: (
+                f"this worker is at clock {self._pace.clock} and the slowest at {self._pace.slowest}, which is more "
+                f"than {self._pace.policy} allows; its step is decided, the next may not begin"
+            ),
+        )
+        self._pace_wait_s += time.perf_counter() - began
+
+    def _vote(self, ticket: Ticket, pushes: Sequence[Work[None]], max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        try:
             for work in pushes:
                 work.wait(self.timeout_s)
         except (GenerationChanged, StepAborted) as error:
             return self._aborted(ticket, str(error))
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
-        self._coordinator.vote(generation=ticket.generation, step=ticket.step, max_norm=max_norm, hyper=tuple(hyper))
+        self._coordinator.vote(
+            generation=ticket.generation,
+            step=ticket.step,
+            max_norm=max_norm,
+            hyper=tuple(hyper),
+            version=self.version,
+            replica=ticket.replica if self._pace.alone else None,
+        )
         decision = self._wait(
             lambda: self._decided(ticket),
             self.timeout_s,
@@ -428,6 +538,9 @@ class StepClient:
 
     def _decided(self, ticket: Ticket) -> Decision | None:
         decision = self._decisions.get(ticket.step)
+        if self._pace.alone:
+            own = self._own_decision
+            decision = own if own is not None and own.turn is not None and own.turn.clock == ticket.step else None
         if decision is not None and decision.generation == ticket.generation:
             return decision
         if not self.valid(ticket):

@@ -179,6 +179,8 @@ class Lane:
             else:
                 self._finished()
                 future.set_result(result)
+                del result
+            del future, call  # while it waits it keeps nothing alive of what it has done
 
     def _finished(self) -> None:
         with self._mutex:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,13 +23,15 @@ from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.watch import key_of, watch
+from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
+from axon_ps.coordinator.events import UPLOADED
 from axon_ps.errors import Closed, GenerationChanged, InvalidRequest
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.collective_client import CollectiveClient
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.types import Membership, Role
+from axon_ps.types import Array, Membership, Role
 
 if TYPE_CHECKING:
     from axon_ps.collectives.mock_world import MockWorld
@@ -95,7 +97,7 @@ class World:
         self._timeout_s = timeout_s
         self._closed = False
         self._loop = BackgroundLoop(name="axon-ps")
-        self._shards = ShardGroup(config.security)
+        self._shards = ShardGroup(config.security, node=config.node if config.direct_memory else "")
         self._coordinator = CoordinatorClient(
             config.coordinator,
             job=config.job,
@@ -187,7 +189,7 @@ class World:
     @property
     def version(self) -> int:
         """Committed optimizer steps."""
-        return self.steps.version
+        return self.steps.latest_version
 
     @property
     def membership(self) -> Membership:
@@ -228,6 +230,16 @@ class World:
         if unknown := [r for r in ranks if not group.contains(r)]:
             raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
         return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
+
+    def node_group(self) -> ProcessGroup:
+        """A new group of the workers on this worker's node; only they need to call it.
+
+        Raises:
+            MemberLost: the coordinator lost sight of this worker.
+            Closed: the world was closed.
+        """
+        self._limit(None)
+        return self._groups.node()
 
     @staticmethod
     def current() -> World | None:
@@ -389,6 +401,34 @@ class World:
         """
         info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))
         return _info(info)
+
+    def replace_parameters(self, units: Iterable[tuple[int, Array]], *, timeout_s: float | None = None) -> None:
+        """Give the shard servers other values of every unit; moments and version stay. Every worker calls it.
+
+        Args:
+            units: per unit of the layout, its number and f32[unit_numel]; read on the worker of lowest rank only.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            InvalidRequest: a unit does not fit the layout.
+            Timeout: a worker or a server did not come in time.
+
+        After an error: the servers may hold no complete values; call it again, or restore a checkpoint.
+        """
+        limit_s = self._limit(timeout_s)
+        epoch = self.steps.epoch
+        self.barrier("axon_ps/replace_parameters", limit_s)
+        if self.is_main_process:
+            replaced = LoopWork(
+                self._loop,
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s),
+                "replacing the parameters",
+            )
+            self.steps.wait_epoch(epoch + 1, limit_s, initialized=False)
+            for unit, values in units:
+                self.steps.upload(unit, values, epoch=epoch + 1)
+            replaced.wait(limit_s)
+        self.steps.wait_epoch(epoch + 1, limit_s)
 
     # ------------------------------------------------------------------ news, the end
 

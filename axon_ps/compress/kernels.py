@@ -142,6 +142,17 @@ def convert(src: Any, dst: Any) -> None:
 
 
 @compiled
+def convert_keeping(src: Any, dst: Any, residual: Any) -> None:
+    """dst = src + residual, rounded; the residual becomes what was lost, and stays where that is not finite."""
+    for i in range(src.size):
+        value = src[i] + residual[i]
+        _store(dst, i, value)
+        lost = np.float32(value - _load(dst, i))
+        if np.isfinite(lost):
+            residual[i] = lost
+
+
+@compiled
 def accumulate(acc: Any, chunk: Any, first: bool) -> None:
     """acc += chunk, or acc = chunk for the first; acc: f32."""
     if first:

@@ -6,22 +6,25 @@ Note: [A generation is immutable]
     complete: first the abort is announced to those who were in it, then who is there now. So nobody ever has to guess
     in which membership a step ran.
 
-Invariants: the generation only grows; a step is decided at most once, in ascending order; the version grows by one with
+Invariants: the generation only grows; a step is decided at most once, in ascending order (where replicas step alone it
+gets its number when it is decided); the version grows by one with
 every commit and changes otherwise only when a checkpoint is restored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 from axon_ps.coordinator import records
 from axon_ps.coordinator.actions import Outbox
+from axon_ps.coordinator.attempts import Attempts
 from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import JobState, Welcome
+from axon_ps.coordinator.events import JobState, Ready, Vote, Welcome
 from axon_ps.coordinator.registration import Registration
 from axon_ps.coordinator.roster import Roster, Seat
-from axon_ps.coordinator.steps import Tally, ranks_in_words
+from axon_ps.coordinator.steps import ranks_in_words
 from axon_ps.storage.state_store import Record
 from axon_ps.types import Decision, Member, Membership, Outcome, Role
 
@@ -52,7 +55,7 @@ class Assembly:
         self._out = out
         self._state_id = durable.state_id
         self.roster = Roster()
-        self.tally = Tally()
+        self.attempts = Attempts()
         self.counters: Counter[str] = Counter()
         self.world_size = config.world_size or durable.world_size
         self.was_complete = durable.was_complete
@@ -65,6 +68,8 @@ class Assembly:
             self.roster.add(member, None, now + config.lease_s)
         self.membership = self._describe(durable.first_step, durable.first_version)
         self._attempt_open = self.membership.complete
+        self.begin_attempts()
+        self.attempts.resume(self._decisions, self.generation)
         if durable.members and self.membership.complete != durable.complete:  # started with other options than before
             self.change("the coordinator was restarted with other options")
 
@@ -100,6 +105,7 @@ class Assembly:
         self.membership = self._describe(self.step, self.version)
         self.was_complete = self.was_complete or self.membership.complete
         self._attempt_open = self.membership.complete
+        self.begin_attempts()
         self._out.persist(self.records())
         if self.job_state().initialized != initialized:
             self.announce_job()
@@ -166,36 +172,57 @@ class Assembly:
                 )
             )
 
-    def is_current(self, generation: int, step: int) -> bool:
-        """Whether a vote or a sum belongs to the attempt under way."""
-        return self._attempt_open and generation == self.generation and step == self.step
+    def begin_attempts(self) -> None:
+        """The attempts of this generation begin; also when the policy has just become known."""
+        spec = self._registration.spec
+        self.attempts.begin(None if spec is None else spec.policy, self.membership)
 
-    def decide_if_full(self) -> None:
-        """Decide the step when everybody has spoken."""
-        workers = [m.rank for m in self.membership.workers]
-        if not self.tally.is_full(workers, self._registration.owners):
-            return
-        decision = self.tally.decide(
-            step=self.step,
-            generation=self.generation,
-            version=self.version,
-            optimizer=self._registration.optimizer,
-        )
-        self.version = decision.version
-        if decision.outcome is Outcome.COMMIT:
-            self.last_norm = decision.grad_norm
-        self._decided(decision)
+    def vote(self, rank: int, vote: Vote) -> None:
+        """A worker has pushed everything of an attempt; one of another attempt, or a second, is ignored."""
+        if self._attempt_open and vote.generation == self.generation and self.attempts.vote(rank, vote, self.step):
+            self._decide_what_is_full()
+
+    def ready(self, rank: int, ready: Ready) -> None:
+        """A shard server has every gradient of an attempt; one of another attempt, or a second, is ignored."""
+        if self._attempt_open and ready.generation == self.generation and self.attempts.ready(rank, ready, self.step):
+            self._decide_what_is_full()
+
+    def _decide_what_is_full(self) -> None:
+        """Decide the attempts in which everybody has spoken, one after the other."""
+        while (lane := self.attempts.next_full(self._registration.owners)) is not None:
+            tally = self.attempts.tally(lane)
+            decision = tally.decide(
+                step=self.step,
+                generation=self.generation,
+                version=self.version,
+                optimizer=self._registration.optimizer,
+            )
+            if self.attempts.alone and decision.outcome is Outcome.COMMIT:
+                self._count_staleness(min(vote.version for vote in tally.votes.values()))
+            self.version = decision.version
+            if decision.outcome is Outcome.COMMIT:
+                self.last_norm = decision.grad_norm
+            self._decided(dataclasses.replace(decision, turn=self.attempts.end(lane)))
+            if not self.attempts.alone:
+                return
+
+    def _count_staleness(self, read: int) -> None:
+        """How many steps were applied since the version that a gradient was computed from."""
+        stale = max(0, self.version - read)
+        self.counters["staleness_sum"] += stale
+        self.counters["staleness_max"] = max(self.counters["staleness_max"], stale)
 
     def pending(self) -> list[str]:
         """What is waited for, in words."""
         if not self.membership.complete:
             return [self.membership.waiting_for]
-        return self.tally.pending([m.rank for m in self.membership.workers], self._registration.owners)
+        return self.attempts.pending(self._registration.owners)
 
     def _decided(self, decision: Decision) -> None:
         self.step = decision.step + 1
-        self.tally.clear()
-        self._decisions = [*self._decisions[1 - records.HISTORY :], decision]
+        if decision.turn is None:
+            self.attempts.clear()
+        self._decisions = records.kept(self._decisions, decision)
         self.counters[_COUNTER[decision.outcome]] += 1
         self._out.persist([records.decision_record(decision), records.progress_record(self.step, self.version)])
         self._out.push(self.roster.sessions(), decision)

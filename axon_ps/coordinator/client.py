@@ -214,13 +214,30 @@ class CoordinatorClient(Calls):
 
     # ------------------------------------------------------------------ what goes up
 
-    def vote(self, *, generation: int, step: int, max_norm: float = 0.0, hyper: tuple[Hyper, ...] = ()) -> None:
-        """Worker: say that everything of a step is pushed. Sent again after a reconnect while it is current."""
-        self._soon(self._cast, Vote(generation=generation, step=step, max_norm=max_norm, hyper=hyper))
+    def vote(
+        self,
+        *,
+        generation: int,
+        step: int,
+        max_norm: float = 0.0,
+        hyper: tuple[Hyper, ...] = (),
+        version: int = 0,
+        replica: int | None = None,
+    ) -> None:
+        """Worker: say that everything of a step is pushed. Sent again after a reconnect while it is current.
 
-    def ready(self, *, generation: int, step: int, sum_of_squares: float) -> None:
-        """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current."""
-        self._soon(self._cast, Ready(generation=generation, step=step, sum_of_squares=sum_of_squares))
+        Where replicas step alone, `step` is the clock of our `replica`; `version` is what the gradients come from.
+        """
+        vote = Vote(generation=generation, step=step, max_norm=max_norm, hyper=hyper, version=version)
+        self._soon(self._cast, vote, replica)
+
+    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
+        """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current.
+
+        Where replicas step alone, `replica` says whose gradients are there, and `step` is its clock.
+        """
+        ready = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0)
+        self._soon(self._cast, ready, replica)
 
     def initialized(self, *, version: int, epoch: int) -> None:
         """Shard server: say that every slice has its values. Sent again after a reconnect."""
@@ -247,8 +264,8 @@ class CoordinatorClient(Calls):
         else:
             self._loop.call_soon_threadsafe(fn, *args)
 
-    def _cast(self, word: Vote | Ready) -> None:
-        if events := self._memory.say(word):
+    def _cast(self, word: Vote | Ready, replica: int | None) -> None:
+        if events := self._memory.say(word, replica):
             self._emit(events)
         else:
             self._send(word_to_proto(word))

@@ -60,9 +60,13 @@ class SnapshotOrder:
     version: int
 
 
+UPLOADED = "worker:"
+"""In the place of a checkpoint's URI: a worker uploads the values, moments and version stay."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RestoreOrder:
-    """To a shard server: load your slices from the checkpoint `uri`, which holds `version`."""
+    """To a shard server: load your slices from the checkpoint `uri`, which holds `version`; see `UPLOADED`."""
 
     epoch: int
     uri: str
@@ -116,30 +120,34 @@ class Vote:
 
     Attributes:
         generation: the generation it pushed in.
-        step: the attempt.
+        step: the attempt; where replicas step alone, the replica's clock.
         max_norm: global L2 norm to clip to; 0 = do not clip.
         hyper: per parameter group, this step's hyperparameters; empty = as registered.
+        version: the oldest version that the gradients may come from.
     """
 
     generation: int
     step: int
     max_norm: float = 0.0
     hyper: tuple[Hyper, ...] = ()
+    version: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A shard server has every replica's gradients of a step in every slice it owns.
+    """A shard server has every replica's gradients of a step in every slice it owns; one's, where they step alone.
 
     Attributes:
         generation: the generation.
-        step: the attempt.
+        step: the attempt; where replicas step alone, the replica's clock.
         sum_of_squares: of the summed gradients; non-finite when they are.
+        replica: whose gradients, where replicas step alone.
     """
 
     generation: int
     step: int
     sum_of_squares: float
+    replica: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

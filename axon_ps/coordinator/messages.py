@@ -87,6 +87,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             step=vote.step,
             max_norm=vote.max_norm,
             hyper=[codec.hyper_to_proto(h) for h in vote.hyper],
+            version=vote.version,
         )
     )
 
@@ -102,13 +103,19 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         step=message.step,
         max_norm=message.max_norm,
         hyper=codec.hypers_from_proto(message.hyper),
+        version=message.version,
     )
 
 
 def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
     """A shard server's word that it has all gradients, as a message."""
     return session_pb2.SessionRequest(
-        ready=session_pb2.Ready(generation=ready.generation, step=ready.step, sum_of_squares=ready.sum_of_squares)
+        ready=session_pb2.Ready(
+            generation=ready.generation,
+            step=ready.step,
+            sum_of_squares=ready.sum_of_squares,
+            replica=ready.replica,
+        )
     )
 
 
@@ -120,7 +127,12 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
     """
     if message.sum_of_squares < 0 and not math.isnan(message.sum_of_squares):
         raise InvalidRequest(f"sum_of_squares is {message.sum_of_squares}; a sum of squares is 0 or more")
-    return Ready(generation=message.generation, step=message.step, sum_of_squares=message.sum_of_squares)
+    return Ready(
+        generation=message.generation,
+        step=message.step,
+        sum_of_squares=message.sum_of_squares,
+        replica=message.replica,
+    )
 
 
 def initialized_to_proto(version: int, epoch: int) -> session_pb2.SessionRequest:

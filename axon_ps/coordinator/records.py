@@ -8,14 +8,15 @@ Values are JSON, but for those of the key-value store, which are stored as they 
     parameters   epoch, who holds them, who uploads them, the restore under way
     spec         layout and how it travels          optimizer   its groups
     orders       number of the newest snapshot order
-    decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY
+    decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY; of steps of one replica alone, the newest of
+                 each replica R, N = "rR"
     kv/KEY       the key-value store
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,22 @@ from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import layout_from_json, layout_to_json
 from axon_ps.sharding.plan import PlanOptions
+from axon_ps.sharding.policy import policy_from_json, policy_to_json
 from axon_ps.storage.state_store import Record
-from axon_ps.types import Decision, DType, Member, Membership, OptimizerSpec, Outcome, Role, WirePrecision
+from axon_ps.types import (
+    Compression,
+    Decision,
+    DType,
+    Int8,
+    Member,
+    Membership,
+    OptimizerSpec,
+    Outcome,
+    Role,
+    TopK,
+    Turn,
+    WirePrecision,
+)
 
 HISTORY = 16
 """How many decisions are kept for members that come back and may have missed some."""
@@ -130,6 +145,9 @@ def spec_record(spec: JobSpec) -> Record:
         "chunk_numel": spec.options.chunk_numel,
         "min_slice_numel": spec.options.min_slice_numel,
         "replica_is_node": spec.replica_is_node,
+        "policy": policy_to_json(spec.policy),
+        "param_compression": _compression_to_json(spec.precision.param_compression),
+        "grad_compression": _compression_to_json(spec.precision.grad_compression),
     }
     return _record("spec", value)
 
@@ -146,7 +164,8 @@ def orders_record(snapshot_id: int) -> Record:
 
 
 def decision_record(decision: Decision) -> Record:
-    """One decision; it takes the place of the one `HISTORY` steps before it."""
+    """One decision; it takes the place of the one `HISTORY` steps before it, or of the replica's last."""
+    turn = decision.turn
     value = {
         "step": decision.step,
         "generation": decision.generation,
@@ -157,8 +176,24 @@ def decision_record(decision: Decision) -> Record:
         "hyper": [dict(h) for h in decision.hyper],
         "reason": decision.reason,
         "next_generation": decision.next_generation,
+        "turn": None if turn is None else [turn.replica, turn.clock, turn.slowest_clock],
     }
-    return _record(f"{_DECISION}{decision.step % HISTORY}", value)
+    place = decision.step % HISTORY if turn is None else f"r{turn.replica}"
+    return _record(f"{_DECISION}{place}", value)
+
+
+def kept(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
+    """The decisions to keep, `newest` among them: the `HISTORY` newest, and the newest of each replica alone.
+
+    A replica's next step needs the word of every shard server on it, so a server can only have missed the newest of
+    each; and of a worker's own only the newest can be unknown to it.
+    """
+    if newest.turn is None:
+        together = [d for d in decisions if d.turn is None]
+        dropped = together[: max(0, len(together) + 1 - HISTORY)]
+        return [*(d for d in decisions if d not in dropped), newest]
+    turn = newest.turn
+    return [*(d for d in decisions if d.turn is None or d.turn.replica != turn.replica), newest]
 
 
 def kv_record(key: str, value: bytes | None) -> Record:
@@ -215,7 +250,25 @@ def _record(key: str, value: Any) -> Record:
 
 
 def _decision(value: dict[str, Any]) -> Decision:
-    return Decision(**{**value, "outcome": Outcome(value["outcome"]), "hyper": tuple(value["hyper"])})
+    turn = value.get("turn")
+    return Decision(
+        **{
+            **value,
+            "outcome": Outcome(value["outcome"]),
+            "hyper": tuple(value["hyper"]),
+            "turn": None if turn is None else Turn(replica=turn[0], clock=turn[1], slowest_clock=turn[2]),
+        }
+    )
+
+
+def _compression_to_json(compression: Compression | None) -> dict[str, Any] | None:
+    return None if compression is None else vars(compression)
+
+
+def _compression(value: dict[str, Any] | None) -> Any:
+    if value is None:
+        return None
+    return Int8(**value) if "block_numel" in value else TopK(**value)
 
 
 def _parameters(value: dict[str, Any]) -> Parameters:
@@ -227,9 +280,15 @@ def _parameters(value: dict[str, Any]) -> Parameters:
 def _spec(value: dict[str, Any]) -> JobSpec:
     return JobSpec(
         layout=layout_from_json(value["layout"]),
-        precision=WirePrecision(param=DType.parse(value["param"]), grad=DType.parse(value["grad"])),
+        precision=WirePrecision(
+            param=DType.parse(value["param"]),
+            grad=DType.parse(value["grad"]),
+            param_compression=_compression(value.get("param_compression")),
+            grad_compression=_compression(value.get("grad_compression")),
+        ),
         options=PlanOptions(chunk_numel=value["chunk_numel"], min_slice_numel=value["min_slice_numel"]),
         replica_is_node=value["replica_is_node"],
+        policy=policy_from_json(value.get("policy", {"kind": "synchronous"})),
     )
 
 

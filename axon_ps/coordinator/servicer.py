@@ -14,7 +14,7 @@ import grpc
 
 from axon_ps.coordinator import manifests
 from axon_ps.coordinator.actions import Action
-from axon_ps.coordinator.events import CheckpointInfo, Registered
+from axon_ps.coordinator.events import UPLOADED, CheckpointInfo, Registered
 from axon_ps.coordinator.kv import KVResult
 from axon_ps.coordinator.messages import (
     hello_from_proto,
@@ -177,10 +177,12 @@ class CoordinatorServicer:
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
-        """Read the manifest, then have the servers load their slices."""
+        """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
         caller, state = _caller(request.context), self._shell.state
         state.check_caller(caller)
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
+        if uri == UPLOADED:
+            return _checkpoint(await self._shell.call(lambda call: state.replace(call, caller, self._shell.now())))
         found = await asyncio.to_thread(manifests.find, uri, state.spec)
         await self._shell.call(lambda call: state.restore(call, caller, found.resume, self._shell.now()))
         return _checkpoint(found.info)

@@ -20,7 +20,7 @@ from axon_ps.coordinator.admission import find_place
 from axon_ps.coordinator.assembly import Assembly
 from axon_ps.coordinator.barriers import Barriers
 from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import CheckpointInfo, Hello, Ready, Registered, SnapshotReport, Status, Vote
+from axon_ps.coordinator.events import UPLOADED, CheckpointInfo, Hello, Ready, Registered, SnapshotReport, Status, Vote
 from axon_ps.coordinator.kv import KeyValues
 from axon_ps.coordinator.registration import RESTORE_HINT, Registration
 from axon_ps.coordinator.roster import Seat, name_of
@@ -181,9 +181,7 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.WORKER, "votes")
-            a = self._assembly
-            if a.is_current(vote.generation, vote.step) and a.tally.vote(seat.member.rank, vote):
-                a.decide_if_full()
+            self._assembly.vote(seat.member.rank, vote)
         return self._out.take()
 
     def ready(self, session: int, ready: Ready, now: float) -> list[Action]:
@@ -194,9 +192,7 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "reports gradients")
-            a = self._assembly
-            if a.is_current(ready.generation, ready.step) and a.tally.ready(seat.member.rank, ready):
-                a.decide_if_full()
+            self._assembly.ready(seat.member.rank, ready)
         return self._out.take()
 
     # ------------------------------------------------------------------ what the job is made of
@@ -240,6 +236,7 @@ class CoordinatorState:
         new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
         if new_spec is not None:
             r.set_spec(new_spec)
+            self._assembly.begin_attempts()
             self._out.persist([records.spec_record(new_spec)])
         if new_optimizer is not None:
             r.optimizer = new_optimizer
@@ -317,6 +314,14 @@ class CoordinatorState:
         self._order_restore(resume, now)
         self._restore_call = call
         return self._out.take()
+
+    def replace(self, call: int, caller: Caller, now: float) -> list[Action]:
+        """Somebody will upload other values; `call` gets a `CheckpointInfo` when the servers hold all of them.
+
+        Raises:
+            Misuse: the job has no layout yet.
+        """
+        return self.restore(call, caller, Resume(uri=UPLOADED, version=self._assembly.version), now)
 
     def restore_report(self, session: int, epoch: int, error: AxonError, now: float) -> list[Action]:
         """A shard server could not restore."""

@@ -74,7 +74,7 @@ class Adagrad(ServerOptimizer):
             state[0],
             wire,
             -grad_scale if hyper["maximize"] else grad_scale,
-            hyper["weight_decay"],
+            hyper["weight_decay"] or None,
             hyper["lr"] / (1.0 + (update - 1) * hyper["lr_decay"]),
             hyper["eps"],
         )

@@ -65,7 +65,7 @@ class Adam(ServerOptimizer):
             state[2] if hyper["amsgrad"] else None,
             wire,
             -grad_scale if hyper["maximize"] else grad_scale,
-            0.0 if self.decoupled else weight_decay,
+            None if self.decoupled else weight_decay or None,
             1.0 - lr * weight_decay if self.decoupled else 1.0,
             1.0 - beta1,
             beta2,

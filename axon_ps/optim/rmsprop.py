@@ -64,7 +64,7 @@ class RMSprop(ServerOptimizer):
             state[-1] if hyper["centered"] else None,  # and this one last
             wire,
             -grad_scale if hyper["maximize"] else grad_scale,
-            hyper["weight_decay"],
+            hyper["weight_decay"] or None,
             hyper["lr"],
             alpha,
             1.0 - alpha,

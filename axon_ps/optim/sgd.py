@@ -74,7 +74,7 @@ class SGD(ServerOptimizer):
             state[0] if momentum else None,
             wire,
             -grad_scale if hyper["maximize"] else grad_scale,
-            hyper["weight_decay"],
+            hyper["weight_decay"] or None,
             hyper["lr"],
             0.0 if first else momentum,
             1.0 if first else 1.0 - hyper["dampening"],

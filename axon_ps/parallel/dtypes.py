@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import WIRE_DTYPES, DType, WirePrecision
+from axon_ps.types import WIRE_DTYPES, Compression, DType, Int8, TopK, WirePrecision
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
@@ -19,6 +19,8 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.U8: torch.uint8,
     DType.BOOL: torch.bool,
 }
+
+_COMPRESSIONS: dict[str, Compression] = {"int8": Int8(), "top_k": TopK()}
 
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
@@ -39,18 +41,23 @@ def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
 class MixedPrecision:
     """In which dtypes a wrapped model computes and its bytes travel. Masters and optimizer state are always f32.
 
+    What travels may also be compressed, with error feedback: `Int8()` (or "int8") both ways, `TopK(0.01)` (or "top_k")
+    for gradients. See docs/compression.md.
+
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
         wire_dtype: parameters on their way from the servers; None = as `param_dtype`.
         reduce_dtype: gradients on their way to the servers, where they are summed in f32; None = as `wire_dtype`.
         output_dtype: floating-point outputs of the whole model; None = as they come.
+        buffer_dtype: floating-point buffers; None = as they were built.
         cast_forward_inputs: whether floating-point inputs of the whole model are cast to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
-    wire_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | Int8 | str | None = None
+    reduce_dtype: torch.dtype | Compression | str | None = None
     output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
     def compute(self, built: torch.dtype) -> torch.dtype:
@@ -61,8 +68,18 @@ class MixedPrecision:
         """What travels for a model built in `built`.
 
         Raises:
-            InvalidRequest: a dtype cannot travel.
+            InvalidRequest: a dtype cannot travel, or there is no such compression.
         """
-        param = dtype_from_torch(self.wire_dtype or self.compute(built), "wire_dtype")
-        grad = dtype_from_torch(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else param
-        return WirePrecision(param=param, grad=grad)
+        param, packed_param = _travels(self.wire_dtype or self.compute(built), "wire_dtype")
+        if packed_param is not None and not isinstance(packed_param, Int8):
+            raise InvalidRequest(f"wire_dtype is {self.wire_dtype!r}; parameters travel whole, use a dtype or Int8()")
+        grad, packed_grad = _travels(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else (param, packed_param)
+        return WirePrecision(param=param, grad=grad, param_compression=packed_param, grad_compression=packed_grad)
+
+
+def _travels(choice: torch.dtype | Compression | str, what: str) -> tuple[DType, Compression | None]:
+    if isinstance(choice, str):
+        if choice not in _COMPRESSIONS:
+            raise InvalidRequest(f"{what} is {choice!r}; use a torch dtype, {' or '.join(map(repr, _COMPRESSIONS))}")
+        choice = _COMPRESSIONS[choice]
+    return (dtype_from_torch(choice, what), None) if isinstance(choice, torch.dtype) else (DType.F32, choice)

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from axon_ps.collectives.steps import StepClient, Ticket
-from axon_ps.collectives.work import LoopWork
+from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.parallel.steps import Foresight, Pending, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 
@@ -63,6 +63,7 @@ class FlatUnit:
         wire: what travels.
         resident: keep the values between uses (SHARD_GRAD_OP).
         meter: counts the bytes of parameters.
+        host_copy: wire[unit_numel] in host memory that keeps what was gathered (CPUOffload.PARAMS); None = do not.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class FlatUnit:
         wire: DType,
         resident: bool,
         meter: Meter,
+        host_copy: torch.Tensor | None = None,
     ) -> None:
         self.index = index
         self.unit = unit
@@ -90,12 +92,16 @@ class FlatUnit:
         self._views = [self.flat[p.offset : p.end].view(p.shape) for p in unit.parameters]
         self._absent = [self._nan.expand(p.shape) for p in unit.parameters]
         self._hide()  # what they held before is let go
-        self._direct = device.type == "cpu" and TORCH_DTYPES[wire] == dtype and not resident
-        self._work: LoopWork[int] | None = None
+        self._host_copy = host_copy
+        self._copied: tuple[int, int] | None = None  # (epoch, version) of what `host_copy` holds
+        self._direct = device.type == "cpu" and TORCH_DTYPES[wire] == dtype and not resident and host_copy is None
+        self.stage_device = torch.device("cpu")
+        self._staged: list[torch.Tensor | None] = [None] * len(self.params)
+        self._work: Pending | None = None
         self._buffer: torch.Tensor | None = None
         self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._coming: tuple[int, int] | None = None  # of those under way
-        self._ahead: tuple[LoopWork[int], torch.Tensor] | None = None  # those of an undecided step
+        self._ahead: tuple[Pending, torch.Tensor] | None = None  # those of an undecided step
         self._adopted = False  # whether what is under way was begun ahead
 
     @property
@@ -105,7 +111,9 @@ class FlatUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """Memory that a gather takes until `unshard`."""
+        """Memory that a gather takes until `unshard`; what is copied from the host takes none before."""
+        if self._host_copy is not None:
+            return 0 if self._copied is not None else self._host_copy.nbytes
         return self._nbytes if self._direct else self.unit.numel * self.wire.itemsize
 
     @property
@@ -119,26 +127,35 @@ class FlatUnit:
         held = 0 if self.resident else self._storage.nbytes()
         return held + (self._buffer.nbytes if self._buffer is not None else 0)
 
-    def wanted(self, steps: StepClient) -> tuple[int, int]:
+    def remote(self, steps: Steps) -> bool:
+        """Whether gathering means to ask for the values, and not to copy them from host memory."""
+        return self._copied is None or self._copied != self.wanted(steps)
+
+    def wanted(self, steps: Steps) -> tuple[int, int]:
         """(epoch, version) that the values must have now; a frozen unit never changes with the version."""
         return steps.epoch, steps.version if self.trainable else 0
 
-    def fresh(self, steps: StepClient) -> bool:
+    def fresh(self, steps: Steps) -> bool:
         """Whether `flat` holds current values."""
         return self._held == self.wanted(steps)
 
-    def coming(self, steps: StepClient) -> bool:
+    def coming(self, steps: Steps) -> bool:
         """Whether current values are under way."""
-        return self._work is not None and self._coming == self.wanted(steps)
+        return self._coming is not None and self._coming == self.wanted(steps)
 
-    def start_gather(self, steps: StepClient, pool: BufferPool) -> None:
+    def start_gather(self, steps: Steps, pool: BufferPool) -> None:
         """Begin to gather, unless the values are here or under way."""
         if self.fresh(steps) or self.coming(steps):
             return
         self.abandon(pool)
         self._coming = self.wanted(steps)
         self._adopted = False
-        if self._direct:
+        if self._host_copy is not None:
+            if not self.remote(steps):
+                return  # `unshard` copies
+            self._copied = None
+            out = array_of(self._host_copy, self.wire)
+        elif self._direct:
             self._allocate()
             out = _window(self.flat, self.wire)
         else:
@@ -146,13 +163,13 @@ class FlatUnit:
             out = array_of(self._buffer, self.wire)
         self._work = steps.gather(self.index, out)
 
-    def start_ahead(self, steps: StepClient, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
+    def start_ahead(self, steps: Foresight, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
         """Begin to gather what this step will make of the unit, beside the values that count until it is decided."""
         self.drop_ahead(pool)
         buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
         self._ahead = steps.gather_ahead(self.index, array_of(buffer, self.wire), ticket, hyper), buffer
 
-    def adopt_ahead(self, steps: StepClient, pool: BufferPool) -> None:
+    def adopt_ahead(self, steps: Steps, pool: BufferPool) -> None:
         """The step committed as foreseen: what was begun ahead is what is coming."""
         if self._ahead is not None:
             self.abandon(pool)
@@ -168,13 +185,13 @@ class FlatUnit:
             pool.give(buffer)
             self._ahead = None
 
-    def unshard(self, steps: StepClient, pool: BufferPool) -> None:
+    def unshard(self, steps: Steps, pool: BufferPool) -> None:
         """Block until the parameters hold current values."""
         while not self.fresh(steps):
             self.start_gather(steps, pool)
-            assert self._work is not None
             try:
-                self._work.wait()
+                if self._work is not None:
+                    self._work.wait()
             except AxonError as error:
                 # restored to an older version meanwhile: gather that; begun ahead: gather in the ordinary way
                 again = self._adopted or (isinstance(error, StepAborted) and self._coming != self.wanted(steps))
@@ -186,7 +203,12 @@ class FlatUnit:
                 self.abandon(pool)
                 raise
             self._work = None
-            if self._buffer is not None:
+            if self._host_copy is not None:
+                self._copied = self._coming
+                self._allocate()
+                with torch.no_grad():
+                    self.flat.copy_(self._host_copy, non_blocking=True)
+            elif self._buffer is not None:
                 self._allocate()
                 with torch.no_grad():
                     self.flat.copy_(self._buffer, non_blocking=False)
@@ -208,13 +230,45 @@ class FlatUnit:
             self._hide()
             self._meter.add(-self._nbytes)
 
+    def stage_grads(self) -> None:
+        """Move the gradients of the parameters to f32 on the host, adding to those there (CPUOffload.FULL)."""
+        for i, param in enumerate(self.params):
+            if param.grad is not None:
+                grad, param.grad = param.grad, None
+                staged = self._staged[i]
+                if staged is None:
+                    self._staged[i] = grad.to(self.stage_device, torch.float32, copy=True)
+                else:
+                    staged.add_(grad.to(self.stage_device))
+
+    def take_grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the parameters with those that wait on the host; they are gone then."""
+        taken: list[torch.Tensor | None] = []
+        for i, param in enumerate(self.params):
+            grad, param.grad = param.grad, None
+            staged, self._staged[i] = self._staged[i], None
+            if staged is not None and grad is not None:
+                staged.add_(grad.to(self.stage_device))
+            taken.append(grad if staged is None else staged)
+        return taken
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether any parameter has a gradient, here or on the host."""
+        return any(p.grad is not None for p in self.params) or any(s is not None for s in self._staged)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Memory of the gradients that wait on the host."""
+        return sum(s.nbytes for s in self._staged if s is not None)
+
     def abandon(self, pool: BufferPool) -> None:
         """Stop a gather under way; its memory is not touched afterwards."""
+        self._coming = None
         if self._work is None:
             return
         self._work.cancel()
         self._work = None
-        self._coming = None
         if self._buffer is not None:
             pool.give(self._buffer)
             self._buffer = None

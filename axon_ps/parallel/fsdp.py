@@ -7,49 +7,64 @@ Terms, used here and in the modules below as the design defines them: *unit* (pa
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel import hooks, materialize, wrap
-from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
+from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
+from axon_ps.parallel import hooks, materialize, stats, wrap
+from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.parallel.flat import FlatUnit
 from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.node import NodeSteps
+from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import ModuleUnit, Runtime
-from axon_ps.parallel.strategy import ShardingStrategy
+from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats, UnitBytes
+from axon_ps.parallel.steps import Steps
+from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.plan import PlanOptions
-from axon_ps.types import WirePrecision
+from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.plan import PlanOptions, default_options
+from axon_ps.sharding.policy import LocalSteps, Policy, Synchronous
+from axon_ps.types import DType
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ShardedValues):
     """Wrap a module so that its parameters and optimizer state live on the shard servers of the job.
 
     Use it like the module. Parameters are gathered before a unit's forward and backward and freed after; gradients are
     averaged over the replicas on the servers while backward runs; `optimizer.step()` of one of our optimizers applies
     them there. `param.grad` is gone once it was sent. Every worker must build the same module and wrap it the same way.
+    Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay, and the step is local.
 
     Args:
         module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
             lowest rank that registers first; those of the others are dropped.
         group: the workers that train it; the whole world.
         sharding_strategy: what a worker keeps between uses.
+        cpu_offload: what of it is in host memory.
         mixed_precision: dtypes of compute and wire.
         unit_types: module classes that become units.
         auto_wrap_policy: says of a module whether it becomes a unit; instead of `unit_types`.
+        ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
+        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
+        prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
         plan_options: how finely units are cut.
         device: where parameters compute; None = where the module is (the CPU for the meta device).
+        policy: who waits for whom between steps: `Synchronous()` (None), `BoundedStaleness(...)`, `Asynchronous()`.
 
     Raises:
         LayoutMismatch: another worker wrapped another module; the message says where they differ.
-        InvalidRequest: the module cannot be sharded; the message says which parameter and why.
+        InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the policy does not
+            go with the strategy: where replicas step alone, others change the parameters between forward and backward,
+            so this worker must keep those that forward saw.
 
     After an error: the module may have lost its values; build it again.
     """
@@ -60,12 +75,17 @@ class FullyShardedDataParallel(nn.Module):
         group: ProcessGroup,
         *,
         sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload = CPUOffload.NONE,
         mixed_precision: MixedPrecision | None = None,
         unit_types: Collection[type[nn.Module]] = (),
         auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] = (),
+        intra_node_size: int | None = None,
+        prefetch: bool = True,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         plan_options: PlanOptions | None = None,
         device: torch.device | str | None = None,
+        policy: Policy | None = None,
     ) -> None:
         super().__init__()
         if unit_types and auto_wrap_policy is not None:
@@ -78,51 +98,199 @@ class FullyShardedDataParallel(nn.Module):
         self._group = group
         self._strategy = sharding_strategy
         self._precision = mixed_precision or MixedPrecision()
+        self._offload = cpu_offload
+        self._policy = self._checked_policy(policy or Synchronous())
+        self._eager = prefetch
+        self._node_size = self._checked_node_size(intra_node_size)
         kinds = tuple(unit_types)
-        parts = wrap.partition(module, auto_wrap_policy or (lambda child: isinstance(child, kinds)))
-        built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
-        wire = self._precision.wire(built)
-        self._spec = JobSpec(layout=wrap.layout_of(parts), precision=wire, options=plan_options or PlanOptions())
-        steps = group.world.steps
+        is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
+        parts = wrap.partition(module, is_unit, tuple(ignored_parameters))
+        self._built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
+        self._spec = self._make_spec(parts, plan_options)
+        where = torch.device(device) if device is not None else _device_of(parts)
+        share = self._broadcast_values if self._replicated else self._register
+        values = share(module, parts, param_init_fn)
+        materialize.make_buffers(module, param_init_fn, where)
+        self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
+        parts = materialize.replace_meta(module, parts)
+        self.module = module
+        self._meter = Meter()
+        self._runtime = self._make_runtime(self._make_units(parts, where), pinned=where.type == "cuda")
+        for flat, value in zip(self._replicated_units(), values, strict=True):
+            flat.master.copy_(value)
+        hooks.attach(self._runtime)
+
+    # ------------------------------------------------------------------ being made
+
+    @property
+    def _replicated(self) -> bool:
+        return self._strategy is ShardingStrategy.NO_SHARD
+
+    def _checked_policy(self, policy: Policy) -> Policy:
+        if isinstance(policy, LocalSteps):
+            raise InvalidRequest(f"{policy} trains whole copies; use axon_ps.parallel.DiLoCo or LocalSGD for it")
+        keeps = self._strategy is ShardingStrategy.SHARD_GRAD_OP or (
+            self._strategy is ShardingStrategy.FULL_SHARD and self._offload.keeps_params
+        )
+        if policy.alone and not keeps:
+            raise InvalidRequest(
+                f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
+                f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {self._strategy.name}"
+            )
+        return policy
+
+    def _checked_node_size(self, size: int | None) -> int:
+        """How many workers share a unit inside a node; 1 but for HYBRID_SHARD."""
+        if self._strategy is not ShardingStrategy.HYBRID_SHARD:
+            if size is not None:
+                raise InvalidRequest(f"intra_node_size is for HYBRID_SHARD; the strategy is {self._strategy.name}")
+            return 1
+        world = self._group.world
+        workers: dict[str, int] = {}
+        for member in world.membership.workers:
+            workers[member.node] = workers.get(member.node, 0) + 1
+        size = next(iter(workers.values())) if size is None else size
+        if size < 1 or world.world_size % size:
+            raise InvalidRequest(
+                f"intra_node_size is {size} and the world has {world.world_size} workers; the world must be a multiple "
+                "of it"
+            )
+        if wrong := {node: n for node, n in workers.items() if n != size}:
+            node, n = next(iter(wrong.items()))
+            raise InvalidRequest(
+                f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size} (a node is "
+                "a host, or what AXON_PS_NODE says)"
+            )
+        return size
+
+    def _make_spec(self, parts: tuple[wrap.Part, ...], options: PlanOptions | None) -> JobSpec:
+        precision = self._precision.wire(self._built)
+        if self._replicated and (precision.param_compression or precision.grad_compression):
+            raise InvalidRequest(
+                "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
+                "use DistributedDataParallel with a compressing communication hook"
+            )
+        spec = JobSpec(
+            layout=wrap.layout_of(parts),
+            precision=precision,
+            options=options or default_options(precision),
+            replica_is_node=self._strategy is ShardingStrategy.HYBRID_SHARD,
+            policy=self._policy,
+        )
+        if self._node_size > 1 and options is None:
+            servers = len(self._group.world.membership.shards)
+            spec = replace(spec, options=even_options(spec.layout, servers, self._node_size, spec.options))
+        return spec
+
+    def _register(
+        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+    ) -> list[torch.Tensor]:
+        """Give the job its layout, and the servers their first values if we are the one to do so."""
+        steps = self._group.world.steps
         initialized = False
         while not initialized:
             registered = steps.register(self._spec)
             if registered.upload:
-                materialize.upload(module, parts, steps, param_init_fn)
+                materialize.upload(module, parts, steps, init)
             initialized = steps.wait_initialized(registered)
-        where = torch.device(device) if device is not None else _device_of(parts)
-        parts = materialize.replace_meta(module, parts)
-        self.module = module
-        self._runtime = self._build(parts, where, wire)
-        hooks.attach(self._runtime)
+        return []
 
-    def _build(self, parts: tuple[wrap.Part, ...], device: torch.device, wire: WirePrecision) -> Runtime:
-        meter = Meter()
+    def _broadcast_values(
+        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+    ) -> list[torch.Tensor]:
+        """The first worker's values of every unit, f32, once all are found to have the same layout."""
+        group = self._group
+        digest = torch.frombuffer(bytearray.fromhex(self._spec.layout.digest), dtype=torch.uint8)
+        everybody = group.all_gather(digest).view(group.world_size, -1)
+        for rank, theirs in zip(group.ranks, everybody, strict=True):
+            if not torch.equal(theirs, everybody[0]):
+                raise LayoutMismatch(
+                    f"worker {rank} wraps another model than worker {group.ranks[0]}; all must build the same"
+                )
+        values = []
+        for part in parts:
+            first = group.rank == 0
+            value = materialize.values_of(module, part, init) if first else torch.zeros(part.unit.numel)
+            values.append(group.broadcast(value))
+        return values
+
+    def _make_units(self, parts: tuple[wrap.Part, ...], device: torch.device) -> list[ModuleUnit]:
         units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=self.module, flats=[])}
         for index, part in enumerate(parts):
             if part.owner not in units:
                 child = self.module.get_submodule(part.owner)
                 units[part.owner] = ModuleUnit(number=len(units), name=part.owner, module=child, flats=[])
-            flat = FlatUnit(
+            units[part.owner].flats.append(self._make_flat(index, part, device))
+            for param in part.params:
+                param._axon_owner = weakref.ref(self)  # type: ignore[attr-defined]  # how an optimizer finds us
+        return list(units.values())
+
+    def _wire_of(self, compute: torch.dtype) -> DType:
+        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
+        wire = self._spec.precision
+        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
+
+    def _make_flat(self, index: int, part: wrap.Part, device: torch.device) -> FlatUnit:
+        dtype = self._precision.compute(TORCH_DTYPES[part.unit.parameters[0].dtype])
+        wire = self._wire_of(dtype)
+        if self._replicated:
+            return ReplicatedUnit(
                 index,
                 part.unit,
                 part.params,
                 device=device,
-                dtype=self._precision.compute(TORCH_DTYPES[part.unit.parameters[0].dtype]),
-                wire=wire.param,
-                resident=self._strategy is ShardingStrategy.SHARD_GRAD_OP,
-                meter=meter,
+                dtype=dtype,
+                wire=wire,
+                meter=self._meter,
+                master_device=device if self._offload is CPUOffload.NONE else torch.device("cpu"),
             )
-            for param in part.params:
-                param._axon_owner = weakref.ref(self)  # type: ignore[attr-defined]  # how an optimizer finds us
-            units[part.owner].flats.append(flat)
-        return Runtime(
-            self._group.world.steps,
-            list(units.values()),
-            grad_wire=wire.grad,
-            meter=meter,
-            pinned=device.type == "cuda",
+        host_copy = None
+        if self._offload.keeps_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
+            host_copy = torch.empty(part.unit.numel, dtype=TORCH_DTYPES[wire], pin_memory=device.type == "cuda")
+            self._meter.add(host_copy.nbytes)
+        return FlatUnit(
+            index,
+            part.unit,
+            part.params,
+            device=device,
+            dtype=dtype,
+            wire=wire,
+            resident=self._strategy is ShardingStrategy.SHARD_GRAD_OP and host_copy is None,
+            meter=self._meter,
+            host_copy=host_copy,
         )
+
+    def _make_runtime(self, units: list[ModuleUnit], *, pinned: bool) -> Runtime:
+        grad = self._spec.precision.grad
+        if self._replicated:
+            return ReplicatedRuntime(self._group, units, grad_wire=grad, meter=self._meter)
+        world = self._group.world
+        steps: Steps = world.steps
+        node: NodeSteps | None = None
+        if self._strategy is ShardingStrategy.HYBRID_SHARD:
+            steps = node = NodeSteps(
+                world.steps,
+                world.node_group(),
+                world.node_group(),
+                self._spec,
+                self._wire_of(self._precision.compute(self._built)),
+                len(world.membership.shards),
+                pinned=pinned,
+                meter=self._meter,
+            )
+            weakref.finalize(self, node.close)
+        runtime = Runtime(
+            steps,
+            units,
+            grad_wire=grad,
+            meter=self._meter,
+            pinned=pinned,
+            stage_grads=self._offload.stages_grads,
+            prefetch=self._eager,
+        )
+        if node is not None:
+            runtime.agree = node.agree
+        return runtime
 
     # ------------------------------------------------------------------ as a module
 
@@ -176,84 +344,98 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self._runtime.syncing = before
 
-    def clip_grad_norm(self, max_norm: float) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that were not sent yet."""
+        super().zero_grad(set_to_none)
+        for unit in self._runtime.units:
+            for flat in unit.flats:
+                flat.take_grads()
+
+    def clip_grad_norm(self, max_norm: float) -> float | None:
         """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.
 
-        The norm is that of the averaged gradients of the whole model over all replicas; it is known when the step is
-        decided and comes back as `StepResult.grad_norm`.
+        The norm is that of the averaged gradients of the whole model over all replicas. With servers it is known when
+        the step is decided and comes back as `StepResult.grad_norm`; under NO_SHARD the gradients are clipped at once.
 
         Args:
             max_norm: the norm, above 0.
+
+        Returns:
+            Under NO_SHARD the norm before clipping, else None.
 
         Raises:
             InvalidRequest: it is not above 0.
         """
         if not max_norm > 0.0:
             raise InvalidRequest(f"max_norm is {max_norm}; it must be above 0 (leave the call out to not clip)")
+        if isinstance(self._runtime, ReplicatedRuntime):
+            return self._runtime.clip(float(max_norm))
         self._runtime.max_norm = float(max_norm)
+        return None
 
-    # ------------------------------------------------------------------ whole parameters
+    # ------------------------------------------------------------------ by hand
 
-    @contextmanager
-    def summon_full_params(self) -> Iterator[None]:
-        """Inside, every parameter holds its current value, in compute dtype. Changes made to them are lost.
+    def gather_parameters(self) -> None:
+        """Make every parameter whole, as `summon_full_params()` does, until `reshard_parameters()` or a backward.
 
         Raises:
-            Misuse: a forward or backward is under way.
+            Misuse: a forward is under way.
         """
-        if any(u.depth for u in self._runtime.units):
-            raise Misuse("summon_full_params() was called inside a forward; call it between steps")
-        runtime = self._runtime
-        try:
-            for unit in runtime.units:
-                for flat in unit.flats:
-                    flat.unshard(self._group.world.steps, runtime.gather_buffers)
-            yield
-        finally:
-            runtime.reset()
+        self._check_idle("gather_parameters")
+        self._runtime.gather_all()
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as f32, exactly as the servers hold it, one after the other; memory of one unit at a time."""
-        steps = self._group.world.steps
-        for index, unit in enumerate(self._spec.layout.units):
-            values = torch.empty(unit.numel, dtype=torch.float32)
-            steps.gather(index, values.numpy()).wait()
-            for spec in unit.parameters:
-                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+    def reshard_parameters(self) -> None:
+        """Give back the memory of every parameter that the strategy does not keep, and what was prefetched.
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
-
-        Each worker gets all of it; for models too big for that use `world.save_checkpoint` and
-        `axon-ps checkpoint export`.
+        Raises:
+            Misuse: a forward is under way.
         """
-        if args or kwargs.get("destination") is not None:
-            raise InvalidRequest(
-                "state_dict() of a sharded model takes no destination; update your dict with its result"
+        self._check_idle("reshard_parameters")
+        self._runtime.reset()
+
+    def sync_gradients(self) -> None:
+        """Send (NO_SHARD: average) the gradients accumulated inside `no_sync()`, without another backward."""
+        self._runtime.push_accumulated()
+
+    def prefetch_forward_params(self) -> None:
+        """Begin to gather what the next forward needs first. With `prefetch=True` the end of a step does it.
+
+        Raises:
+            Misuse: it was called before and no forward has come since, or the strategy keeps whole parameters.
+        """
+        if self._strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            raise Misuse(
+                f"prefetch_forward_params() has nothing to gather: {self._strategy.name} keeps whole parameters"
             )
-        state: OrderedDict[str, Any] = OrderedDict()
-        values: dict[str, torch.Tensor] = {}
-        by_name = {p.name: p for _, p in self._spec.layout.parameters()}
-        for name, value in self.full_parameters():
-            spec = by_name[name]
-            kept = value.to(TORCH_DTYPES[spec.dtype], copy=True)
-            for alias in (name, *spec.aliases):
-                values[alias] = kept
-        persistent = self.module.state_dict(keep_vars=True)
-        for name, tensor in persistent.items():
-            state[prefix + name] = values[name] if name in values else tensor.detach().clone()
-        return cast(dict[str, Any], state)
+        if self._runtime.prefetched:
+            raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
+        self._check_idle("prefetch_forward_params")
+        self._runtime.prefetch()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not possible: the values live on the servers.
+    def has_pending_prefetch(self) -> bool:
+        """Whether `prefetch_forward_params()` was called and no forward has come since."""
+        return self._runtime.prefetched
 
-        Raises:
-            Misuse: always; the message says what to do instead.
+    def broadcast_updated_params(self) -> None:
+        """Bring what the strategy keeps on this worker up to the current version now, not at the next forward.
+
+        SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's part. NO_SHARD: every worker's parameters
+        become those of the first. FULL_SHARD: nothing is kept, and nothing happens.
         """
-        raise Misuse(
-            "the parameters of a sharded model live on the servers; load a state dict into the module before wrapping "
-            "it, or restore a checkpoint with world.restore_checkpoint(uri)"
-        )
+        runtime = self._runtime
+        if isinstance(runtime, ReplicatedRuntime):
+            runtime.broadcast()
+        elif self._strategy is ShardingStrategy.SHARD_GRAD_OP:
+            runtime.gather_all()
+            runtime.reset()
+        elif isinstance(runtime.steps, NodeSteps):
+            runtime.steps.agree()
+            runtime.steps.wait_pulled()
+
+    def sharded_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
+        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
+        return (p for p in self.parameters() if p in managed)
 
     # ------------------------------------------------------------------ what it costs
 
@@ -261,6 +443,41 @@ class FullyShardedDataParallel(nn.Module):
         """Counters and memory of this worker: bytes, seconds, steps; with the data plane's as `wire_*`."""
         wire = {f"wire_{k}": v for k, v in self._group.world.steps.statistics().items()}
         return {**self._runtime.statistics(), **wire}
+
+    def memory_estimate(self) -> FSDPMemoryStats:
+        """What this worker's memory will be at the peak of a step, by strategy; `parallel.stats` has the formulas."""
+        runtime, layout = self._runtime, self._spec.layout
+        steps = runtime.steps
+        optimizer = runtime.optimizer if isinstance(runtime, ReplicatedRuntime) else None
+        trainable = max(1, layout.trainable_numel)
+        return stats.estimate(
+            layout,
+            [
+                UnitBytes(
+                    numel=sum(f.unit.numel for f in u.flats),
+                    trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
+                )
+                for u in runtime.units
+            ],
+            strategy=self._strategy,
+            offload=self._offload,
+            compute_bytes=self._precision.compute(self._built).itemsize,
+            wire_bytes=self._wire_of(self._precision.compute(self._built)).itemsize,
+            grad_bytes=self._spec.precision.grad.itemsize,
+            built_bytes=self._built.itemsize,
+            part_numel=sum(map(steps.part_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
+            state_bytes=2 * self._built.itemsize if optimizer is None else optimizer.nbytes() // trainable,
+            copied=any(f.swapped for f in self._replicated_units()),
+            world_size=self._group.world_size,
+        )
+
+    def memory_stats(self) -> MemoryStats:
+        """What the parameters and the gradients on their way take in this worker's memory, and took at most."""
+        s = self._runtime.statistics()
+        return MemoryStats(
+            peak_memory_mb=s["peak_memory_bytes"] / stats.MIB,
+            current_allocation_mb=(s["param_memory_bytes"] + s["grad_buffer_bytes"]) / stats.MIB,
+        )
 
     @property
     def runtime(self) -> Runtime:

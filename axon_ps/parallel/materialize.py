@@ -28,13 +28,18 @@ def upload(
         InvalidRequest: a submodule on the meta device has no way to get values.
     """
     for index, part in enumerate(parts):
-        values = torch.empty(part.unit.numel, dtype=torch.float32)
-        made = _meta_values(module, part, init)
-        with torch.no_grad():
-            for spec, param in zip(part.unit.parameters, part.params, strict=True):
-                values[spec.offset : spec.end].view(spec.shape).copy_(made.get(spec.name, param))
-        array: Array = values.numpy()
+        array: Array = values_of(module, part, init).numpy()
         steps.upload(index, array)
+
+
+def values_of(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
+    """The first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
+    values = torch.empty(part.unit.numel, dtype=torch.float32)
+    made = _meta_values(module, part, init)
+    with torch.no_grad():
+        for spec, param in zip(part.unit.parameters, part.params, strict=True):
+            values[spec.offset : spec.end].view(spec.shape).copy_(made.get(spec.name, param))
+    return values
 
 
 def _meta_values(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> dict[str, torch.Tensor]:
@@ -72,6 +77,42 @@ def _initialize(child: nn.Module, name: str, init: Callable[[nn.Module], None] |
             "reset_parameters(); pass param_init_fn, or build it on the CPU"
         )
     reset()
+
+
+def make_buffers(module: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device) -> None:
+    """Give buffers that are on the meta device memory, and the values that their submodules' initialisation gives.
+
+    Raises:
+        InvalidRequest: a submodule with such a buffer has no way to get values.
+    """
+    for name, child in module.named_modules():
+        if not any(b is not None and b.is_meta for b in child._buffers.values()):
+            continue
+        saved = dict(child._parameters)
+        try:
+            for key, p in saved.items():
+                if p is not None:
+                    child._parameters[key] = nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+            for key, b in child._buffers.items():
+                if b is not None and b.is_meta:
+                    child._buffers[key] = torch.empty_like(b, device="cpu")
+            _initialize(child, name, init)
+        finally:
+            child._parameters.update(saved)
+        for key, b in child._buffers.items():
+            if b is not None:
+                child._buffers[key] = b.to(device)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Let floating-point buffers be of `dtype`; by name, which dtype those had that changed."""
+    before: dict[str, torch.dtype] = {}
+    for prefix, child in module.named_modules():
+        for key, b in child._buffers.items():
+            if dtype is not None and b is not None and b.is_floating_point() and b.dtype != dtype:
+                before[f"{prefix}.{key}" if prefix else key] = b.dtype
+                child._buffers[key] = b.to(dtype)
+    return before
 
 
 def replace_meta(module: nn.Module, parts: tuple[Part, ...]) -> tuple[Part, ...]:

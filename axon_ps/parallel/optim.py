@@ -22,7 +22,7 @@ Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers that run on the servers.
+    """Base of the optimizers that run on the servers; under NO_SHARD the same kernels run here, in host memory.
 
     Args:
         params: a wrapped model, or its parameters, or parameter groups of them (dicts with "params").
@@ -38,14 +38,14 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._runtime: Runtime | None = None
-        groups = params.parameters() if isinstance(params, FullyShardedDataParallel) else params
+        groups = params.sharded_parameters() if isinstance(params, FullyShardedDataParallel) else params
         super().__init__(groups, defaults)
         owner = _owner_of(params, self.param_groups)
         self._rules = create(self.kind)
         spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
-        owner.process_group.world.steps.register_optimizer(spec)
+        owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
-        self._runtime.foresee = self._hyper
+        self._runtime.foresee = None if owner.spec.policy.alone else self._hyper  # alone, others commit in between
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only while the optimizer is being made, since the servers then know its groups.

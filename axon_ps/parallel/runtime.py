@@ -31,18 +31,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
-from axon_ps.collectives.steps import StepClient, Ticket
-from axon_ps.collectives.work import Work
+from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import Misuse
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
-from axon_ps.types import DType, Hyper, Outcome, StepResult
+from axon_ps.parallel.steps import Foresight, Pending, Steps
+from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _BUFFERS = 2
 """How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
@@ -93,6 +94,7 @@ class Counters:
     """What `statistics()` reports beside memory."""
 
     gathers: int = 0
+    host_gathers: int = 0
     gathered_bytes: int = 0
     pushed_bytes: int = 0
     gather_wait_s: float = 0.0
@@ -111,12 +113,27 @@ class Runtime:
         grad_wire: what gradients travel as.
         meter: counts the bytes of gathered parameters.
         pinned: page-lock host buffers.
+        stage_grads: let gradients that wait for `no_sync()` to end wait in host memory.
+        prefetch: gather the next units before they are needed.
+
+    Attributes:
+        agree: called at the start of every forward, before anything is gathered; None = nothing to agree on.
+        grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
+        prefetched: a prefetch by hand is pending.
     """
 
     def __init__(
-        self, steps: StepClient, units: Sequence[ModuleUnit], *, grad_wire: DType, meter: Meter, pinned: bool
+        self,
+        steps: Steps,
+        units: Sequence[ModuleUnit],
+        *,
+        grad_wire: DType,
+        meter: Meter,
+        pinned: bool,
+        stage_grads: bool = False,
+        prefetch: bool = True,
     ) -> None:
-        self._steps = steps
+        self.steps = self._steps = steps
         self.units = tuple(units)
         self._grad_wire = grad_wire
         self.meter = meter
@@ -137,12 +154,17 @@ class Runtime:
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None
-        self._pushes: dict[int, Work[None]] = {}
+        self._pushes: dict[int, Pending] = {}
         self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
         self._unclipped = False
         self.foresee: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.max_norm = 0.0
+        self.grad_scale = 1.0
+        self.agree: Callable[[], None] | None = None
+        self.prefetched = False
+        self._stage_grads = stage_grads
+        self._eager = prefetch
         self.counters = Counters()
 
     # ------------------------------------------------------------------ forward
@@ -151,6 +173,9 @@ class Runtime:
         """A module is about to run: its parameters must be whole."""
         recomputing = in_backward()
         if unit.is_root and not recomputing:
+            if self.agree is not None:
+                self.agree()
+            self.prefetched = False
             self._training = torch.is_grad_enabled()
             self._callback_queued = False
             self._orders[not self._training].restart()
@@ -200,6 +225,8 @@ class Runtime:
         if self.syncing and unit.uses <= 1:
             self._push(flat)
             unit.fired.clear()
+        elif self._stage_grads and unit.uses <= 1:
+            self._stage(flat)
         self._prefetch()
 
     def inputs_done(self, unit: ModuleUnit) -> None:
@@ -215,12 +242,41 @@ class Runtime:
         self._callback_queued = False
         for unit in reversed(self.units):
             flat = unit.trainable
-            if self.syncing and flat is not None and unit.fired:
-                self._push(flat)
+            if flat is not None and unit.fired:
+                if self.syncing:
+                    self._push(flat)
+                elif self._stage_grads:
+                    self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
             self._free(unit)
         self._orders[True].finish()
+
+    # ------------------------------------------------------------------ by hand
+
+    def gather_all(self) -> None:
+        """Make every unit whole, and block until it is."""
+        if self.agree is not None:
+            self.agree()
+        for unit in self.units:
+            for flat in unit.flats:
+                self._gather(flat)
+                flat.unshard(self._steps, self.gather_buffers)
+
+    def prefetch(self) -> None:
+        """Begin to gather what the next forward needs first, as far as Note: [Memory] allows."""
+        if self.agree is not None:
+            self.agree()
+        self._orders[True].restart()
+        self._training, self.prefetched = True, True
+        self._prefetch(by_hand=True)
+
+    def push_accumulated(self) -> None:
+        """Push every gradient that was accumulated and not pushed yet."""
+        for unit in reversed(self.units):
+            flat = unit.trainable
+            if flat is not None and flat.index not in self._pushes and flat.has_grads:
+                self._push(flat)
 
     # ------------------------------------------------------------------ memory
 
@@ -240,11 +296,16 @@ class Runtime:
             flat.start_gather(self._steps, self.gather_buffers)
 
     def _count_gather(self, flat: FlatUnit) -> None:
+        if not flat.remote(self._steps):
+            self.counters.host_gathers += 1
+            return
         self.counters.gathers += 1
         self.counters.gathered_bytes += flat.unit.numel * flat.wire.itemsize
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, *, by_hand: bool = False) -> None:
         """Start gathering the next units expected, as far as Note: [Memory] allows."""
+        if not (self._eager or by_hand):
+            return
         for number in self._orders[self._training].upcoming():
             unit = self.units[number]
             missing = [f for f in unit.flats if not f.fresh(self._steps) and not f.coming(self._steps)]
@@ -279,17 +340,24 @@ class Runtime:
         self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
+        scale = 1.0 / (ticket.num_replicas * self.grad_scale)
+        self._grad_meter.add(-flat.staged_bytes)
         with torch.no_grad():
-            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                _scale_into(buffer[spec.offset : spec.end].view(spec.shape), param.grad, 1.0 / ticket.num_replicas)
-                param.grad = None
+            for spec, grad in zip(flat.unit.parameters, flat.take_grads(), strict=True):
+                scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
         self.counters.pushed_bytes += buffer.nbytes
         self._pushes[flat.index] = self._steps.push(
             flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
         )
         if flat.resident and self._hyper is not None:
             self._count_gather(flat)
-            flat.start_ahead(self._steps, self.gather_buffers, ticket, self._hyper)
+            flat.start_ahead(cast(Foresight, self._steps), self.gather_buffers, ticket, self._hyper)
+
+    def _stage(self, flat: FlatUnit) -> None:
+        """Gradients of `no_sync()` wait on the host."""
+        before = flat.staged_bytes
+        flat.stage_grads()
+        self._grad_meter.add(flat.staged_bytes - before)
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
@@ -298,6 +366,14 @@ class Runtime:
         return self._ticket
 
     # ------------------------------------------------------------------ the step
+
+    def register_optimizer(self, spec: OptimizerSpec) -> None:
+        """Give the job its optimizer.
+
+        Raises:
+            LayoutMismatch: another worker made another one.
+        """
+        self._steps.register_optimizer(spec)
 
     def step(self, hyper: Sequence[Hyper]) -> StepResult:
         """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
@@ -308,7 +384,7 @@ class Runtime:
                 flat = unit.trainable
                 if flat is None or flat.index in self._pushes:
                     continue
-                if any(p.grad is not None for p in flat.params):
+                if flat.has_grads:
                     self._push(flat)
                 else:
                     self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
@@ -345,6 +421,7 @@ class Runtime:
 
     def reset(self) -> None:
         """Free everything; for code that wants the memory, and at the end."""
+        self.prefetched = False
         for unit in self.units:
             unit.depth = 0
             self._free(unit)
@@ -359,10 +436,11 @@ class Runtime:
             "peak_param_memory_bytes": float(self.meter.peak_bytes),
             "grad_buffer_bytes": float(self._grad_meter.current_bytes),
             "peak_grad_buffer_bytes": float(self._grad_meter.peak_bytes),
+            "peak_memory_bytes": float(self.meter.peak_bytes + self._grad_meter.peak_bytes),
         }
 
 
-def _scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
+def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
     """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
     if grad is None:
         target.zero_()

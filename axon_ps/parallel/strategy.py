@@ -1,4 +1,4 @@
-"""The sharding strategies: what a worker keeps between uses."""
+"""The sharding strategies and what is kept on the host: what a worker keeps between uses, and where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,50 @@ class ShardingStrategy(enum.Enum):
     changed is pulled before the next forward. While gradients are not clipped it is pulled right behind each push, into
     a second copy of the parameters in their wire dtype, which counts once the step has committed. After `step()` a
     parameter shows its new value from the next forward on, or inside `summon_full_params()`.
+
+    HYBRID_SHARD: the workers of a node are one replica. Each keeps 1/G of every unit, as it travels; a unit is gathered
+    inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own 1/G. The step
+    happens on the servers. The workers of a node run the same modules in the same order (on different data), as under
+    torch's FSDP.
+
+    NO_SHARD (DDP): everything is kept, and the servers hold nothing. Gradients are averaged over the workers while
+    backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
     """
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+
+
+class CPUOffload(enum.Enum):
+    """What lies in host memory between uses.
+
+    NONE: what the strategy says. FULL_SHARD then gathers a unit from the servers twice a step.
+
+    PARAMS: a copy of the parameters as they travel is kept in host memory (pinned where there is a GPU). Under
+    FULL_SHARD and SHARD_GRAD_OP backward gathers from it instead of the network, so that a step moves two units' worth
+    for each unit and not three, frozen units travel once, and nothing is kept on the device between units. Under
+    HYBRID_SHARD a worker's 1/G is on the host in any case. Under NO_SHARD the parameters and their gradients are on the
+    host, and each unit is copied to the device for its forward and for its backward.
+
+    FULL: PARAMS, and gradients that wait for `no_sync()` to end or for a step wait in host memory too.
+
+    OPTIMIZER_STATES: what shard servers always do. Under NO_SHARD the parameters that the optimizer moves, and with
+    them its state, are on the host.
+    """
+
+    NONE = "none"
+    PARAMS = "params"
+    FULL = "full"
+    OPTIMIZER_STATES = "optimizer_states"
+
+    @property
+    def keeps_params(self) -> bool:
+        """Whether parameters have a copy in host memory."""
+        return self in (CPUOffload.PARAMS, CPUOffload.FULL)
+
+    @property
+    def stages_grads(self) -> bool:
+        """Whether gradients that wait are on the host."""
+        return self is CPUOffload.FULL

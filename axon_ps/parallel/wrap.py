@@ -8,7 +8,7 @@ exist only for the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,10 @@ class Part:
     params: tuple[nn.Parameter, ...]
 
 
-def partition(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> tuple[Part, ...]:
-    """Cut a module into units, the root first, the others in module order.
+def partition(
+    module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: Collection[nn.Parameter] = ()
+) -> tuple[Part, ...]:
+    """Cut a module into units, the root first, the others in module order; `ignored` parameters are in none.
 
     Raises:
         InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
@@ -45,9 +47,10 @@ def partition(module: nn.Module, is_unit: Callable[[nn.Module], bool]) -> tuple[
     owners = [""] + [name for name, child in module.named_modules() if name and is_unit(child)]
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+        if not any(param is other for other in ignored):
+            names.setdefault(param, []).append(name)
     if not names:
-        raise InvalidRequest("the module has no parameters; there is nothing to shard")
+        raise InvalidRequest("the module has no parameters (beside those to be ignored); there is nothing to shard")
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for param, aliases in names.items():
         homes = {_owner(name, owners) for name in aliases}

@@ -13,23 +13,27 @@ where the server says, a changed generation is the caller's to handle (the step 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from axon_ps.compress.compressor import Compressor, compressor_of
+from axon_ps.compress.feedback import Feedback
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout
 from axon_ps.shard import transfers
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
+from axon_ps.shard.reach import Servers
 from axon_ps.shard.transfers import MakeContext, Transfer
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
-from axon_ps.types import Array, DType, Hyper, Membership
+from axon_ps.types import Array, Compression, DType, Hyper, Membership
 from axon_ps.wire.v1 import shard_pb2
 
 T = TypeVar("T")
@@ -37,7 +41,6 @@ _Stream = Callable[[Stub, Slice, Transfer, "Counter[str]"], Awaitable[T]]
 
 _GATHER_LANE, _PUSH_LANE = 0, 1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
-_DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
 
 
 class ShardGroup:
@@ -46,20 +49,43 @@ class ShardGroup:
     Args:
         security: TLS and token.
         lanes: connections per server: gathers on the first, pushes and uploads on the second.
+        node: name of this host: with servers on it, memory is read instead of sent, where the kernel allows it. "" =
+            everything is sent.
     """
 
-    def __init__(self, security: Security, lanes: int = 2) -> None:
+    def __init__(self, security: Security, lanes: int = 2, node: str = "") -> None:
         keep_message_memory()
         self._peers = Peers(security, lanes)
+        self._reach = Servers(node)
+        self._feedback = Feedback()
         self._counters: Counter[str] = Counter(dict.fromkeys((*transfers.COUNTERS, "retries"), 0))
 
     def set_members(self, membership: Membership) -> None:
         """Take the current shard servers; calls under way go on, and retries use the new addresses."""
         self._peers.set_members(membership)
+        self._reach.set_members(membership)
 
     def set_spec(self, spec: JobSpec) -> None:
         """Take the job's layout."""
         self._peers.set_spec(spec)
+
+    @staticmethod
+    def warm_up(spec: JobSpec) -> None:
+        """Compile what this worker needs for the job's compressions. Any thread but the loop's: it may take seconds."""
+        p = spec.precision
+        for how in (_compressor(p.param_compression), _compressor(p.grad_compression)):
+            if how is not None:
+                how.warm_up()
+        if p.param_compression is not None:
+            transfers.warm_up()
+
+    def settle(self, step: int, *, committed: bool) -> None:
+        """A step is decided: what its compressed gradients lost is owed from now on, if it committed."""
+        self._feedback.settle(step, committed=committed)
+
+    def forget_residuals(self) -> None:
+        """The parameters were replaced: nothing is owed any more."""
+        self._feedback.clear()
 
     async def gather(
         self,
@@ -71,8 +97,11 @@ class ShardGroup:
         timeout_s: float | None,
         begin: int = 0,
         end: int | None = None,
+        compressed: bool = False,
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
+
+        Where replicas step alone, others commit all the time: each element is at `min_version` or later then.
 
         Args:
             unit: its number.
@@ -82,9 +111,10 @@ class ShardGroup:
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element.
             end: one past the last; None = the unit's end.
+            compressed: if the job compresses parameters, they travel so, and `out` is what they are widened to.
 
         Returns:
-            The version of what was gathered: at least `min_version`.
+            The (oldest) version of what was gathered: at least `min_version`.
 
         Raises:
             InvalidRequest: there is no such unit, or `out` does not fit.
@@ -96,24 +126,28 @@ class ShardGroup:
         deadline = Deadline(timeout_s)
         spec, slices = await self._peers.owners(unit, deadline)
         begin, end = _range(spec, unit, begin, end, out)
-        if out.dtype not in _DTYPE_OF:
+        if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
+        how = _compressor(spec.precision.param_compression) if compressed else None
         while True:
             transfer = Transfer(
                 begin=begin,
                 end=end,
                 array=out,
-                dtype=_DTYPE_OF[out.dtype],
+                dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
                 chunk_numel=spec.options.chunk_numel,
                 context=context,
                 deadline=deadline,
                 min_version=min_version,
+                one_version=not spec.policy.alone,
+                compressor=how,
+                reach=self._reach,
             )
             versions = await _together(
                 [self._repeated(transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
             )
-            if min(versions) == max(versions):
-                return max(versions[0], min_version)
+            if min(versions) == max(versions) or spec.policy.alone:
+                return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._counters["retries"] += 1
 
@@ -131,7 +165,7 @@ class ShardGroup:
 
         Args:
             unit: its number.
-            out: wire[unit_numel] in the job's parameter dtype, contiguous.
+            out: wire[unit_numel] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
             step: the undecided step attempt.
             hyper: per parameter group, the hyperparameters it is taken to have.
             context: gives job, generation and incarnation.
@@ -162,8 +196,11 @@ class ShardGroup:
             deadline=deadline,
             step=step,
             assumed=hyper,
+            compressor=_compressor(spec.precision.param_compression),
+            reach=self._reach,
         )
-        if out.dtype != spec.precision.param.numpy:
+        wanted = (spec.precision.param.numpy,) if transfer.compressor is None else tuple(transfers.DTYPE_OF)
+        if out.dtype not in wanted:
             raise InvalidRequest(
                 f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
             )
@@ -190,7 +227,8 @@ class ShardGroup:
 
         Args:
             unit: its number.
-            grad: wire[n] in the job's gradient dtype, contiguous; None when this replica has none for the unit.
+            grad: wire[n] in the job's gradient dtype (f32 when they are compressed, which happens here, with what
+                earlier steps owe), contiguous; None when this replica has none for the unit.
             step: the step attempt.
             replica: this worker's replica.
             context: gives job, generation and incarnation.
@@ -214,6 +252,7 @@ class ShardGroup:
             raise InvalidRequest(
                 f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
             )
+        how = _compressor(spec.precision.grad_compression)
         transfer = Transfer(
             begin=begin,
             end=end,
@@ -224,10 +263,15 @@ class ShardGroup:
             deadline=deadline,
             step=step,
             replica=replica,
+            compressor=how,
+            reach=self._reach,
+            residuals=None if how is None or grad is None else self._feedback.open(unit, begin, end, step),
         )
         await _together([self._resumed(s, transfer) for s in slices if transfer.touches(s)])
 
-    async def upload(self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None) -> None:
+    async def upload(
+        self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
+    ) -> None:
         """Store the first values of a unit on its owners.
 
         Args:
@@ -235,6 +279,7 @@ class ShardGroup:
             values: f32[unit_numel], contiguous.
             context: gives the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
+            epoch: how often the job has been restored; owners wait until they know of it, and drop values of an older.
 
         Raises:
             InvalidRequest: there is no such unit, or `values` does not fit.
@@ -256,6 +301,7 @@ class ShardGroup:
             chunk_numel=spec.options.chunk_numel,
             context=context,
             deadline=deadline,
+            epoch=epoch,
         )
         await _together([self._repeated(transfers.store, _PUSH_LANE, s, transfer) for s in slices])
 
@@ -272,11 +318,13 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """Payload bytes, chunks and streams in each direction, and retries."""
-        return {name: float(value) for name, value in sorted(self._counters.items())}
+        """Payload bytes, chunks and streams in each direction, retries, and memory of residuals."""
+        counters = {**self._counters, "residual_bytes": self._feedback.nbytes}
+        return {name: float(value) for name, value in sorted(counters.items())}
 
     async def close(self) -> None:
         """Close every connection; calls under way fail. Harmless when repeated."""
+        self._reach.close()
         await self._peers.close()
 
     async def _repeated(self, stream: _Stream[T], lane: int, s: Slice, transfer: Transfer) -> T:
@@ -315,6 +363,11 @@ class ShardGroup:
             raise Timeout(f"gave up after {deadline.timeout_s:g} s; the last attempt failed: {error}") from error
         self._counters["retries"] += 1
         await self._peers.wait(pause_s)
+
+
+@functools.cache
+def _compressor(compression: Compression | None) -> Compressor | None:
+    return None if compression is None else compressor_of(compression)
 
 
 def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:

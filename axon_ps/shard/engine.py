@@ -8,8 +8,8 @@ Invariants:
 - Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
 - Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
   finished, or at once when it is not changed.
-- A step is named by (generation, step). A chunk of another step is never summed: of a decided one it is a duplicate or
-  an abort, of a later one it waits.
+- A step is named by (generation, step), or by (generation, replica, clock) where replicas step alone. A chunk of
+  another step is never summed: of a decided one it is a duplicate or an abort, of a later one it waits.
 
 Note: [Units without gradient]
     A replica that has no gradient for a unit says so (`absent`), and its turn passes. A unit for which all replicas are
@@ -23,11 +23,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from axon_ps.compress.compressor import Compressor, compressor_of
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
+from axon_ps.shard.attempts import Attempt, Attempts
 from axon_ps.shard.slices import OwnedSlice
 from axon_ps.shard.updater import Updater
 from axon_ps.sharding.job import JobSpec
@@ -64,13 +66,14 @@ class ShardEngine:
         self.num_replicas = 0
         self.slices: dict[int, OwnedSlice] = {}
         self.counters: Counter[str] = Counter()
-        self._missing = 0
+        self._attempts = Attempts()
         self._lacking = 0
-        self._last_committable = -1  # the last step that ended with all gradients summed
         self._last_committed: Decision | None = None
         self._assumed: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None  # of this step: as given, validated
         self._restoring = False
+        self._replacing = False
         self._moments_of = ""
+        self._grad_compressor: Compressor | None = None
 
     # ------------------------------------------------------------------ the job
 
@@ -83,6 +86,16 @@ class ShardEngine:
     def initialized(self) -> bool:
         """Whether every owned slice has values."""
         return self.spec is not None and self._lacking == 0
+
+    @property
+    def replacing(self) -> bool:
+        """Whether other values are on their way, and those from before are gone."""
+        return self._replacing and self._lacking > 0
+
+    def replaced(self) -> None:
+        """A worker has uploaded every value anew: serve them. Moments and version are those from before."""
+        self._restoring = self._replacing = False
+        self.counters["restores"] += 1
 
     @property
     def serving(self) -> bool:
@@ -108,12 +121,18 @@ class ShardEngine:
                 spec.layout.units[piece.unit],
                 first_parameter[piece.unit],
                 spec.options.chunk_numel,
-                spec.precision.param,
-                spec.precision.grad,
+                spec.precision,
             )
         self.spec = spec
-        self._missing = sum(s.missing for s in self.slices.values())
+        grads = spec.precision.grad_compression
+        self._grad_compressor = None if grads is None else compressor_of(grads)
+        self._begin_attempts()
         self._lacking = sum(s.lacking for s in self.slices.values())
+
+    @property
+    def alone(self) -> bool:
+        """Whether each replica's gradient is a step of its own."""
+        return self.spec is not None and self.spec.policy.alone
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
         """Take the job's optimizer: moments are made, and parameters find their groups. Again changes nothing.
@@ -169,7 +188,7 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         index = owned.index_of(offset)
-        if self.version:
+        if self.version and not self._replacing:
             raise Misuse(f"first values came at version {self.version}; restore a checkpoint to replace parameters")
         if self._lacking == 0:
             self.counters["duplicates"] += 1
@@ -181,9 +200,14 @@ class ShardEngine:
         self._lacking += owned.lacking - before
         return self._lacking == 0
 
-    def begin_restore(self) -> None:
-        """Other values are on their way: nothing is served until `restored` or `cancel_restore`."""
+    def begin_restore(self, *, uploaded: bool = False) -> None:
+        """Other values are on their way: nothing is served until `restored`, `replaced` or `cancel_restore`.
+
+        Args:
+            uploaded: a worker brings them.
+        """
         self._restoring = True
+        self._replacing = uploaded
 
     def withdraw(self) -> None:
         """The values are being overwritten: without `restored` there are none. Not while a unit is being applied."""
@@ -226,18 +250,29 @@ class ShardEngine:
         self.generation = generation
         self.step = max(self.step, step)
         self.num_replicas = num_replicas
-        self._restart()
+        self._begin_attempts()
         if self.initialized and not self._restoring and version > self.version:
             raise InternalError(
                 f"the job is at version {version} and this shard server at {self.version}: it missed a commit, so its "
                 "parameters are stale; restore a checkpoint"
             )
 
-    def _restart(self) -> None:
-        self._assumed = None
+    def _begin_attempts(self) -> None:
+        """Forget what was summed; as many attempts as there are in this generation begin."""
+        self._attempts.begin(alone=self.alone, step=self.step, num_replicas=self.num_replicas)
         for owned in self.slices.values():
-            owned.restart()
-        self._missing = sum(s.missing for s in self.slices.values())
+            owned.set_sums(len(self._attempts))
+        self._restart(range(len(self._attempts)))
+
+    def _restart(self, lanes: Iterable[int]) -> None:
+        self._assumed = None
+        for lane in lanes:
+            for owned in self.slices.values():
+                owned.restart(lane)
+            self._attempts[lane].missing = self._count_missing(lane)
+
+    def _count_missing(self, lane: int) -> int:
+        return sum(s.sums[lane].missing for s in self.slices.values())
 
     # ------------------------------------------------------------------ gradients
 
@@ -250,7 +285,7 @@ class ShardEngine:
             offset: where the chunk begins in the unit.
             replica: whose gradient.
             dtype: of `grad`.
-            grad: wire[c]; None when this replica has none for the unit.
+            grad: wire[c], u8 when compressed; None when this replica has none for the unit.
 
         Raises:
             Misuse: the layout is not known, or the unit is frozen.
@@ -265,20 +300,26 @@ class ShardEngine:
         if grad is not None and dtype is not self.grad_dtype:
             raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.grad_dtype.value}")
         index = owned.index_of(offset)
-        if step != self.step:
-            return self._other_step(step)
-        summed = owned.summed[index]
-        if summed > replica:
+        lane, turn = self._attempts.place(replica)
+        attempt = self._attempts[lane]
+        if step != attempt.step:
+            return self._other_step(step, attempt)
+        summed = owned.sums[lane].summed[index]
+        if summed > turn:
             self.counters["duplicates"] += 1
             return Push.DUPLICATE
-        if owned.applying or summed < replica:
+        if not owned.takes(lane) or summed < turn:
             self.counters["waits"] += 1
             return Push.WAIT
-        last = replica == self.num_replicas - 1
-        owned.add(index, grad, last)
+        last = turn == attempt.replicas - 1
+        owned.add(index, grad, last, lane)
         if last:
-            self._missing -= 1
+            attempt.missing -= 1
         return Push.SUMMED
+
+    def is_last(self, replica: int) -> bool:
+        """Whether a chunk of this replica's may be what a step was waiting for."""
+        return self.alone or replica == self.num_replicas - 1
 
     @property
     def param_dtype(self) -> DType:
@@ -288,18 +329,28 @@ class ShardEngine:
 
     @property
     def grad_dtype(self) -> DType:
-        """The dtype gradients travel in."""
+        """The element type that gradients come in; U8 when they are compressed."""
         assert self.spec is not None
-        return self.spec.precision.grad
+        return self.spec.precision.grad if self.spec.precision.grad_compression is None else DType.U8
 
-    def _other_step(self, step: int) -> Push:
-        if step > self.step:  # the caller knows a decision that is still on its way to us
+    @property
+    def grad_compressor(self) -> Compressor | None:
+        """What gradients are compressed with; None when they are not."""
+        return self._grad_compressor
+
+    @property
+    def compresses_params(self) -> bool:
+        """Whether frames are compressed."""
+        return self.spec is not None and self.spec.precision.param_compression is not None
+
+    def _other_step(self, step: int, attempt: Attempt) -> Push:
+        if step > attempt.step:  # the caller knows a decision that is still on its way to us
             self.counters["waits"] += 1
             return Push.WAIT
-        if step == self._last_committable:
+        if step == attempt.last_committable:
             self.counters["duplicates"] += 1
             return Push.DUPLICATE
-        raise StepAborted(f"step {step} is over and did not commit; the current step is {self.step}")
+        raise StepAborted(f"step {step} is over and did not commit; the current step is {attempt.step}")
 
     def resume_offset(self, step: int, unit: int, begin: int, replica: int) -> int:
         """From which element on a replica's chunks of this slice are missing; the slice's end when none is.
@@ -316,28 +367,36 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         first = owned.index_of(begin)
-        if step != self.step:
+        lane, turn = self._attempts.place(replica)
+        if not 0 <= lane < len(self._attempts) or step != self._attempts[lane].step:
             return begin  # what becomes of its chunks is for `push` to say
-        for (offset, _), summed in zip(owned.bounds[first:], owned.summed[first:], strict=True):
-            if summed <= replica:
+        for (offset, _), summed in zip(owned.bounds[first:], owned.sums[lane].summed[first:], strict=True):
+            if summed <= turn:
                 return offset
         return owned.end
 
-    def ready(self) -> float | None:
+    def complete(self) -> Iterator[tuple[int, int]]:
+        """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""
+        for lane, attempt in enumerate(self._attempts):
+            if not attempt.missing:
+                yield lane, attempt.step
+
+    def ready(self, replica: int = 0) -> float | None:
         """The sum of squares of all summed gradients here, once every chunk has every replica; None before.
 
         A server without trainable slices has nothing to wait for and is never asked: None.
+
+        Args:
+            replica: whose attempt, where replicas step alone.
         """
-        if self._missing or self.num_replicas == 0:
+        lane, _ = self._attempts.place(replica)
+        if self._attempts[lane].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self.slices.values() if s.trainable]
-        if not trainable or any(s.applying for s in trainable):
+        if not trainable or not all(s.takes(lane) for s in trainable):
             return None
-        return math.fsum(x for s in trainable for x in s.squares) if self._finite(trainable) else math.nan
-
-    @staticmethod
-    def _finite(slices: Sequence[OwnedSlice]) -> bool:
-        return all(math.isfinite(x) for s in slices for x in s.squares)
+        squares = [x for s in trainable for x in s.sums[lane].squares]
+        return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
     # ------------------------------------------------------------------ the decision
 
@@ -352,28 +411,41 @@ class ShardEngine:
         if decision.step < self.step:
             return ()
         if decision.outcome is not Outcome.COMMIT:
-            self.step = decision.step + 1
-            if decision.outcome is Outcome.SKIP:
-                self._last_committable = decision.step
-                self.counters["steps_skipped"] += 1
-            else:
-                self.counters["steps_aborted"] += 1
-            self._restart()
+            self._drop(decision)
             return ()
         if decision.version <= self.version:
             return ()
         if not self.slices:  # more servers than slices: there is nothing to miss
             self.step, self.version = decision.step + 1, decision.version
+            self._end_attempt(decision)
             return ()
-        if decision.step != self.step or self._missing or decision.version != self.version + 1:
+        lane, name, _ = self._attempts.decided(decision)
+        attempt = self._attempts[lane]
+        in_step = (decision.step, decision.version, name) == (self.step, self.version + 1, attempt.step)
+        if not in_step or attempt.missing:
             raise InternalError(
                 f"step {decision.step} commits version {decision.version}, but this server is at step {self.step} and "
-                f"version {self.version} with {self._missing} chunks missing; restore a checkpoint"
+                f"version {self.version} with {attempt.missing} chunks missing; restore a checkpoint"
             )
-        return self._commit(decision)
+        return self._commit(decision, lane)
 
-    def _commit(self, decision: Decision) -> tuple[int, ...]:
-        changed = [u for u, owned in self.slices.items() if owned.trainable and any(owned.present)]
+    def _drop(self, decision: Decision) -> None:
+        """A step is skipped or aborted; without a turn, every attempt under way is."""
+        self.step = decision.step + 1
+        skipped = decision.outcome is Outcome.SKIP
+        self.counters["steps_skipped" if skipped else "steps_aborted"] += 1
+        if decision.turn is None and self.alone:
+            self._begin_attempts()
+            return
+        self._restart([self._end_attempt(decision, summed=skipped)])
+
+    def _end_attempt(self, decision: Decision, *, summed: bool = True) -> int:
+        lane, _, following = self._attempts.decided(decision)
+        self._attempts[lane].end(following, self._count_missing(lane), summed=summed)
+        return lane
+
+    def _commit(self, decision: Decision, lane: int) -> tuple[int, ...]:
+        changed = [u for u, owned in self.slices.items() if owned.trainable and any(owned.sums[lane].present)]
         if self.updater is not None:
             self.updater.prepare(decision.hyper, decision.clip_factor, self.slices.values())
         elif changed:
@@ -381,23 +453,22 @@ class ShardEngine:
         foreseen = decision.clip_factor == 1.0 and self._assumed is not None and self._assumed[0] == decision.hyper
         for unit, owned in self.slices.items():
             if unit in changed:
-                owned.begin_update(foreseen=foreseen)
+                owned.begin_update(foreseen=foreseen, lane=lane)
             else:
-                owned.restart()
+                owned.restart(lane)
                 owned.reached = decision.version
-        self._last_committable = decision.step
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
         self._assumed = None
-        self._missing = sum(s.missing for s in self.slices.values())
+        self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         return tuple(changed)
 
     def scratch(self) -> Array:
-        """What a thread that calls `apply_chunk` brings along: wire[chunk_numel]."""
-        assert self.spec is not None
-        return np.empty(self.spec.options.chunk_numel, self.spec.precision.param.numpy)
+        """What a thread that calls `apply_chunk` brings along; see `OwnedSlice.scratch`."""
+        any_slice = next(iter(self.slices.values()), None)
+        return np.empty(0, np.uint8) if any_slice is None else any_slice.scratch()
 
     def apply_chunk(self, unit: int, index: int, scratch: Array) -> None:
         """Update one chunk of a unit that `decide` named. Any thread; chunks in any order, each once."""
@@ -452,6 +523,8 @@ class ShardEngine:
         owned = self.slice_of(unit)
         if self.updater is None or not owned.trainable:
             raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
+        if self.alone:
+            raise Misuse("replicas step alone, so what the next version will be is not known before it is decided")
         if step > self.step or owned.applying:
             return None
         if step < self.step:
@@ -462,7 +535,7 @@ class ShardEngine:
             return owned.frames[index]
         if self.num_replicas == 0 or owned.summed[index] < self.num_replicas:
             return None
-        if not owned.present[index]:
+        if not owned.sums[0].present[index]:
             raise StepAborted(f"no replica has a gradient for a part of unit {unit}; its step cannot be foreseen")
         if self._assumed is None:
             self._assumed = hypers, self.updater.validate(hypers)
@@ -485,7 +558,7 @@ class ShardEngine:
         Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; memory by kind (see
         `shard.slices`); generation, step, version and what is missing.
         """
-        memory = ("master_bytes", "accumulator_bytes", "state_bytes", "frame_bytes")
+        memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes")
         values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))
         values.update(self.counters)
         for owned in self.slices.values():
@@ -495,7 +568,7 @@ class ShardEngine:
             step=self.step,
             version=self.version,
             slices=len(self.slices),
-            missing_chunks=self._missing,
+            missing_chunks=sum(a.missing for a in self._attempts),
             lacking_chunks=self._lacking,
         )
         return {name: float(value) for name, value in sorted(values.items())}

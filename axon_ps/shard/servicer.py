@@ -11,14 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+import numpy as np
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.shard import collective_servicer
+from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, lend
 from axon_ps.shard.shell import ShardShell
 from axon_ps.shard.transfers import RESUME_KEY
-from axon_ps.types import WIRE_DTYPES, Array, DType
+from axon_ps.transport.direct_memory import address_of
+from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
-from axon_ps.wire.frames import decode_chunk, payload_array
+from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,27 +46,40 @@ class ShardServicer:
             return
         await shell.available(request.unit, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
-        if dtype is engine.param_dtype:
+        if request.compressed and not engine.compresses_params:
+            raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
+        if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             for frame in engine.frames(request.unit, request.begin, request.end):
-                await context.write(frame)
-                self._count("out", frame)
+                await self._serve(context, request, frame)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype)
                 await context.write(frame)
-                self._count("out", frame)
+                self._count("out", len(frame))
 
     async def _gather_ahead(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
         """Chunks of a range as an undecided step will make them, each as soon as it is known."""
         engine = self._engine
-        if dtype_from_proto(request.dtype) is not engine.param_dtype:
-            raise InvalidRequest(f"ahead of a decision, parameters travel as {engine.param_dtype.value} only")
+        if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
+            how = "compressed" if engine.compresses_params else engine.param_dtype.value
+            raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
         hypers = hypers_from_proto(request.assumed)
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
             frame = await self._shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
-            await context.write(frame)
-            self._count("out", frame)
+            await self._serve(context, request, frame)
+
+    async def _serve(self, context: Context, request: shard_pb2.AllGatherRequest, frame: bytes) -> None:
+        """Send a frame that the slice keeps, or lend its payload to a caller that can read our memory."""
+        self._count("out", len(frame))
+        if request.lend and len(frame) >= LEAST_LENT_BYTES:
+            header, payload = decode_chunk(frame)
+            lender = self._engine.slice_of(request.unit).lender
+            address = address_of(np.frombuffer(payload, np.uint8))
+            header.loan.CopyFrom(lend(lender, address, payload.nbytes))
+            self._engine.counters["lent_bytes_out"] += payload.nbytes
+            frame = encode_chunk(header, None)
+        await context.write(frame)
 
     async def reduce_scatter(self, context: Context) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
@@ -71,7 +87,7 @@ class ShardServicer:
         message = await context.read()
         header, payload = _first(message)
         member = await shell.fence(header.context)
-        step, unit, replica, dtype = header.step, header.unit, header.replica, dtype_from_proto(header.dtype)
+        step, unit, replica = header.step, header.unit, header.replica
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
         self._engine.counters["pushes"] += 1
@@ -86,11 +102,13 @@ class ShardServicer:
             while message is not grpc.aio.EOF:
                 if (header.step, header.unit, header.replica) != (step, unit, replica):
                     raise InvalidRequest("a stream of gradients is of one step, one unit and one replica")
-                self._count("in", message)
+                if header.HasField("loan"):
+                    payload = self._borrowed(member, header)
+                self._count("in", len(message) + header.loan.size_bytes)
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
-                    grad = payload_array(header, payload, header.numel)
+                    dtype, grad = self._gradient(header, payload)
                     summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = await context.read()
                 if message is not grpc.aio.EOF:
@@ -102,11 +120,13 @@ class ShardServicer:
         message = await context.read()
         header, payload = _first(message)
         await self._shell.fence(header.context)
+        epoch = header.epoch
+        await self._shell.wait_withdrawn(epoch)
         complete = False
         while message is not grpc.aio.EOF:
             header, payload = decode_chunk(message)
-            self._count("in", message)
-            complete = self._shell.upload(header.unit, header.offset, _first_values(header, payload))
+            self._count("in", len(message))
+            complete = self._shell.upload(epoch, header.unit, header.offset, _first_values(header, payload))
             message = await context.read()
         return shard_pb2.UploadReply(complete=complete)
 
@@ -114,16 +134,38 @@ class ShardServicer:
         """A worker's part in one collective or message of a group."""
         await collective_servicer.serve(self._shell.collectives, context)
 
+    async def introduce(self, request: shard_pb2.IntroduceRequest, context: Context) -> shard_pb2.IntroduceReply:
+        """Whether this server and a worker of its host can read each other's memory."""
+        member = await self._shell.fence(request.context)
+        return self._shell.callers.introduce(member.incarnation, request.introduction)
+
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
         if request.context.job != self._shell.job:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
         return shard_pb2.StatsReply(values=self._engine.statistics() | self._shell.collectives.engine.statistics())
 
-    def _count(self, direction: str, message: bytes) -> None:
+    def _gradient(self, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
+        """A gradient chunk's element type (U8 when it is compressed) and elements."""
+        dtype = dtype_from_proto(header.dtype)
+        if dtype not in WIRE_DTYPES:
+            raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
+        compressor = self._engine.grad_compressor
+        sizes = None if compressor is None else compressor.compressed_bytes
+        return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
+
+    def _borrowed(self, member: Member, header: common_pb2.Chunk) -> memoryview:
+        """A gradient chunk's payload from its sender's memory."""
+        assert self._engine.spec is not None
+        most_bytes = self._engine.spec.options.chunk_numel * MOST_ELEMENT_BYTES
+        payload = self._shell.callers.read(member.incarnation, header.loan, most_bytes)
+        self._engine.counters["lent_bytes_in"] += payload.nbytes
+        return payload
+
+    def _count(self, direction: str, message_bytes: int) -> None:
         counters = self._engine.counters
         counters[f"chunks_{direction}"] += 1
-        counters[f"bytes_{direction}"] += len(message)
+        counters[f"bytes_{direction}"] += message_bytes
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:

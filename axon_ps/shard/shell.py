@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -16,12 +17,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from axon_ps.compress import cast
-from axon_ps.coordinator.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
+from axon_ps.compress.compressor import compressor_of
+from axon_ps.coordinator.events import UPLOADED, Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, StepAborted
 from axon_ps.shard import snapshot
 from axon_ps.shard.apply import ApplyPool, Hold, SnapshotGate
 from axon_ps.shard.collective_shell import CollectiveShell
 from axon_ps.shard.engine import Push, ShardEngine
+from axon_ps.shard.reach import Callers
 from axon_ps.shard.waiters import Waiters
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
 from axon_ps.wire.v1.common_pb2 import CallContext
@@ -40,8 +43,8 @@ class Reports(Protocol):
     rank: int
     num_shards: int
 
-    def ready(self, *, generation: int, step: int, sum_of_squares: float) -> None:
-        """Every slice has every replica's gradients."""
+    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
+        """Every slice has every replica's gradients, or those of `replica` where replicas step alone."""
 
     def initialized(self, *, version: int, epoch: int) -> None:
         """Every slice has its values."""
@@ -63,6 +66,7 @@ class ShardShell:
     Attributes:
         engine: the state.
         collectives: what workers do together here; nothing of it concerns the parameters.
+        callers: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
         failure: set when this server cannot go on; the server ends with it.
     """
@@ -73,6 +77,7 @@ class ShardShell:
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.callers = Callers()
         self._membership: Membership | None = None
         self._workers: dict[str, Member] = {}
         self._waiters = Waiters()
@@ -85,7 +90,10 @@ class ShardShell:
         self._pushing: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._epoch = 0
-        self._reported_step = (0, -1)
+        self._ordered = 0  # epoch of the newest restore order, and of the newest that has room for its values
+        self._withdrawn = 0
+        self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
+        self._events: deque[Event] = deque()
 
     async def close(self) -> None:
         """End the threads; unfinished snapshots fail."""
@@ -102,7 +110,17 @@ class ShardShell:
     # ------------------------------------------------------------------ events from the coordinator
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the session, in order, on the loop's thread."""
+        """Take one event of the session, in order, on the loop's thread.
+
+        Where replicas step alone, steps are decided while others are applied: what comes meanwhile waits for its turn.
+        There are at most as many decisions waiting as replicas, since each needs our word on its next attempt.
+        """
+        if self._applying and self.engine.alone and not isinstance(event, SessionLost):
+            self._events.append(event)
+        else:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         try:
             if isinstance(event, Membership):
                 self._on_membership(event)
@@ -113,8 +131,9 @@ class ShardShell:
             elif isinstance(event, SnapshotOrder):
                 self._start(self._snapshot(event, self._gate.hold(event.version)))
             elif isinstance(event, RestoreOrder):
-                self.engine.begin_restore()
-                self._start(self._restore(event))
+                self.engine.begin_restore(uploaded=event.uri == UPLOADED)
+                self._ordered = event.epoch
+                self._start(self._replace(event) if event.uri == UPLOADED else self._restore(event))
             elif isinstance(event, SessionLost) and event.final:
                 self._fail(event.error)
         except AxonError as error:
@@ -124,6 +143,7 @@ class ShardShell:
         self._membership = membership
         self._workers = {m.incarnation: m for m in membership.workers}
         self.collectives.on_membership(membership)
+        self.callers.set_members(membership)
         if membership.generation > self.engine.generation:
             self.engine.membership(membership.generation, membership.step, membership.version, membership.num_replicas)
             for task in self._pushing:
@@ -137,7 +157,9 @@ class ShardShell:
         if job.spec is not None and not self.engine.configured:
             self.engine.configure(job.spec, self.reports.rank, self.reports.num_shards)
             precision = job.spec.precision
-            self._start(self._warm_up(partial(cast.warm_up, precision.param), partial(cast.warm_up, precision.grad)))
+            how = [compressor_of(c) for c in (precision.param_compression, precision.grad_compression) if c is not None]
+            casts = [partial(cast.warm_up, dtype) for dtype in (precision.param, precision.grad)]
+            self._start(self._warm_up(*casts, *(compressor.warm_up for compressor in how)))
             if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
                 self.reports.initialized(version=job.version, epoch=self._epoch)
         if job.optimizer is not None and self.engine.updater is None:
@@ -161,15 +183,19 @@ class ShardShell:
         if self._applying == 0:
             self._idle.set()
             self._report_ready()
+            while self._events and not self._applying:
+                self._take(self._events.popleft())
 
     def _report_ready(self) -> None:
         engine = self.engine
-        name = (engine.generation, engine.step)
-        if name == self._reported_step or (total := engine.ready()) is None:
-            return
-        assert self.reports is not None
-        self._reported_step = name
-        self.reports.ready(generation=engine.generation, step=engine.step, sum_of_squares=total)
+        for replica, step in engine.complete():
+            name = (engine.generation, step)
+            if self._reported.get(replica) == name or (total := engine.ready(replica)) is None:
+                continue
+            assert self.reports is not None
+            self._reported[replica] = name
+            whose = replica if engine.alone else None
+            self.reports.ready(generation=engine.generation, step=step, sum_of_squares=total, replica=whose)
 
     async def _warm_up(self, *compiles: Callable[[], None]) -> None:
         """Compile kernels before the first gradient needs them."""
@@ -212,6 +238,32 @@ class ShardShell:
             self._epoch = max(self._epoch, order.epoch)
             self.reports.initialized(version=order.version, epoch=order.epoch)
         self._waiters.wake_all()
+
+    async def _replace(self, order: RestoreOrder) -> None:
+        """Make room for the values that a worker is about to upload."""
+        await self._idle.wait()
+        self.engine.withdraw()
+        self._withdrawn = order.epoch
+        self._waiters.wake_all()
+        if self.engine.initialized:  # nothing is owned here
+            self._values_replaced()
+
+    def _values_replaced(self) -> None:
+        assert self.reports is not None
+        self.engine.replaced()
+        self.reports.initialized(version=self.engine.version, epoch=self._epoch)
+        self._waiters.wake_all()
+
+    async def wait_withdrawn(self, epoch: int) -> None:
+        """Before first values are stored: wait until those that they replace, if any, are withdrawn.
+
+        The worker that brings them may have heard of the order before this server has.
+
+        Args:
+            epoch: how often the job had been restored when they were sent.
+        """
+        while self._withdrawn < epoch and self._ordered <= epoch:
+            await self._waiters.wait()
 
     async def _in_files_thread(self, work: Callable[[], Any]) -> Any:
         try:
@@ -300,7 +352,7 @@ class ShardShell:
         if done is Push.DUPLICATE:
             return False
         self._waiters.wake_turn(unit, offset, replica + 1)
-        if replica == engine.num_replicas - 1:
+        if engine.is_last(replica):
             self._report_ready()
         return True
 
@@ -316,13 +368,15 @@ class ShardShell:
 
         Raises:
             GenerationChanged: while it waited.
-            StepAborted: the job was restored to an older version. (A server is never more than one commit behind: the
-                next one needs its word. So whoever asks for more knows of commits that have been undone.)
+            StepAborted: the job was restored to an older version. (A server is never more than one commit behind, or
+                one per replica where they step alone: the next one needs its word. So whoever asks for more knows of
+                commits that have been undone.)
         """
         engine = self.engine
         restores = engine.counters["restores"]
         while not engine.available(unit, min_version):
-            behind = 0 if engine.counters["restores"] != restores else 1
+            most = engine.num_replicas if engine.alone else 1
+            behind = 0 if engine.counters["restores"] != restores else most
             if engine.serving and min_version > engine.version + behind:
                 raise StepAborted(f"the job was restored to version {engine.version}; version {min_version} is no more")
             await self._waiters.wait(unit)
@@ -347,11 +401,15 @@ class ShardShell:
             await self._waiters.wait(unit)
         return self.engine.encode(unit, index, dtype)
 
-    def upload(self, unit: int, offset: int, values: Array) -> bool:
-        """Store first values of a chunk; True once this server has all of its own."""
-        before = self.engine.initialized
+    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
+        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
+        if epoch < self._ordered:
+            return self.engine.initialized
+        before, replacing = self.engine.initialized, self.engine.replacing
         complete = self.engine.upload(unit, offset, values)
-        if complete and not before:
+        if complete and replacing:
+            self._values_replaced()
+        elif complete and not before:
             assert self.reports is not None
             self.reports.initialized(version=self.engine.version, epoch=self._epoch)
         if complete or self.engine.available(unit, 0):

@@ -6,20 +6,32 @@ version it is, and who may do what when, is the engine's business.
     shape legend: n = slice_numel, c = numel of one chunk
 
 Invariants:
-- `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one: replica
-  r may be added exactly when `summed[i] == r`.
+- A gradient is summed in one of the slice's `sums`: in the first where all replicas step together, in its own where
+  each replica steps alone.
 - `frames` is replaced as a whole, never changed, so whoever holds the tuple reads one version to its end.
-- While a slice is `applying`, only `apply_chunk` touches its arrays, each chunk from one thread.
+- While a slice is `applying`, only `apply_chunk` touches its arrays and the sum that is applied, each chunk from one
+  thread. Other sums may be added to meanwhile.
 
 Note: [Memory of a slice]
-    master f32[n] and one wire copy of it, the frames. A trainable slice adds the accumulator f32[n] and the moments
-    f32[n] each. While an apply runs there are also the new frames of the unit, until they replace the old ones.
+    master f32[n] and one wire copy of it, the frames. A trainable slice adds the accumulator f32[n] (one per replica
+    where replicas step alone, each from its first gradient on) and the moments
+    f32[n] each; if parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new
+    frames of the unit, until they replace the old ones.
+
+Note: [Compressed parameters]
+    What compressing a trainable slice for version v lost is kept in `residual` and added to the values before those of
+    v+1 are compressed (`compress.compressor`, Note: [Error feedback]). So each frame is within one quantum of the
+    master, a worker needs nothing but the frame, and the average over versions of what workers compute with is that of
+    the masters, also where a step moves a parameter by less than a quantum. The residual belongs to the frames that are
+    served: it starts at zero with first values and after a restore, moves only with a commit, and is not saved. A
+    frozen slice has none; its frames are made once. Frames are never dropped, since making them again would need the
+    residual of before.
 
 Note: [Frames ahead of the decision]
     When a worker asks what an undecided step will make of this slice, each completed chunk is updated in copies and
     encoded into `ahead`. Once every chunk is there the frames of the version that still counts are dropped (they are
-    encoded again should anybody want them), so there is one wire copy still. If the step commits as assumed, `ahead`
-    becomes the new frames; if not, it is forgotten.
+    encoded again should anybody want them; compressed ones are small, and stay), so there is one wire copy still. If
+    the step commits as assumed, `ahead` becomes the new frames; if not, it is forgotten.
 """
 
 from __future__ import annotations
@@ -29,12 +41,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from axon_ps.compress import cast
+from axon_ps.compress.compressor import compressor_of
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.segments import Segment, cut, unit_segments
+from axon_ps.shard.sums import GradientSum
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
-from axon_ps.types import Array, DType, Hyper
+from axon_ps.transport.direct_memory import Lender
+from axon_ps.types import Array, DType, Hyper, WirePrecision
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
@@ -48,26 +63,26 @@ class OwnedSlice:
         unit: that unit's parameters.
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
-        param_dtype: what frames hold.
-        grad_dtype: what pushed chunks hold.
+        precision: what frames and pushed chunks hold.
 
     Attributes:
         bounds: per chunk, its (begin, end) in the unit.
         master: f32[n].
-        accumulator: f32[n], the gradient being summed; None when frozen.
+        sums: the gradients being summed; one, or one per replica where replicas step alone.
         state: optimizer moments by name, f32[n] each.
+        residual: f32[n], what the present frames lost; None when parameters are not compressed, or frozen.
         frames: per chunk, its encoded message; empty when they have to be encoded first.
         ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
+        lender: lends `frames` and `ahead` to processes of this host; takes all back when some of them are dropped.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
         updates: optimizer updates since it was made or restored.
         applying: whether an update is under way.
-        missing: chunks that lack a replica's gradient.
         lacking: chunks that lack first values.
     """
 
     def __init__(
-        self, piece: Slice, unit: Unit, first_parameter: int, chunk_numel: int, param_dtype: DType, grad_dtype: DType
+        self, piece: Slice, unit: Unit, first_parameter: int, chunk_numel: int, precision: WirePrecision
     ) -> None:
         self.unit = piece.unit
         self.begin = piece.begin
@@ -76,24 +91,32 @@ class OwnedSlice:
         self.bounds = tuple(piece.chunks(chunk_numel))
         self.trainable = unit.trainable
         self.master: Array = np.zeros(piece.numel, np.float32)
-        self.accumulator: Array | None = np.zeros(piece.numel, np.float32) if unit.trainable else None
+        self.sums = [GradientSum(piece.numel, len(self.bounds) if unit.trainable else 0)]
         self.state: dict[str, Array] = {}
         self.frames: tuple[bytes, ...] = ()
         self.ahead: list[bytes] = []
+        self.lender = Lender()
         self.reached = 0
         self.changed = 0
         self.updates = 0
         self.applying = False
         self._layout = unit
         self._first_parameter = first_parameter
-        self._param_dtype = param_dtype
-        self._grad_dtype = grad_dtype
+        self._param_dtype = precision.param
+        self._grad_dtype = precision.grad
+        params, grads = precision.param_compression, precision.grad_compression
+        self._param_compressor = None if params is None else compressor_of(params)
+        self._grad_compressor = None if grads is None else compressor_of(grads)
+        keeps = params is not None and unit.trainable
+        self.residual: Array | None = np.zeros(piece.numel, np.float32) if keeps else None
         self._updates_before = [0] * len(unit.parameters)
         self._segments: tuple[tuple[Segment, ...], ...] = ()
         self._next_frames: list[bytes] = []
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
-        self.restart()
+        self._applied = self.sums[0]
+        if unit.trainable:
+            assert self.accumulator is not None  # the memory is taken now, not in the first step
 
     @property
     def numel(self) -> int:
@@ -128,46 +151,77 @@ class OwnedSlice:
 
     # ------------------------------------------------------------------ gradients
 
-    def restart(self) -> None:
-        """Forget the gradients summed so far, and what they would have led to."""
-        self.ahead = []
-        count = len(self.bounds) if self.trainable else 0
-        self.summed = [0] * count
-        self.present = bytearray(count)
-        self.squares = [0.0] * count
-        self.missing = count
+    @property
+    def accumulator(self) -> Array | None:
+        """f32[n], the first sum; None when frozen."""
+        return self.sums[0].array if self.trainable else None
 
-    def add(self, index: int, grad: Array | None, last: bool) -> None:
+    @property
+    def summed(self) -> list[int]:
+        """Per chunk, replicas added to the first sum."""
+        return self.sums[0].summed
+
+    def restart(self, lane: int = 0) -> None:
+        """Forget the gradients that sum number `lane` has so far, and what they would have led to."""
+        self._forget_ahead()
+        self.sums[lane].restart()
+
+    def set_sums(self, count: int) -> None:
+        """Have `count` empty sums; the memory of those that are too many is given back."""
+        chunks = len(self.bounds) if self.trainable else 0
+        more = count - len(self.sums)
+        self.sums = self.sums[:count] + [GradientSum(self.numel, chunks) for _ in range(more)]
+        self._forget_ahead()
+        for sums in self.sums:
+            sums.restart()
+
+    def _forget_ahead(self) -> None:
+        if any(self.ahead):
+            self.lender.take_back()
+        self.ahead = []
+
+    def takes(self, lane: int) -> bool:
+        """Whether sum number `lane` may be added to: it is not being applied."""
+        return not (self.applying and self._applied is self.sums[lane])
+
+    def add(self, index: int, grad: Array | None, last: bool, lane: int = 0) -> None:
         """Add the next replica's gradient to chunk `index`.
 
         Args:
             index: which chunk.
-            grad: wire[c]; None when this replica has no gradient for the unit.
+            grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
             last: whether it is the last replica.
+            lane: number of the sum.
 
         Raises:
-            InvalidRequest: `grad` is of the wrong length.
+            InvalidRequest: `grad` is of the wrong length, or nothing that a compressor writes.
         """
         begin, end = self.bounds[index]
-        first = not self.present[index]
-        assert self.accumulator is not None
+        sums = self.sums[lane]
+        first = not sums.present[index]
         if grad is not None:
-            if grad.size != end - begin:
+            compressor = self._grad_compressor
+            needed = end - begin if compressor is None else compressor.compressed_bytes(end - begin)
+            if grad.size != needed:
                 raise InvalidRequest(
-                    f"a gradient chunk at element {begin} of unit {self.unit} has {grad.size} elements; it must have "
-                    f"{end - begin}"
+                    f"a gradient chunk at element {begin} of unit {self.unit} has {grad.size} "
+                    f"{'elements' if compressor is None else 'bytes'}; it must have {needed}"
                 )
-            total = self.accumulator[begin - self.begin : end - self.begin]
-            if last:
-                self.squares[index] = cast.accumulate_last(total, grad, self._grad_dtype, first)
+            total = sums.array[begin - self.begin : end - self.begin]
+            if compressor is not None:
+                (compressor.decompress if first else compressor.accumulate)(grad, total)
+                if last:
+                    sums.squares[index] = cast.sum_of_squares(total)
+            elif last:
+                sums.squares[index] = cast.accumulate_last(total, grad, self._grad_dtype, first)
             else:
                 cast.accumulate(total, grad, self._grad_dtype, first)
-            self.present[index] = 1
+            sums.present[index] = 1
         elif last and not first:
-            self.squares[index] = cast.sum_of_squares(self.accumulator[begin - self.begin : end - self.begin])
-        self.summed[index] += 1
+            sums.squares[index] = cast.sum_of_squares(sums.array[begin - self.begin : end - self.begin])
+        sums.summed[index] += 1
         if last:
-            self.missing -= 1
+            sums.missing -= 1
 
     # ------------------------------------------------------------------ first values
 
@@ -190,9 +244,10 @@ class OwnedSlice:
 
     def publish(self, version: int) -> int:
         """Encode the frames of the present values, which are those of `version`; says how many frames."""
-        scratch = np.empty(self.chunk_numel, self._param_dtype.numpy)
         self.changed = self.reached = version
-        self.frames = tuple(self._encode(i, version, self._param_dtype, scratch) for i in range(len(self.bounds)))
+        if self.residual is not None:
+            self.residual.fill(0.0)
+        self.frames = self._encode_all()
         self.lacking = 0
         return len(self.frames)
 
@@ -200,19 +255,44 @@ class OwnedSlice:
         """Encode the frames if there are none, though there are values; says how many were encoded."""
         if self.frames or self.lacking or self.applying:
             return 0
-        scratch = np.empty(self.chunk_numel, self._param_dtype.numpy)
-        self.frames = tuple(self._encode(i, self.changed, self._param_dtype, scratch) for i in range(len(self.bounds)))
+        self.frames = self._encode_all()
         return len(self.frames)
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
+        self.lender.take_back()
         self.frames = ()
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
 
+    def scratch(self) -> Array:
+        """What a thread brings along to `apply_chunk`, to make a frame in: wire[chunk_numel], or compressed u8."""
+        if self._param_compressor is not None:
+            return np.empty(self._param_compressor.compressed_bytes(self.chunk_numel), np.uint8)
+        return np.empty(self.chunk_numel, self._param_dtype.numpy)
+
     def encode(self, index: int, dtype: DType) -> bytes:
         """A frame of chunk `index` in a dtype that the job does not send by itself."""
         return self._encode(index, self.changed, dtype, np.empty(self.chunk_numel, dtype.numpy))
+
+    def _encode_all(self) -> tuple[bytes, ...]:
+        """The frames of the present values; `changed` is their version. Compressed, they move the residual."""
+        scratch = self.scratch()
+        if self._param_compressor is None:
+            return tuple(self._encode(i, self.changed, self._param_dtype, scratch) for i in range(len(self.bounds)))
+        cuts = [slice(begin - self.begin, end - self.begin) for begin, end in self.bounds]
+        owed = self.residual
+        return tuple(
+            self._compress(i, self.changed, scratch, self.master[cut], None if owed is None else owed[cut])
+            for i, cut in enumerate(cuts)
+        )
+
+    def _compress(self, index: int, version: int, scratch: Array, values: Array, residual: Array | None) -> bytes:
+        """The frame of a chunk's values, f32[c], compressed; the residual, f32[c], becomes what was lost."""
+        assert self._param_compressor is not None
+        payload = scratch[: self._param_compressor.compressed_bytes(values.size)]
+        self._param_compressor.compress(values, payload, residual)
+        return self._frame(index, version, DType.F32, payload, compressed=True)
 
     def _encode(self, index: int, version: int, dtype: DType, scratch: Array) -> bytes:
         begin, end = self.bounds[index]
@@ -222,10 +302,15 @@ class OwnedSlice:
         cast.encode(values, scratch[: end - begin], dtype)
         return self._frame(index, version, dtype, scratch[: end - begin])
 
-    def _frame(self, index: int, version: int, dtype: DType, values: Array) -> bytes:
+    def _frame(self, index: int, version: int, dtype: DType, values: Array, *, compressed: bool = False) -> bytes:
         begin, end = self.bounds[index]
         header = common_pb2.Chunk(
-            version=version, unit=self.unit, offset=begin, numel=end - begin, dtype=dtype_to_proto(dtype)
+            version=version,
+            unit=self.unit,
+            offset=begin,
+            numel=end - begin,
+            dtype=dtype_to_proto(dtype),
+            compressed=compressed,
         )
         return encode_chunk(header, values)
 
@@ -264,30 +349,36 @@ class OwnedSlice:
             optimizer: its kernels.
             hypers: per parameter group, validated hyperparameters.
             version: the version the update would lead to.
-            scratch: wire[chunk_numel].
+            scratch: from `scratch()`.
         """
         self.ahead = self.ahead or [b""] * len(self.bounds)
         if not self.ahead[index]:
             begin, end = (bound - self.begin for bound in self.bounds[index])
             master = self.master[begin:end].copy()
             states = tuple(state[begin:end].copy() for state in self.state.values())
-            self.ahead[index] = self._update(index, optimizer, hypers, 1.0, version, scratch, master, states)
-            if all(self.ahead):
+            owed = None if self.residual is None else self.residual[begin:end].copy()
+            self.ahead[index] = self._update(index, optimizer, hypers, 1.0, version, scratch, master, states, owed)
+            if all(self.ahead) and self._param_compressor is None and self.frames:
+                self.lender.take_back()
                 self.frames = ()
         return self.ahead[index]
 
-    def begin_update(self, *, foreseen: bool = False) -> None:
+    def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> None:
         """Freeze the summed gradient for `apply_chunk`; the counters start again for the next step.
 
         Args:
             foreseen: the frames in `ahead` are those of this update.
+            lane: number of the sum.
         """
-        assert self.accumulator is not None
         ahead = self.ahead if foreseen else []
-        for (begin, end), there in zip(self.bounds, self.present, strict=True):
+        if foreseen:
+            self.ahead = []  # they live on, and whoever is reading them may go on
+        self._forget_ahead()
+        self._applied = sums = self.sums[lane]
+        for (begin, end), there in zip(self.bounds, sums.present, strict=True):
             if not there:  # some ranges of a unit had gradients and this one had none
-                self.accumulator[begin - self.begin : end - self.begin] = 0
-        self.restart()
+                sums.array[begin - self.begin : end - self.begin] = 0
+        sums.restart()
         self.applying = True
         self._next_frames = list(ahead) or [b""] * len(self.bounds)
 
@@ -308,11 +399,12 @@ class OwnedSlice:
             hypers: per parameter group, validated hyperparameters.
             scale: what the gradient is multiplied by.
             version: the version this leads to.
-            scratch: wire[chunk_numel] of the calling thread.
+            scratch: from `scratch()`, of the calling thread.
         """
         begin, end = (bound - self.begin for bound in self.bounds[index])
         states = tuple(state[begin:end] for state in self.state.values())
-        frame = self._update(index, optimizer, hypers, scale, version, scratch, self.master[begin:end], states)
+        owed = None if self.residual is None else self.residual[begin:end]
+        frame = self._update(index, optimizer, hypers, scale, version, scratch, self.master[begin:end], states, owed)
         self._next_frames[index] = self._next_frames[index] or frame
 
     def _update(
@@ -325,11 +417,12 @@ class OwnedSlice:
         scratch: Array,
         master: Array,
         states: tuple[Array, ...],
+        residual: Array | None,
     ) -> bytes:
-        """Update a chunk's values and moments, f32[c] each, by its summed gradient; the frame of what comes out."""
-        assert self.accumulator is not None
+        """Update a chunk's values, moments and residual, f32[c] each, by its summed gradient; the new frame."""
+        sums = self._applied if self.applying else self.sums[0]  # nothing is foreseen where replicas step alone
         chunk_begin, chunk_end = self.bounds[index]
-        grad = self.accumulator[chunk_begin - self.begin : chunk_end - self.begin]
+        grad = sums.array[chunk_begin - self.begin : chunk_end - self.begin]
         wire = None if self._param_dtype is DType.F32 else scratch[: chunk_end - chunk_begin]
         for s in self._segments[index]:
             part = slice(s.begin - chunk_begin, s.end - chunk_begin)
@@ -348,10 +441,13 @@ class OwnedSlice:
                 s.updates + self.updates + 1,
                 scale,
             )
+        if self._param_compressor is not None:
+            return self._compress(index, version, scratch, master, residual)
         return self._frame(index, version, self._param_dtype, master if wire is None else wire)
 
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
+        self.lender.take_back()
         self.frames = tuple(self._next_frames)
         self._next_frames = []
         self.updates += 1
@@ -364,7 +460,8 @@ class OwnedSlice:
         """Bytes by kind. See Note: [Memory of a slice]."""
         return {
             "master_bytes": self.master.nbytes,
-            "accumulator_bytes": 0 if self.accumulator is None else self.accumulator.nbytes,
+            "accumulator_bytes": sum(s.nbytes for s in self.sums),
             "state_bytes": sum(s.nbytes for s in self.state.values()),
+            "residual_bytes": 0 if self.residual is None else self.residual.nbytes,
             "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
         }

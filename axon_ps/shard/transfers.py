@@ -12,14 +12,20 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
+from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, Access, Servers, lend, loan_from_proto
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
+from axon_ps.transport.direct_memory import Borrower, Lender, address_of
 from axon_ps.transport.service import Stream, Stub
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
+"""What an array of an element type holds."""
 
 MakeContext = Callable[[], common_pb2.CallContext]
 """Gives the present job, generation and incarnation."""
@@ -27,7 +33,18 @@ MakeContext = Callable[[], common_pb2.CallContext]
 RESUME_KEY = "axon-ps-resume"
 """Initial metadata of ReduceScatter: the element from which a replica's chunks are missing."""
 
-COUNTERS = ("bytes_in", "bytes_out", "chunks_in", "chunks_out", "gather_streams", "push_streams", "upload_streams")
+COUNTERS = (
+    "bytes_in",
+    "bytes_out",
+    "chunks_in",
+    "chunks_out",
+    "gather_streams",
+    "lent_bytes_in",
+    "lent_bytes_out",
+    "push_streams",
+    "upload_streams",
+)
+"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +61,14 @@ class Transfer:
         deadline: when the whole call must be over.
         min_version: gathers: the oldest version that will do.
         step: gradients: the step attempt.
+        epoch: first values: how often the job had been restored when they were sent.
         replica: gradients: whose.
+        one_version: gathers: whether all chunks must be of one version.
         assumed: gathers ahead of the decision on `step`: per parameter group, the hyperparameters it is taken to have.
+        compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
+            into any wire dtype.
+        reach: knows which servers' memory we can read, and which can read ours; None = nobody's.
+        residuals: gradients, compressed: f32[end - begin] that earlier steps owe, and where to keep what is lost now.
     """
 
     begin: int
@@ -57,12 +80,32 @@ class Transfer:
     deadline: Deadline
     min_version: int = 0
     step: int = 0
+    epoch: int = 0
     replica: int = 0
     assumed: tuple[Hyper, ...] = ()
+    one_version: bool = True
+    compressor: Compressor | None = None
+    reach: Servers | None = None
+    residuals: tuple[Array, Array] | None = None
+
+    async def access(self, s: Slice, stub: Stub) -> Access:
+        """What can be done with the memory of the server that owns a slice."""
+        return Access() if self.reach is None else await self.reach.access(s.server, stub, self.context)
 
     def touches(self, s: Slice) -> bool:
         """Whether a part of the range lies in a slice."""
         return s.begin < self.end and s.end > self.begin
+
+    def payload(self, begin: int, end: int) -> Array:
+        """What elements [begin, end) travel as. The same every time, so that a stream may be resumed."""
+        assert self.array is not None
+        cut = slice(begin - self.begin, end - self.begin)
+        if self.compressor is None:
+            return self.array[cut]
+        out = np.empty(self.compressor.compressed_bytes(end - begin), np.uint8)
+        owed, lost = (None, None) if self.residuals is None else (self.residuals[0][cut], self.residuals[1][cut])
+        self.compressor.compress(self.array[cut], out, owed, lost)
+        return out
 
 
 async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int:
@@ -77,6 +120,7 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
         AxonError: what the server raised.
     """
     position, stop = _whole_chunks(s, t)
+    borrower = (await t.access(s, stub)).borrower
     request = shard_pb2.AllGatherRequest(
         context=t.context(),
         unit=s.unit,
@@ -86,6 +130,8 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
         dtype=dtype_to_proto(t.dtype),
         step=t.step,
         assumed=map(hyper_to_proto, t.assumed),
+        compressed=t.compressor is not None,
+        lend=borrower is not None,
     )
     assert t.array is not None
     version, mixed = -1, False
@@ -94,6 +140,9 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
     try:
         while (data := await stream.read()) is not grpc.aio.EOF:
             header, payload = decode_chunk(data)
+            if header.HasField("loan") and borrower is not None:
+                payload = _borrow(header, t, borrower)
+                counters["lent_bytes_in"] += payload.nbytes
             if header.offset != position or header.numel > stop - position:
                 raise InvalidRequest(
                     f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected were "
@@ -110,7 +159,7 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
         raise
     if position != stop:
         raise Broken(f"{stub.peer} ended its stream at element {position} of {stop} of unit {s.unit}")
-    if mixed:
+    if mixed and t.one_version:
         raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
     return version
 
@@ -131,8 +180,10 @@ async def push(stub: Stub, s: Slice, t: Transfer, counters: Counter[str], *, res
         dtype=dtype_to_proto(t.dtype),
         replica=t.replica,
         absent=t.array is None,
+        compressed=t.compressor is not None,
     )
     counters["push_streams"] += 1
+    lender = Lender() if t.compressor is None and (await t.access(s, stub)).readable else None
     stream = stub.open("ReduceScatter", timeout_s=t.deadline.remaining())
     try:
         if t.array is None:
@@ -142,12 +193,15 @@ async def push(stub: Stub, s: Slice, t: Transfer, counters: Counter[str], *, res
             if resume:
                 await stream.write(encode_chunk(header, None))
                 begin = int((await stream.initial_metadata()).get(RESUME_KEY, begin))
-            await _send(stream, header, begin, end, t, counters)
+            await _send(stream, header, begin, end, t, counters, lender)
         await stream.done_writing()
         await stream
     except BaseException:
         stream.cancel()
         raise
+    finally:
+        if lender is not None:
+            lender.take_back()
 
 
 async def store(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> None:
@@ -156,7 +210,7 @@ async def store(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> No
     Raises:
         AxonError: what the server raised.
     """
-    header = common_pb2.Chunk(context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype))
+    header = common_pb2.Chunk(context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype), epoch=t.epoch)
     counters["upload_streams"] += 1
     stream = stub.open("Upload", timeout_s=t.deadline.remaining())
     try:
@@ -169,30 +223,90 @@ async def store(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> No
 
 
 async def _send(
-    stream: Stream, header: common_pb2.Chunk, begin: int, end: int, t: Transfer, counters: Counter[str]
+    stream: Stream,
+    header: common_pb2.Chunk,
+    begin: int,
+    end: int,
+    t: Transfer,
+    counters: Counter[str],
+    lender: Lender | None = None,
 ) -> None:
-    """Write the chunks of [begin, end), one message at a time."""
-    assert t.array is not None
+    """Write the chunks of [begin, end), one message at a time; lend them instead if there is a lender."""
     for offset in range(begin, end, t.chunk_numel):
         stop = min(offset + t.chunk_numel, end)
         header.offset, header.numel = offset, stop - offset
-        await stream.write(encode_chunk(header, t.array[offset - t.begin : stop - t.begin]))
+        payload = t.payload(offset, stop)
+        if lender is not None and payload.nbytes >= LEAST_LENT_BYTES:
+            header.loan.CopyFrom(lend(lender, address_of(payload), payload.nbytes))
+            await stream.write(encode_chunk(header, None))
+            header.ClearField("loan")
+            counters["lent_bytes_out"] += payload.nbytes
+        else:
+            await stream.write(encode_chunk(header, payload))
         header.ClearField("context")
         counters["chunks_out"] += 1
-        counters["bytes_out"] += (stop - offset) * t.dtype.itemsize
+        counters["bytes_out"] += payload.nbytes
+
+
+def _borrow(header: common_pb2.Chunk, t: Transfer, borrower: Borrower) -> memoryview:
+    """What a server lends, read into its place where it can go there as it is."""
+    position, numel = header.offset, header.numel
+    assert t.array is not None
+    if t.compressor is None and position >= t.begin and position + numel <= t.end:
+        out = t.array[position - t.begin : position - t.begin + numel]
+    elif header.loan.size_bytes <= t.chunk_numel * MOST_ELEMENT_BYTES:
+        out = np.empty(header.loan.size_bytes, np.uint8)
+    else:
+        raise InvalidRequest(f"a server lends a chunk of {header.loan.size_bytes} bytes, too many for {numel} elements")
+    borrower.read(loan_from_proto(header.loan), out)
+    return out.view(np.uint8).data
 
 
 def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer) -> None:
     """Copy what a chunk has of the range to `out`."""
     position, numel = header.offset, header.numel
+    if t.compressor is not None:
+        _unpack(header, payload, out, t, t.compressor)
+        return
     if numel * t.dtype.itemsize != payload.nbytes:
         raise InvalidRequest(f"a chunk of {numel} elements of {t.dtype.value} has a payload of {payload.nbytes} bytes")
     values = np.frombuffer(payload, out.dtype)
     if position >= t.begin and position + numel <= t.end:
-        out[position - t.begin : position - t.begin + numel] = values
+        target = out[position - t.begin : position - t.begin + numel]
+        if address_of(target) != address_of(values):  # it was not read into its place
+            target[:] = values
     else:
         first, last = max(position, t.begin), min(position + numel, t.end)
         out[first - t.begin : last - t.begin] = values[first - position : last - position]
+
+
+def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer, compressor: Compressor) -> None:
+    """Decompress what a chunk has of the range to `out`, through f32 and no further than the caches."""
+    position, numel = header.offset, header.numel
+    if not header.compressed or payload.nbytes != compressor.compressed_bytes(numel):
+        raise InvalidRequest(
+            f"a chunk of {numel} elements has a payload of {payload.nbytes} bytes; as {compressor.name} it must have "
+            f"{compressor.compressed_bytes(numel)}"
+        )
+    first, last = max(position, t.begin), min(position + numel, t.end)
+    target = out[first - t.begin : last - t.begin]
+    data = np.frombuffer(payload, np.uint8)
+    if out.dtype == np.float32 and last - first == numel:
+        compressor.decompress(data, target)
+        return
+    from axon_ps.compress import cast  # numba: only where it is needed
+
+    values = np.empty(numel, np.float32)
+    compressor.decompress(data, values)
+    cast.encode(values[first - position : last - position], target, DTYPE_OF[out.dtype])
+
+
+def warm_up() -> None:
+    """Compile what widens compressed parameters to another dtype than f32."""
+    from axon_ps.compress import cast
+
+    for dtype in (DType.BF16, DType.F16):
+        cast.encode(np.empty(0, np.float32), np.empty(0, dtype.numpy), dtype)
 
 
 def _whole_chunks(s: Slice, t: Transfer) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
-from axon_ps.types import WIRE_DTYPES, WirePrecision
+from axon_ps.sharding.policy import Policy, Synchronous
+from axon_ps.types import WIRE_DTYPES, DType, WirePrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,22 +18,30 @@ class JobSpec:
 
     Attributes:
         layout: units and parameters.
-        precision: dtypes on the wire.
+        precision: dtypes on the wire, and how what travels is compressed.
         options: chunk and slice sizes.
         replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
+        policy: who waits for whom between steps.
     """
 
     layout: Layout
     precision: WirePrecision = field(default_factory=WirePrecision)
     options: PlanOptions = field(default_factory=PlanOptions)
     replica_is_node: bool = False
+    policy: Policy = field(default_factory=Synchronous)
 
     def __post_init__(self) -> None:
-        for what, dtype in (("parameters", self.precision.param), ("gradients", self.precision.grad)):
+        p = self.precision
+        for what, dtype, compression in (
+            ("parameters", p.param, p.param_compression),
+            ("gradients", p.grad, p.grad_compression),
+        ):
             if dtype not in WIRE_DTYPES:
                 raise InvalidRequest(
                     f"{what} cannot travel as {dtype.value}; use one of {', '.join(d.value for d in WIRE_DTYPES)}"
                 )
+            if compression is not None and dtype is not DType.F32:
+                raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
 
     @cached_property
     def _plans(self) -> dict[int, Plan]:
@@ -51,9 +60,12 @@ class JobSpec:
         for what, ours, theirs in (
             ("wire dtype of parameters", self.precision.param.value, job.precision.param.value),
             ("wire dtype of gradients", self.precision.grad.value, job.precision.grad.value),
+            ("compression of parameters", self.precision.param_compression, job.precision.param_compression),
+            ("compression of gradients", self.precision.grad_compression, job.precision.grad_compression),
             ("chunk_numel", self.options.chunk_numel, job.options.chunk_numel),
             ("min_slice_numel", self.options.min_slice_numel, job.options.min_slice_numel),
             ("replica_is_node", self.replica_is_node, job.replica_is_node),
+            ("policy", self.policy, job.policy),
         ):
             if ours != theirs:
                 return f"{what} is {ours} here and {theirs} in the job"

@@ -1,8 +1,8 @@
 """A child process as tests need it: tied to us, its output in a file, reaped by its own process id.
 
-Everything is started with the same programs that the command line uses (`axon_ps/cli/tether.py` runs in front, so a
-test run that is killed leaves nothing behind), by path and by `exec`: nothing of the command line is imported here.
-The tie is to the *thread* that starts the process: start clusters from a thread that outlives them.
+Everything is started with the same programs that the command line uses, tied to us (`transport.children`), so that a
+test run that is killed leaves nothing behind. The tie is to the *thread* that starts the process: start clusters from a
+thread that outlives them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import axon_ps
+from axon_ps.transport.children import tethered
 
-_TETHER = Path(axon_ps.__file__).parent / "cli" / "tether.py"
 _SHOWN_BYTES = 16 << 10
 
 
@@ -48,10 +46,9 @@ class ChildProcess:
         self.name = name
         self.log_path = log
         self.was_signalled = False
-        tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(signal.SIGKILL))]
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [*tether, *command],
+                tethered(command, signal.SIGKILL),
                 env=dict(environment),
                 stdin=stdin,
                 stdout=output,
@@ -127,30 +124,3 @@ def wait_for_any(processes: Sequence[ChildProcess], deadline: float) -> list[Chi
             if not select.select(fds, [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return []
     return ended
-
-
-class LinePipe:
-    """A pipe on which a child says one line."""
-
-    def __init__(self) -> None:
-        self._read_end, self.fd = os.pipe()
-
-    def started(self) -> None:
-        """The child holds its end now; close ours, so that its death ends the pipe."""
-        os.close(self.fd)
-
-    def read(self, deadline: float) -> str:
-        """The line; empty when the child died or `deadline` (of `time.monotonic`) passed. Closes the pipe."""
-        content = b""
-        try:
-            while not content.endswith(b"\n"):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
-                    break
-                part = os.read(self._read_end, 4096)
-                if not part:
-                    break
-                content += part
-        finally:
-            os.close(self._read_end)
-        return content.decode().strip() if content.endswith(b"\n") else ""

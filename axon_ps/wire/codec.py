@@ -14,7 +14,30 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.types import Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role, WirePrecision
+from axon_ps.sharding.policy import (
+    Asynchronous,
+    BoundedStaleness,
+    LocalSteps,
+    Policy,
+    Synchronous,
+    policy_from_json,
+    policy_to_json,
+)
+from axon_ps.types import (
+    Compression,
+    Decision,
+    DType,
+    Hyper,
+    Int8,
+    Member,
+    Membership,
+    OptimizerSpec,
+    Outcome,
+    Role,
+    TopK,
+    Turn,
+    WirePrecision,
+)
 from axon_ps.wire.v1 import common_pb2, session_pb2
 
 _T = TypeVar("_T")
@@ -47,6 +70,14 @@ _OUTCOMES: Final = {
     Outcome.ABORT: session_pb2.OUTCOME_ABORT,
 }
 _OUTCOMES_BACK: Final[dict[int, Outcome]] = {number: outcome for outcome, number in _OUTCOMES.items()}
+_POLICIES: Final = {
+    Synchronous.kind: common_pb2.POLICY_KIND_SYNCHRONOUS,
+    Asynchronous.kind: common_pb2.POLICY_KIND_ASYNCHRONOUS,
+    BoundedStaleness.kind: common_pb2.POLICY_KIND_BOUNDED_STALENESS,
+    LocalSteps.kind: common_pb2.POLICY_KIND_LOCAL_STEPS,
+}
+_POLICIES_BACK: Final[dict[int, str]] = {number: kind for kind, number in _POLICIES.items()}
+_SETTINGS: Final = {BoundedStaleness.kind: "max_staleness", LocalSteps.kind: "inner_steps"}
 
 
 def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
@@ -253,8 +284,47 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
     )
 
 
+def policy_to_proto(policy: Policy) -> common_pb2.Policy:
+    """A policy as a message."""
+    settings = policy_to_json(policy)
+    return common_pb2.Policy(kind=_POLICIES[settings.pop("kind")], **settings)
+
+
+def policy_from_proto(message: common_pb2.Policy) -> Policy:
+    """A policy from a message.
+
+    Raises:
+        InvalidRequest: we don't know it, or its setting is out of range.
+    """
+    kind = _known(_POLICIES_BACK, message.kind, "policy")
+    name = _SETTINGS.get(kind)
+    return policy_from_json({"kind": kind, **({name: getattr(message, name)} if name else {})})
+
+
+def compression_to_proto(compression: Compression) -> common_pb2.Compression:
+    """A compression as a message."""
+    if isinstance(compression, Int8):
+        return common_pb2.Compression(int8_block_numel=compression.block_numel)
+    return common_pb2.Compression(top_k_fraction=compression.fraction)
+
+
+def compression_from_proto(message: common_pb2.Compression) -> Compression:
+    """A compression from a message.
+
+    Raises:
+        InvalidRequest: it is one that we don't know, or an option is out of range.
+    """
+    kind = message.WhichOneof("kind")
+    if kind == "int8_block_numel":
+        return Int8(message.int8_block_numel)
+    if kind == "top_k_fraction":
+        return TopK(message.top_k_fraction)
+    raise InvalidRequest("a compression is of no kind that this version knows; it knows int8 and top_k")
+
+
 def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
     """A job's spec as a message."""
+    param, grad = spec.precision.param_compression, spec.precision.grad_compression
     return common_pb2.JobSpec(
         layout=layout_to_proto(spec.layout),
         param_dtype=dtype_to_proto(spec.precision.param),
@@ -262,6 +332,9 @@ def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
         chunk_numel=spec.options.chunk_numel,
         min_slice_numel=spec.options.min_slice_numel,
         replica_is_node=spec.replica_is_node,
+        policy=policy_to_proto(spec.policy),
+        param_compression=None if param is None else compression_to_proto(param),
+        grad_compression=None if grad is None else compression_to_proto(grad),
     )
 
 
@@ -269,13 +342,14 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
     """A job's spec from a message.
 
     Raises:
-        InvalidRequest: the layout, a dtype or a size is one that cannot work.
+        InvalidRequest: the layout, a dtype, a compression or a size is one that cannot work.
     """
     return JobSpec(
         layout=layout_from_proto(message.layout),
-        precision=WirePrecision(param=dtype_from_proto(message.param_dtype), grad=dtype_from_proto(message.grad_dtype)),
+        precision=_precision(message),
         options=PlanOptions(chunk_numel=message.chunk_numel, min_slice_numel=message.min_slice_numel),
         replica_is_node=message.replica_is_node,
+        policy=policy_from_proto(message.policy) if message.HasField("policy") else Synchronous(),
     )
 
 
@@ -291,6 +365,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         hyper=[hyper_to_proto(h) for h in decision.hyper],
         reason=decision.reason,
         next_generation=decision.next_generation,
+        turn=None if decision.turn is None else turn_to_proto(decision.turn),
     )
 
 
@@ -310,7 +385,18 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         hyper=hypers_from_proto(message.hyper),
         reason=message.reason,
         next_generation=message.next_generation,
+        turn=turn_from_proto(message.turn) if message.HasField("turn") else None,
     )
+
+
+def turn_to_proto(turn: Turn) -> common_pb2.Turn:
+    """Whose step it is, as a message."""
+    return common_pb2.Turn(replica=turn.replica, clock=turn.clock, slowest_clock=turn.slowest_clock)
+
+
+def turn_from_proto(message: common_pb2.Turn) -> Turn:
+    """Whose step it is, from a message."""
+    return Turn(replica=message.replica, clock=message.clock, slowest_clock=message.slowest_clock)
 
 
 def _known(values: dict[int, _T], number: int, what: str) -> _T:
@@ -319,6 +405,19 @@ def _known(values: dict[int, _T], number: int, what: str) -> _T:
         given = "unset" if number == 0 else f"number {number}, which this version does not know"
         raise InvalidRequest(f"a {what} is {given}; the numbers known are {sorted(values)}")
     return value
+
+
+def _precision(message: common_pb2.JobSpec) -> WirePrecision:
+    param = compression_from_proto(message.param_compression) if message.HasField("param_compression") else None
+    grad = compression_from_proto(message.grad_compression) if message.HasField("grad_compression") else None
+    if param is not None and not isinstance(param, Int8):
+        raise InvalidRequest(f"parameters cannot travel as the {param}; use int8, which sends all of them")
+    return WirePrecision(
+        param=dtype_from_proto(message.param_dtype),
+        grad=dtype_from_proto(message.grad_dtype),
+        param_compression=param,
+        grad_compression=grad,
+    )
 
 
 def _members(messages: Sequence[common_pb2.Member], role: Role) -> tuple[Member, ...]:

@@ -20,6 +20,7 @@ Note: [The payload comes last]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ _LENGTH_DELIMITED: Final = 2
 _PAYLOAD_TAG: Final = _PAYLOAD_FIELD << 3 | _LENGTH_DELIMITED
 _PAYLOAD_TAG_BYTE: Final = bytes((_PAYLOAD_TAG,))
 _WALK_FIELDS: Final = 32
-"""More fields than this before the payload are left to the protobuf library (ours has ten)."""
+"""More fields than this before the payload are left to the protobuf library (ours has twelve)."""
 
 
 def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
@@ -102,20 +103,33 @@ def decode_bulk(kind: type[Bulk], data: bytes) -> tuple[Bulk, memoryview]:
     return header, payload
 
 
-def payload_array(header: common_pb2.Chunk, payload: memoryview, max_numel: int) -> Array:
-    """The payload as a read-only 1-D array of the header's dtype, without a copy; bf16 as uint16.
+def payload_array(
+    header: common_pb2.Chunk, payload: memoryview, max_numel: int, compressed_bytes: Callable[[int], int] | None = None
+) -> Array:
+    """The payload as a read-only 1-D array of the header's dtype, without a copy; bf16 as uint16, compressed as u8.
 
     Args:
         header: says dtype and number of elements.
         payload: the bytes; empty for an `absent` chunk, which gives an empty array.
         max_numel: the most elements the receiver has room for.
+        compressed_bytes: what so many elements take as the job compresses them; None = it does not.
 
     Raises:
-        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, or the length does not fit.
+        InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, or it
+            is compressed and the job's are not.
     """
     dtype = dtype_from_proto(header.dtype)
     if header.numel > max_numel:
         raise InvalidRequest(f"a chunk says it has {header.numel} elements; at most {max_numel} fit here")
+    if header.compressed and (compressed_bytes is None or dtype is not DType.F32):
+        raise InvalidRequest(f"a chunk is compressed (as {dtype.value}); this job's travel as they are")
+    if header.compressed and compressed_bytes is not None and not header.absent:
+        if payload.nbytes != (needed := compressed_bytes(header.numel)):
+            raise InvalidRequest(
+                f"a compressed chunk of {header.numel} elements has a payload of {payload.nbytes} bytes; it must have "
+                f"{needed}"
+            )
+        return np.frombuffer(payload, np.uint8)
     needed = 0 if header.absent else header.numel * dtype.itemsize
     if payload.nbytes != needed:
         what = "an absent chunk" if header.absent else f"a chunk of {header.numel} elements of {dtype.value}"

@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -24,6 +25,14 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_WORKER: _ClassVar[Role]
     ROLE_SHARD: _ClassVar[Role]
+
+class PolicyKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POLICY_KIND_UNSPECIFIED: _ClassVar[PolicyKind]
+    POLICY_KIND_SYNCHRONOUS: _ClassVar[PolicyKind]
+    POLICY_KIND_ASYNCHRONOUS: _ClassVar[PolicyKind]
+    POLICY_KIND_BOUNDED_STALENESS: _ClassVar[PolicyKind]
+    POLICY_KIND_LOCAL_STEPS: _ClassVar[PolicyKind]
 D_TYPE_UNSPECIFIED: DType
 D_TYPE_F32: DType
 D_TYPE_BF16: DType
@@ -36,6 +45,11 @@ D_TYPE_BOOL: DType
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_SHARD: Role
+POLICY_KIND_UNSPECIFIED: PolicyKind
+POLICY_KIND_SYNCHRONOUS: PolicyKind
+POLICY_KIND_ASYNCHRONOUS: PolicyKind
+POLICY_KIND_BOUNDED_STALENESS: PolicyKind
+POLICY_KIND_LOCAL_STEPS: PolicyKind
 
 class CallContext(_message.Message):
     __slots__ = ("job", "generation", "incarnation")
@@ -95,21 +109,55 @@ class Layout(_message.Message):
     units: _containers.RepeatedCompositeFieldContainer[Unit]
     def __init__(self, units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
 
+class Policy(_message.Message):
+    __slots__ = ("kind", "max_staleness", "inner_steps")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    kind: PolicyKind
+    max_staleness: int
+    inner_steps: int
+    def __init__(self, kind: _Optional[_Union[PolicyKind, str]] = ..., max_staleness: _Optional[int] = ..., inner_steps: _Optional[int] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("replica", "clock", "slowest_clock")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    replica: int
+    clock: int
+    slowest_clock: int
+    def __init__(self, replica: _Optional[int] = ..., clock: _Optional[int] = ..., slowest_clock: _Optional[int] = ...) -> None: ...
+
+class Compression(_message.Message):
+    __slots__ = ("int8_block_numel", "top_k_fraction")
+    INT8_BLOCK_NUMEL_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    int8_block_numel: int
+    top_k_fraction: float
+    def __init__(self, int8_block_numel: _Optional[int] = ..., top_k_fraction: _Optional[float] = ...) -> None: ...
+
 class JobSpec(_message.Message):
-    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node")
+    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
     GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
     MIN_SLICE_NUMEL_FIELD_NUMBER: _ClassVar[int]
     REPLICA_IS_NODE_FIELD_NUMBER: _ClassVar[int]
+    PARAM_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    GRAD_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     param_dtype: DType
     grad_dtype: DType
     chunk_numel: int
     min_slice_numel: int
     replica_is_node: bool
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ...) -> None: ...
+    param_compression: Compression
+    grad_compression: Compression
+    policy: Policy
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
 
 class Hyper(_message.Message):
     __slots__ = ("values",)
@@ -135,7 +183,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "payload")
+    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "loan", "epoch", "payload")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +193,9 @@ class Chunk(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     context: CallContext
     step: int
@@ -155,8 +206,11 @@ class Chunk(_message.Message):
     dtype: DType
     replica: int
     absent: bool
+    compressed: bool
+    loan: _memory_pb2.Loan
+    epoch: int
     payload: bytes
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., loan: _Optional[_Union[_memory_pb2.Loan, _Mapping]] = ..., epoch: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

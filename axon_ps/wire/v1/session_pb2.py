@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61xon_ps/wire/v1/session.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"\x89\x03\n\x0eSessionRequest\x12%\n\x04join\x18\x01 \x01(\x0b\x32\x15.axon_ps.wire.v1.JoinH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.axon_ps.wire.v1.HeartbeatH\x00\x12%\n\x04vote\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.VoteH\x00\x12\'\n\x05ready\x18\x04 \x01(\x0b\x32\x16.axon_ps.wire.v1.ReadyH\x00\x12\x33\n\x0binitialized\x18\x05 \x01(\x0b\x32\x1c.axon_ps.wire.v1.InitializedH\x00\x12\x33\n\x08snapshot\x18\x06 \x01(\x0b\x32\x1f.axon_ps.wire.v1.SnapshotReportH\x00\x12\x31\n\x07restore\x18\x07 \x01(\x0b\x32\x1e.axon_ps.wire.v1.RestoreReportH\x00\x12\'\n\x05leave\x18\x08 \x01(\x0b\x32\x16.axon_ps.wire.v1.LeaveH\x00\x42\t\n\x07message\"\x98\x01\n\x04Join\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0erequested_rank\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\r\"u\n\tHeartbeat\x12\x38\n\x07metrics\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.Heartbeat.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"a\n\x04Vote\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08max_norm\x18\x03 \x01(\x01\x12%\n\x05hyper\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\"A\n\x05Ready\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0esum_of_squares\x18\x03 \x01(\x01\"-\n\x0bInitialized\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\x0cSnapshotFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"w\n\x0eSnapshotReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"K\n\rRestoreReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"\x17\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc2\x02\n\x0cSessionEvent\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.WelcomeH\x00\x12\x36\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEventH\x00\x12(\n\x03job\x18\x03 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEventH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.axon_ps.wire.v1.DecisionEventH\x00\x12\x32\n\x08snapshot\x18\x05 \x01(\x0b\x32\x1e.axon_ps.wire.v1.SnapshotOrderH\x00\x12\x30\n\x07restore\x18\x06 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrderH\x00\x42\t\n\x07message\"b\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\"\xd4\x01\n\x0fMembershipEvent\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x07 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x08 \x01(\t\"\x9a\x01\n\x08JobEvent\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x02 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x13\n\x0binitialized\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\xe5\x01\n\rDecisionEvent\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.axon_ps.wire.v1.Outcome\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tgrad_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12%\n\x05hyper\x18\x07 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x17\n\x0fnext_generation\x18\t \x01(\x04\"9\n\rSnapshotOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\";\n\x0cRestoreOrder\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x61xon_ps/wire/v1/session.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\"\x89\x03\n\x0eSessionRequest\x12%\n\x04join\x18\x01 \x01(\x0b\x32\x15.axon_ps.wire.v1.JoinH\x00\x12/\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.axon_ps.wire.v1.HeartbeatH\x00\x12%\n\x04vote\x18\x03 \x01(\x0b\x32\x15.axon_ps.wire.v1.VoteH\x00\x12\'\n\x05ready\x18\x04 \x01(\x0b\x32\x16.axon_ps.wire.v1.ReadyH\x00\x12\x33\n\x0binitialized\x18\x05 \x01(\x0b\x32\x1c.axon_ps.wire.v1.InitializedH\x00\x12\x33\n\x08snapshot\x18\x06 \x01(\x0b\x32\x1f.axon_ps.wire.v1.SnapshotReportH\x00\x12\x31\n\x07restore\x18\x07 \x01(\x0b\x32\x1e.axon_ps.wire.v1.RestoreReportH\x00\x12\'\n\x05leave\x18\x08 \x01(\x0b\x32\x16.axon_ps.wire.v1.LeaveH\x00\x42\t\n\x07message\"\x98\x01\n\x04Join\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x16\n\x0erequested_rank\x18\x06 \x01(\x05\x12\x12\n\nworld_size\x18\x07 \x01(\r\"u\n\tHeartbeat\x12\x38\n\x07metrics\x18\x01 \x03(\x0b\x32\'.axon_ps.wire.v1.Heartbeat.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"r\n\x04Vote\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x10\n\x08max_norm\x18\x03 \x01(\x01\x12%\n\x05hyper\x18\x04 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0f\n\x07version\x18\x05 \x01(\x04\"R\n\x05Ready\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0esum_of_squares\x18\x03 \x01(\x01\x12\x0f\n\x07replica\x18\x04 \x01(\r\"-\n\x0bInitialized\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\x0cSnapshotFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"w\n\x0eSnapshotReport\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x1d.axon_ps.wire.v1.SnapshotFile\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"K\n\rRestoreReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1c.axon_ps.wire.v1.ErrorDetail\"\x17\n\x05Leave\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc2\x02\n\x0cSessionEvent\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.WelcomeH\x00\x12\x36\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEventH\x00\x12(\n\x03job\x18\x03 \x01(\x0b\x32\x19.axon_ps.wire.v1.JobEventH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.axon_ps.wire.v1.DecisionEventH\x00\x12\x32\n\x08snapshot\x18\x05 \x01(\x0b\x32\x1e.axon_ps.wire.v1.SnapshotOrderH\x00\x12\x30\n\x07restore\x18\x06 \x01(\x0b\x32\x1d.axon_ps.wire.v1.RestoreOrderH\x00\x42\t\n\x07message\"b\n\x07Welcome\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x12\n\nnum_shards\x18\x04 \x01(\r\x12\x10\n\x08state_id\x18\x05 \x01(\t\"\xd4\x01\n\x0fMembershipEvent\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12(\n\x07workers\x18\x02 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\'\n\x06shards\x18\x03 \x03(\x0b\x32\x17.axon_ps.wire.v1.Member\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x07 \x01(\x08\x12\x13\n\x0bwaiting_for\x18\x08 \x01(\t\"\x9a\x01\n\x08JobEvent\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x02 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x13\n\x0binitialized\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\x8a\x02\n\rDecisionEvent\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12)\n\x07outcome\x18\x03 \x01(\x0e\x32\x18.axon_ps.wire.v1.Outcome\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\x11\n\tgrad_norm\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lip_factor\x18\x06 \x01(\x01\x12%\n\x05hyper\x18\x07 \x03(\x0b\x32\x16.axon_ps.wire.v1.Hyper\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x17\n\x0fnext_generation\x18\t \x01(\x04\x12#\n\x04turn\x18\n \x01(\x0b\x32\x15.axon_ps.wire.v1.Turn\"9\n\rSnapshotOrder\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\";\n\x0cRestoreOrder\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04*[\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x12\n\x0eOUTCOME_COMMIT\x10\x01\x12\x10\n\x0cOUTCOME_SKIP\x10\x02\x12\x11\n\rOUTCOME_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEARTBEAT_METRICSENTRY']._loaded_options = None
   _globals['_HEARTBEAT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=2396
-  _globals['_OUTCOME']._serialized_end=2487
+  _globals['_OUTCOME']._serialized_start=2467
+  _globals['_OUTCOME']._serialized_end=2558
   _globals['_SESSIONREQUEST']._serialized_start=81
   _globals['_SESSIONREQUEST']._serialized_end=474
   _globals['_JOIN']._serialized_start=477
@@ -45,31 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEAT_METRICSENTRY']._serialized_start=702
   _globals['_HEARTBEAT_METRICSENTRY']._serialized_end=748
   _globals['_VOTE']._serialized_start=750
-  _globals['_VOTE']._serialized_end=847
-  _globals['_READY']._serialized_start=849
-  _globals['_READY']._serialized_end=914
-  _globals['_INITIALIZED']._serialized_start=916
-  _globals['_INITIALIZED']._serialized_end=961
-  _globals['_SNAPSHOTFILE']._serialized_start=963
-  _globals['_SNAPSHOTFILE']._serialized_end=1022
-  _globals['_SNAPSHOTREPORT']._serialized_start=1024
-  _globals['_SNAPSHOTREPORT']._serialized_end=1143
-  _globals['_RESTOREREPORT']._serialized_start=1145
-  _globals['_RESTOREREPORT']._serialized_end=1220
-  _globals['_LEAVE']._serialized_start=1222
-  _globals['_LEAVE']._serialized_end=1245
-  _globals['_SESSIONEVENT']._serialized_start=1248
-  _globals['_SESSIONEVENT']._serialized_end=1570
-  _globals['_WELCOME']._serialized_start=1572
-  _globals['_WELCOME']._serialized_end=1670
-  _globals['_MEMBERSHIPEVENT']._serialized_start=1673
-  _globals['_MEMBERSHIPEVENT']._serialized_end=1885
-  _globals['_JOBEVENT']._serialized_start=1888
-  _globals['_JOBEVENT']._serialized_end=2042
-  _globals['_DECISIONEVENT']._serialized_start=2045
-  _globals['_DECISIONEVENT']._serialized_end=2274
-  _globals['_SNAPSHOTORDER']._serialized_start=2276
-  _globals['_SNAPSHOTORDER']._serialized_end=2333
-  _globals['_RESTOREORDER']._serialized_start=2335
-  _globals['_RESTOREORDER']._serialized_end=2394
+  _globals['_VOTE']._serialized_end=864
+  _globals['_READY']._serialized_start=866
+  _globals['_READY']._serialized_end=948
+  _globals['_INITIALIZED']._serialized_start=950
+  _globals['_INITIALIZED']._serialized_end=995
+  _globals['_SNAPSHOTFILE']._serialized_start=997
+  _globals['_SNAPSHOTFILE']._serialized_end=1056
+  _globals['_SNAPSHOTREPORT']._serialized_start=1058
+  _globals['_SNAPSHOTREPORT']._serialized_end=1177
+  _globals['_RESTOREREPORT']._serialized_start=1179
+  _globals['_RESTOREREPORT']._serialized_end=1254
+  _globals['_LEAVE']._serialized_start=1256
+  _globals['_LEAVE']._serialized_end=1279
+  _globals['_SESSIONEVENT']._serialized_start=1282
+  _globals['_SESSIONEVENT']._serialized_end=1604
+  _globals['_WELCOME']._serialized_start=1606
+  _globals['_WELCOME']._serialized_end=1704
+  _globals['_MEMBERSHIPEVENT']._serialized_start=1707
+  _globals['_MEMBERSHIPEVENT']._serialized_end=1919
+  _globals['_JOBEVENT']._serialized_start=1922
+  _globals['_JOBEVENT']._serialized_end=2076
+  _globals['_DECISIONEVENT']._serialized_start=2079
+  _globals['_DECISIONEVENT']._serialized_end=2345
+  _globals['_SNAPSHOTORDER']._serialized_start=2347
+  _globals['_SNAPSHOTORDER']._serialized_end=2404
+  _globals['_RESTOREORDER']._serialized_start=2406
+  _globals['_RESTOREORDER']._serialized_end=2465
 # @@protoc_insertion_point(module_scope)

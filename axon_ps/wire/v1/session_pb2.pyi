@@ -71,26 +71,30 @@ class Heartbeat(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("generation", "step", "max_norm", "hyper")
+    __slots__ = ("generation", "step", "max_norm", "hyper", "version")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_NORM_FIELD_NUMBER: _ClassVar[int]
     HYPER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     max_norm: float
     hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+    version: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("generation", "step", "sum_of_squares")
+    __slots__ = ("generation", "step", "sum_of_squares", "replica")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     sum_of_squares: float
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ...) -> None: ...
+    replica: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ..., replica: _Optional[int] = ...) -> None: ...
 
 class Initialized(_message.Message):
     __slots__ = ("version", "epoch")
@@ -199,7 +203,7 @@ class JobEvent(_message.Message):
     def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
-    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation")
+    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class DecisionEvent(_message.Message):
     HYPER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEXT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     step: int
     generation: int
     outcome: Outcome
@@ -218,7 +223,8 @@ class DecisionEvent(_message.Message):
     hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
     reason: str
     next_generation: int
-    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ...) -> None: ...
+    turn: _common_pb2.Turn
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
     __slots__ = ("id", "uri", "version")

@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import collective_pb2 as _collective_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -9,13 +10,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype", "step", "assumed")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype", "compressed", "lend", "step", "assumed")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    LEND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
@@ -24,9 +27,11 @@ class AllGatherRequest(_message.Message):
     end: int
     min_version: int
     dtype: _common_pb2.DType
+    compressed: bool
+    lend: bool
     step: int
     assumed: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., lend: bool = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks")
@@ -41,6 +46,22 @@ class UploadReply(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     complete: bool
     def __init__(self, complete: bool = ...) -> None: ...
+
+class IntroduceRequest(_message.Message):
+    __slots__ = ("context", "introduction")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    introduction: _memory_pb2.Introduction
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., introduction: _Optional[_Union[_memory_pb2.Introduction, _Mapping]] = ...) -> None: ...
+
+class IntroduceReply(_message.Message):
+    __slots__ = ("introduction", "readable")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
+    introduction: _memory_pb2.Introduction
+    readable: bool
+    def __init__(self, introduction: _Optional[_Union[_memory_pb2.Introduction, _Mapping]] = ..., readable: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("context",)

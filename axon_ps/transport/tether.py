@@ -1,4 +1,4 @@
-"""Become a command that dies with its parent: `python -m axon_ps.cli.tether PARENT SIGNAL COMMAND...`.
+"""Become a command that dies with its parent: `tether.py PARENT SIGNAL COMMAND...`.
 
 The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9; the setting survives
 `exec`, so the command itself needs to know nothing of it and its tracebacks show nothing of us. PARENT is the process

@@ -1,0 +1,190 @@
+"""What every compressor is: f32 numbers in, fewer bytes out, and what was lost kept for the next time.
+
+Owns: the `Compressor` seam, the checks between a caller's arrays and loops that do not look where they write, and the
+registry. Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
+Refuses: to keep anything. A compressor object has no state, so one serves every array from as many threads as there
+are; residuals are the caller's (see `compress.feedback`).
+
+    shape legend: n = numbers in one array, b = compressed_bytes(n), a function of n alone
+
+Invariants:
+- The same numbers (and residual) give the same bytes on every machine and from every thread.
+- A NaN or an infinity is never lost: what decompresses has a NaN where the compressor says, so a sum over it is not
+  finite and a step made of it is skipped.
+
+Note: [Error feedback]
+    `compress(values, out, residual)` compresses values + residual and leaves values + residual - decompressed in the
+    residual. What one call loses the next one sends: over many calls the sum of what was decompressed differs from the
+    sum of the values by the last residual alone, however coarse the compression (Seide et al., 2014; Karimireddy et
+    al., 2019). Numbers that are not finite are not carried on: the residual beside them stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import Array, Compression, DType, Int8, TopK
+
+_F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)
+
+
+class Compressor(ABC):
+    """A way to make f32 arrays smaller. Thread-safe; the GIL is released in every loop.
+
+    Attributes:
+        name: "int8", "top_k", "bf16" or "fp16".
+    """
+
+    name: str
+
+    @abstractmethod
+    def compressed_bytes(self, numel: int) -> int:
+        """Bytes that `numel` numbers take, exactly."""
+
+    def compress(self, values: Array, out: Array, residual: Array | None = None, kept: Array | None = None) -> None:
+        """Compress an array.
+
+        Args:
+            values: f32[n]; read only.
+            out: u8[compressed_bytes(n)], overwritten; must not overlap the others.
+            residual: f32[n]; added to the values first, then set to what was lost. See Note: [Error feedback].
+                None = lose it.
+            kept: f32[n]; gets what was lost in the residual's place, which stays as it is; must not overlap the
+                others. None = the residual gets it.
+
+        Raises:
+            InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+        """
+        numel = values.size
+        _check("values", values, _F32, numel)
+        _check("out", out, _U8, self.compressed_bytes(numel))
+        if residual is not None:
+            _check("residual", residual, _F32, numel)
+            kept = residual if kept is None else kept
+            _check("kept", kept, _F32, numel)
+        self._compress(_readonly(values), out, residual, kept)
+
+    def decompress(self, data: Array, out: Array) -> None:
+        """The inverse, as far as there is one.
+
+        Args:
+            data: u8[compressed_bytes(n)]; may be read-only and unaligned, as cut from a received message.
+            out: f32[n], overwritten.
+
+        Raises:
+            InvalidRequest: an array has another element type, length or layout than said, or `data` is nothing that
+                `compress` writes. `out` has not been changed.
+        """
+        self._add(data, out, first=True)
+
+    def accumulate(self, data: Array, acc: Array) -> None:
+        """Add what `data` decompresses to.
+
+        Args:
+            data: u8[compressed_bytes(n)]; may be read-only and unaligned, as cut from a received message.
+            acc: f32[n], updated in place.
+
+        Raises:
+            InvalidRequest: an array has another element type, length or layout than said, or `data` is nothing that
+                `compress` writes. `acc` has not been changed.
+        """
+        self._add(data, acc, first=False)
+
+    def warm_up(self) -> None:
+        """Compile (or load from disk) the loops, on empty arrays."""
+        nothing = np.empty(0, np.float32)
+        data = np.empty(self.compressed_bytes(0), np.uint8)
+        self.compress(nothing, data)
+        self.compress(nothing, data, np.empty(0, np.float32))
+        self.compress(nothing, data, np.empty(0, np.float32), np.empty(0, np.float32))
+        self.decompress(data, nothing)
+        self.accumulate(data, nothing)
+
+    def _add(self, data: Array, acc: Array, *, first: bool) -> None:
+        _check("the array to decompress into", acc, _F32, acc.size)
+        _check("data", data, _U8, self.compressed_bytes(acc.size))
+        self._decompress(_readonly(data), acc, first)
+
+    @staticmethod
+    def _moved(residual: Array | None, kept: Array | None) -> Array | None:
+        """Where to work in place: the residual, copied to `kept` if that is another array."""
+        if residual is None or kept is None or kept is residual:
+            return residual
+        np.copyto(kept, residual)
+        return kept
+
+    @abstractmethod
+    def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
+        """`compress` after the checks; `values` is read-only, and `kept` is the residual itself or another array."""
+
+    @abstractmethod
+    def _decompress(self, data: Array, acc: Array, first: bool) -> None:
+        """acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
+
+
+def compressor(name: str, **options: Any) -> Compressor:
+    """The compressor of that name.
+
+    Args:
+        name: "int8" (option `block_numel`), "top_k" (option `fraction`), "bf16" or "fp16".
+        options: see `types.Int8` and `types.TopK`.
+
+    Raises:
+        InvalidRequest: there is no such compressor, or it has no such option, or the value cannot be.
+    """
+    from axon_ps.compress.casts import CastCompressor
+
+    kinds: dict[str, Any] = {
+        "int8": lambda **given: compressor_of(Int8(**given)),
+        "top_k": lambda **given: compressor_of(TopK(**given)),
+        "bf16": lambda: CastCompressor(DType.BF16),
+        "fp16": lambda: CastCompressor(DType.F16),
+    }
+    if name not in kinds:
+        raise InvalidRequest(f"compressor {name!r} is unknown; use one of {', '.join(kinds)}")
+    try:
+        made: Compressor = kinds[name](**options)
+    except TypeError as error:
+        raise InvalidRequest(f"compressor {name!r} does not take {', '.join(options)}: {error}") from error
+    return made
+
+
+def compressor_of(compression: Compression) -> Compressor:
+    """The compressor that does what `compression` says."""
+    if isinstance(compression, Int8):
+        from axon_ps.compress.int8 import Int8Compressor
+
+        return Int8Compressor(compression.block_numel)
+    from axon_ps.compress.top_k import TopKCompressor
+
+    return TopKCompressor(compression.fraction)
+
+
+def blocks_of(numel: int, block_numel: int) -> int:
+    """Blocks that `numel` elements are cut into; the last may be shorter."""
+    return -(-numel // block_numel)
+
+
+def kept_of(numel: int, fraction: float) -> int:
+    """How many of `numel` elements a top-k of `fraction` keeps: the fraction, rounded up."""
+    return min(numel, math.ceil(numel * fraction))
+
+
+def _check(name: str, array: Array, dtype: np.dtype[Any], numel: int) -> None:
+    if array.dtype != dtype or array.shape != (numel,) or not array.flags.c_contiguous:
+        raise InvalidRequest(
+            f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
+            f"{dtype}[{numel}]"
+        )
+
+
+def _readonly(array: Array) -> Array:
+    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,80 @@
+"""What a worker's compressed gradients lost, kept until their step is decided. Pure.
+
+Owns: two f32 arrays for each range of a unit that is pushed, `now` (lost in committed steps, zero at first) and `next`
+(lost if the step under way commits). Refuses: to know when a step is decided; its user says so.
+
+Note: [Residuals and steps that do not commit]
+    A push compresses gradient + now and leaves what was lost in `next`. If the step commits, next becomes now: nothing
+    is lost. If it does not, its gradient is gone as without compression, and `now` is as it was before it: what earlier
+    steps owe is sent with the next step, once. A push that is sent again in the same step (after a broken connection)
+    compresses the same numbers to the same bytes.
+
+A worker's residuals live and die with it: they are in no checkpoint, and start at zero when the job is restored.
+
+    memory: 8 bytes for every element that this worker pushes
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from axon_ps.types import Array
+
+
+class _Range:
+    """Elements [begin, end) of a unit: now and next, f32[end - begin] each."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.now: Array = np.zeros(end - begin, np.float32)
+        self.next: Array = np.empty(end - begin, np.float32)
+        self.step: int | None = None  # the step that `next` is of
+
+
+class Feedback:
+    """The residuals of one worker. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: dict[int, list[_Range]] = {}
+
+    def open(self, unit: int, begin: int, end: int, step: int) -> tuple[Array, Array]:
+        """(now, next) for the push of elements [begin, end) of a unit in a step: f32[end - begin] each.
+
+        A step that was never settled is taken not to have committed. Where the range is another one than before (the
+        workers of a node share units anew), what is owed for its elements is carried over; what other ranges that
+        overlap it owe elsewhere is for the workers that push there.
+        """
+        with self._lock:
+            ranges = self._ranges.setdefault(unit, [])
+            found = next((r for r in ranges if (r.begin, r.end) == (begin, end)), None)
+            if found is None:
+                found = _Range(begin, end)
+                for other in [r for r in ranges if r.begin < end and begin < r.end]:
+                    first, last = max(begin, other.begin), min(end, other.end)
+                    found.now[first - begin : last - begin] = other.now[first - other.begin : last - other.begin]
+                    ranges.remove(other)
+                ranges.append(found)
+            found.step = step
+            return found.now, found.next
+
+    def settle(self, step: int, *, committed: bool) -> None:
+        """A step is decided: what it lost is owed from now on if it committed, and forgotten if not."""
+        with self._lock:
+            for r in [r for ranges in self._ranges.values() for r in ranges if r.step == step]:
+                if committed:
+                    r.now, r.next = r.next, r.now
+                r.step = None
+
+    def clear(self) -> None:
+        """Owe nothing: the parameters were replaced."""
+        with self._lock:
+            self._ranges.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all residuals."""
+        with self._lock:
+            return sum(r.now.nbytes + r.next.nbytes for ranges in self._ranges.values() for r in ranges)

@@ -1,0 +1,59 @@
+"""Top-k: the largest magnitudes of an array and where they are; the others stay behind, in the residual.
+
+    shape legend: n = numbers, k = ceil(fraction · n)
+    bytes: indices u32[k] ascending, then values f32[k], little-endian; 8 k in all (0.08 n for a fraction of 0.01)
+
+The k-th largest magnitude is found by counting, digit by digit over the bits of the magnitudes (a radix select), in a
+number of passes that does not depend on k. Of equal magnitudes the first are taken. What was sent is sent exactly, so
+the residual is zero there and the whole number elsewhere (Aji and Heafield, 2017; Stich et al., 2018).
+
+If any number is not finite, the first k values are sent as NaN and the residual stays as it was: one NaN among the
+selected would be enough for the receiver, but the numbers are of no use then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from axon_ps.compress.compressor import Compressor, kept_of
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import Array
+
+_PAIR_BYTES = 8
+
+
+class TopKCompressor(Compressor):
+    """See the module's docstring.
+
+    Args:
+        fraction: share of the numbers that is sent, above 0 and at most 1; k is rounded up.
+    """
+
+    name = "top_k"
+
+    def __init__(self, fraction: float = 0.01) -> None:
+        self.fraction = fraction
+
+    def compressed_bytes(self, numel: int) -> int:
+        """Eight bytes for each number that is kept."""
+        return _PAIR_BYTES * kept_of(numel, self.fraction)
+
+    def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
+        from axon_ps.compress import top_k_kernels
+
+        if values.size >= 1 << 32:
+            raise InvalidRequest(f"top-k of {values.size} numbers; at most {(1 << 32) - 1} have an index of 32 bits")
+        count = out.size // _PAIR_BYTES
+        indices, sent = np.empty(count, np.uint32), np.empty(count, np.float32)
+        top_k_kernels.select(values, self._moved(residual, kept), indices, sent)
+        out[: 4 * count] = indices.view(np.uint8)
+        out[4 * count :] = sent.view(np.uint8)
+
+    def _decompress(self, data: Array, acc: Array, first: bool) -> None:
+        from axon_ps.compress import top_k_kernels
+
+        count = data.size // _PAIR_BYTES
+        indices = data[: 4 * count].copy().view(np.uint32)
+        sent = data[4 * count :].copy().view(np.float32)
+        if not top_k_kernels.scatter(indices, sent, acc, first):
+            raise InvalidRequest(f"the {count} indices of a top-k do not ascend below {acc.size}; the data is corrupt")

@@ -1,0 +1,6 @@
+"""Which samples a replica trains on, and in which order. Pure: knows no framework, no world and no file."""
+
+from axon_ps.data.permutation import Permutation
+from axon_ps.data.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler", "Permutation"]

@@ -1,0 +1,207 @@
+"""`DistributedSampler`: which samples each replica takes, so that all together take each once in an epoch.
+
+Owns: the position in an epoch, and dealing what is left to the replicas. Refuses: to guess what was trained on; it is
+told by `advance`.
+
+An epoch is an order of all samples (see `Permutation`). What is left of it, from a position on, is dealt out like
+cards: with R replicas, replica r takes positions begin + r, begin + r + R, begin + r + 2 R and so on. When the number
+of replicas changes, what is left from the position reached is dealt out anew. So
+
+- every sample is taken once in an epoch, however often the number of replicas changes; only what does not divide at the
+  end is repeated (padding) or left (`drop_last`): less than one sample for each replica.
+- the samples of a step are one stretch of the order: R replicas with batches of B train on the same samples, step by
+  step, as R/2 replicas with batches of 2 B.
+
+Note: [Consumed, not yielded]
+A loader's workers fetch ahead of the training loop, so what the sampler has yielded is not what was trained on, and a
+state of what was yielded would skip samples. The position is therefore moved by `advance` alone, which the loop calls
+when a step has committed. Nothing is lost then either when a step aborts: its samples have not been counted, and a new
+iteration yields them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+
+from axon_ps.data.permutation import Permutation, check
+from axon_ps.errors import InvalidRequest, Misuse
+
+_BLOCK = 1 << 14
+"""Samples of a replica that are computed at a time."""
+
+
+class DistributedSampler:
+    """The samples of one replica: an iterable of indices, for `torch.utils.data.DataLoader(sampler=...)` or anything.
+
+    Every replica makes one with the same arguments but `rank`, calls `set_epoch` before each epoch, and `advance` when
+    samples have been trained on. Iterating begins behind what was consumed. One iteration at a time: `set_epoch`,
+    `resize` and `load_state_dict` end the one before.
+
+    Args:
+        dataset: the data set, of which only the length is used, or the length.
+        num_replicas: replicas that share it: `world.num_replicas`, or `mesh.size("data")`.
+        rank: this one: `world.replica`, or `mesh.coordinate("data")`.
+        shuffle: whether each epoch has another order; if not it is that of the data set.
+        seed: which orders; the same on every replica.
+        drop_last: leave what does not divide at the end of the epoch.
+        pad: without `drop_last`: repeat samples of the epoch's beginning, so that all replicas have as many. If not,
+            some have one more than others and every sample is taken exactly once: for evaluation.
+
+    Attributes:
+        epoch: the current one.
+
+    Raises:
+        InvalidRequest: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        num_replicas: int,
+        rank: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        pad: bool = True,
+    ) -> None:
+        self.length = dataset if isinstance(dataset, int) else len(dataset)
+        self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
+        self.epoch = 0
+        self._begin = self._consumed = self._yielded = self._iteration = 0
+        self._was_used = self._was_told = False
+        check(self.length, seed, self.epoch)
+        self._deal(0, num_replicas, rank)
+
+    # ------------------------------------------------------------------ what there is to take
+
+    @property
+    def position(self) -> int:
+        """Samples of this epoch that all replicas together have consumed: the same number on each."""
+        return min(self.length, self._begin + self._consumed * self.num_replicas)
+
+    def __len__(self) -> int:
+        """How many samples the next iteration yields."""
+        left, n = self.length - self.position, self.num_replicas
+        if self.drop_last:
+            return left // n
+        return -(-left // n) if self.pad else max(0, -(-(left - self.rank) // n))
+
+    def __iter__(self) -> Iterator[int]:
+        """This replica's samples of the epoch, from what was consumed on.
+
+        Raises:
+            Misuse: on going on with an iteration that a later one, `set_epoch`, `resize` or `load_state_dict` ended.
+        """
+        self._iteration += 1
+        self._yielded = self._consumed
+        return self._indices(self._iteration, self.position + self.rank, len(self))
+
+    def _indices(self, iteration: int, first: int, count: int) -> Iterator[int]:
+        order = Permutation(self.length, self.seed, self.epoch) if self.shuffle else None
+        for begin in range(0, count, _BLOCK):
+            steps = np.arange(begin, min(begin + _BLOCK, count), dtype=np.int64)
+            positions = (first + steps * self.num_replicas) % self.length  # what pads comes from the beginning
+            for index in (positions if order is None else order[positions]).tolist():
+                if iteration != self._iteration:
+                    raise Misuse("the sampler began another iteration, epoch or deal; iterate over the loader anew")
+                self._yielded += 1
+                self._was_used = True
+                yield index
+
+    # ------------------------------------------------------------------ what was taken
+
+    def advance(self, num_samples: int) -> None:
+        """Say that this replica has consumed samples: call it when a step has committed, on every replica.
+
+        Args:
+            num_samples: how many of this replica's samples since the last call: its batch.
+
+        Raises:
+            InvalidRequest: so many have not been yielded.
+        """
+        if not 0 <= num_samples <= self._yielded - self._consumed:
+            raise InvalidRequest(
+                f"{num_samples} samples are said to be consumed; {self._yielded - self._consumed} have been yielded "
+                "and not been consumed yet"
+            )
+        self._consumed += num_samples
+        self._was_told = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the current one, on being named again, goes on where it is.
+
+        Raises:
+            InvalidRequest: it is negative or too large.
+        """
+        check(self.length, self.seed, epoch)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._deal(0, self.num_replicas, self.rank)
+
+    def resize(self, num_replicas: int, rank: int) -> None:
+        """Deal out what is left of the epoch among another number of replicas; every replica does, at one position.
+
+        A replica that comes anew takes another one's state instead (`load_state_dict`).
+
+        Args:
+            num_replicas: how many there are now.
+            rank: which this one is now.
+
+        Raises:
+            InvalidRequest: there is no such replica.
+        """
+        self._deal(self.position, num_replicas, rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch is, for a checkpoint or a replica that comes anew: JSON values, the same on all replicas.
+
+        It counts what was consumed (see `advance`), not what was yielded.
+
+        Raises:
+            Misuse: samples were yielded, and `advance` was never called.
+        """
+        if self._was_used and not self._was_told:
+            raise Misuse(
+                "samples were yielded, and it was never said that any was consumed; call advance(samples) after every "
+                "step (advance(0) if there was none): what a loader has fetched ahead must not count"
+            )
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "length": self.length,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a sampler was, of any number of replicas; order and seed become that one's.
+
+        Raises:
+            InvalidRequest: it is of another data set, or no state. Nothing was changed.
+        """
+        try:
+            epoch, position, length, seed = (int(state[k]) for k in ("epoch", "position", "length", "seed"))
+            shuffle = bool(state["shuffle"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"this is no sampler's state: {dict(state)!r}") from error
+        if length != self.length or not 0 <= position <= length:
+            raise InvalidRequest(
+                f"the state is at sample {position} of a data set of {length}; this one has {self.length}"
+            )
+        check(length, seed, epoch)
+        self.epoch, self.seed, self.shuffle = epoch, seed, shuffle
+        self._deal(position, self.num_replicas, self.rank)
+
+    def _deal(self, position: int, num_replicas: int, rank: int) -> None:
+        """Give each replica its part of what is left."""
+        if num_replicas < 1 or not 0 <= rank < num_replicas:
+            raise InvalidRequest(
+                f"replica {rank} of {num_replicas} was asked for; they go from 0 to {num_replicas - 1}"
+            )
+        self.num_replicas, self.rank = num_replicas, rank
+        self._begin, self._consumed, self._yielded = position, 0, 0
+        self._iteration += 1

@@ -1,0 +1,209 @@
+"""Communication hooks: how a bucket of gradients is averaged over the ranks.
+
+Owns: what a hook is, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16, fp16),
+`FunctionHook` (yours). `compressed_hook` has int8 blocks and top-k. Refuses: when a bucket is reduced.
+
+    shape legend: N = elements of a bucket
+
+Invariant: every rank ends with the same bits, in every run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.work import Lane, Work
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.buckets import GradientBucket, flat_memory
+from axon_ps.parallel.residuals import Residuals, forget_what_is_not_finite
+from axon_ps.types import ReduceOp
+
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a hook waits for its threads, which do nothing by then. At the end of the process they must have
+ended: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
+
+
+class CommunicationHook(ABC):
+    """Averages buckets over the ranks of a group, its own way. An object serves one wrapper.
+
+    Attributes:
+        feedback: what it owes to later steps; None when it loses nothing, or lets it go.
+    """
+
+    feedback: Residuals | None = None
+
+    def attach(self, group: ProcessGroup) -> None:
+        """The group whose ranks it will average over; nobody else makes calls on it. Called once, before all else."""
+        self.group = group
+
+    @abstractmethod
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """Begin to make `bucket.flat` the average of all ranks' and return at once.
+
+        Called for every bucket in the same order on every rank, and for none again before its `Work` has ended.
+        """
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """Gradients will be in other buckets from now on; `members` says which. Nothing is on its way."""
+        return
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it must not forget between steps, this rank's own: f32[N] by "residual.BUCKET"; see `Residuals`."""
+        return {} if self.feedback is None else self.feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state_dict` of the same rank gave, for the same buckets.
+
+        Raises:
+            InvalidRequest: it does not fit.
+        """
+        if self.feedback is not None:
+            self.feedback.load_state_dict(state)
+        elif state:
+            raise InvalidRequest(f"{type(self).__name__} keeps nothing, and was given {sorted(state)}")
+
+
+class AllReduceHook(CommunicationHook):
+    """One all-reduce in the gradients' own dtype, summed in f32 and rounded once."""
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        work: Work[Any] = self.group.all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
+        return work
+
+
+class FunctionHook(CommunicationHook):
+    """A function as a hook.
+
+    Args:
+        function: given the bucket and the group, makes `bucket.flat` the average over the group. It runs on a thread of
+            its own.
+    """
+
+    def __init__(self, function: Callable[[GradientBucket, ProcessGroup], object]) -> None:
+        self._function = function
+        self._lane = lane_of(self, "hook")
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        average = on_this_stream(bucket, lambda: self._function(bucket, self.group))
+        return Work(self._lane.submit(average), f"bucket {bucket.index}")
+
+
+class CastHook(CommunicationHook):
+    """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16. What is larger than f16 can hold becomes infinite.
+        error_feedback: whether what rounding a gradient loses is added to the next one.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise InvalidRequest(f"gradients were to travel as {dtype}; use torch.bfloat16 or torch.float16")
+        self.dtype = dtype
+        self.feedback = Residuals() if error_feedback else None
+        self._sent: dict[int, Tensor] = {}
+        self._casting, self._sending = lane_of(self, "cast"), lane_of(self, "send")
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        cast = self._casting.submit(on_this_stream(bucket, lambda: self._cast(bucket)))
+
+        def send() -> None:
+            sent = cast.result()
+            self.group.all_reduce(sent, ReduceOp.AVERAGE)
+            bucket.flat.copy_(sent)
+
+        return Work(self._sending.submit(on_this_stream(bucket, send)), f"bucket {bucket.index} as {self.dtype}")
+
+    def _cast(self, bucket: GradientBucket) -> Tensor:
+        flat = bucket.flat
+        sent = self._sent.get(bucket.index)
+        if sent is None or sent.numel() != flat.numel():
+            sent = self._sent[bucket.index] = flat_memory(flat.numel(), self.dtype, flat.device, self.group)
+        if self.feedback is None:
+            sent.copy_(flat)
+        else:
+            residual = self.feedback.of(bucket)
+            residual += flat
+            sent.copy_(residual)
+            residual -= sent
+            forget_what_is_not_finite(residual)
+        return sent
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """See `CommunicationHook`."""
+        self._sent.clear()
+        if self.feedback is not None:
+            self.feedback.move(before, after)
+
+
+def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, for another thread: device memory is read and written on the stream that is the current one here."""
+    if not bucket.flat.is_cuda:
+        return call
+    stream = torch.cuda.current_stream(bucket.flat.device)
+
+    def on_stream() -> T:
+        with torch.cuda.stream(stream):
+            return call()
+
+    return on_stream
+
+
+def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) -> CommunicationHook:
+    """A hook by its name.
+
+    Args:
+        name: "all_reduce", "bf16", "fp16", "int8" or "top_k".
+        error_feedback: whether what is lost is added to the next gradient; None = as the hook does by itself: int8 and
+            top_k do, bf16 and fp16 do not.
+        options: of the compressor, such as `block_numel=256` of int8 and `fraction=0.01` of top_k.
+
+    Raises:
+        InvalidRequest: there is no hook of that name, or it does not take such an option.
+    """
+    casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    compressed = ("int8", "top_k")
+    if name not in ("all_reduce", *casts, *compressed):
+        raise InvalidRequest(f"there is no hook {name!r}; use one of all_reduce, {', '.join((*casts, *compressed))}")
+    if name in compressed:
+        from axon_ps.compress.compressor import compressor
+        from axon_ps.parallel.compressed_hook import CompressedHook
+
+        return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
+    if options:
+        raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
+    return AllReduceHook() if name == "all_reduce" else CastHook(casts[name], error_feedback=bool(error_feedback))
+
+
+def lane_of(owner: CommunicationHook, what: str) -> Lane:
+    """A thread that ends with its owner."""
+    lane = Lane(f"axon-ps-{type(owner).__name__}-{what}")
+    weakref.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
+    return lane
+
+
+def as_hook(hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
+    """A hook, a hook's name, a function, or None for the default, as a hook.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    if isinstance(hook, CommunicationHook):
+        return hook
+    if hook is None or isinstance(hook, str):
+        return comm_hook(hook or "all_reduce")
+    if callable(hook):
+        return FunctionHook(hook)
+    raise InvalidRequest(f"a hook is a CommunicationHook, its name or a function; given was a {type(hook).__name__}")

@@ -1,0 +1,34 @@
+"""What torch.compile leaves alone: functions that talk to other ranks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """`torch.compiler.disable`, put off until there is a compiler.
+
+    That one imports the compiler: most of a second in every process, most of which never compile anything.
+    """
+    disabled: Callable[P, T] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled(*args, **kwargs)
+
+    marked: Any = call
+    marked._torchdynamo_disable = True  # a break in the graph before `call`, whose own frame has nothing to compile
+    return call

@@ -1,0 +1,178 @@
+"""`CompressedHook`: gradients travel in int8 blocks, or only the largest of them, and are summed in f32.
+
+Owns: the exchange of compressed pieces, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
+
+    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's piece, as `numpy.array_split`
+
+Invariants:
+- Every rank ends with the same bits, in every run: sums are in rank order, and all ranks expand the same bytes.
+- What a rank sends is quantised once, and what comes back is quantised once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axon_ps.collectives import ops
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.parallel.buckets import GradientBucket
+from axon_ps.parallel.comm_hooks import CommunicationHook, lane_of, on_this_stream
+from axon_ps.parallel.residuals import Residuals
+from axon_ps.types import Array
+
+if TYPE_CHECKING:
+    from axon_ps.compress.compressor import Compressor
+
+_HOST = torch.device("cpu")
+
+
+class CompressedHook(CommunicationHook):
+    """A reduce-scatter and an all-gather of compressed pieces, summed in f32 between them.
+
+    Each rank compresses its gradient piece by piece and sends piece p to rank p; rank p adds the n pieces it got in
+    rank order, divides by n, compresses the average once and gives it to all. A NIC sends and receives 1 + (n-1)/n of a
+    compressed bucket at most. With one rank nothing is compressed.
+
+    While one bucket is added up and given to all, the next is compressed and sent, each on a thread and in a sub-group
+    of its own.
+
+    Args:
+        compressor: makes pieces smaller.
+        error_feedback: see Note: [Error feedback] of `residuals`; off only to see what it is good for.
+    """
+
+    def __init__(self, compressor: Compressor, *, error_feedback: bool = True) -> None:
+        self.compressor = compressor
+        self.feedback = Residuals() if error_feedback else None
+        self._pieces: dict[int, _Pieces] = {}
+        self._sending, self._giving = lane_of(self, "send"), lane_of(self, "give")
+
+    def attach(self, group: ProcessGroup) -> None:
+        """See `CommunicationHook`."""
+        super().attach(group)
+        self._averages = group.named_group("averages", range(group.size))
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        if self.group.size == 1:
+            return Work(self._sending.submit(lambda: None), f"bucket {bucket.index}")
+        sent = self._sending.submit(on_this_stream(bucket, lambda: self._send(bucket)))
+
+        def give() -> None:
+            sent.result()
+            self._give(bucket)
+
+        return Work(
+            self._giving.submit(on_this_stream(bucket, give)), f"bucket {bucket.index} as {self.compressor.name}"
+        )
+
+    def _send(self, bucket: GradientBucket) -> None:
+        """Compress, and exchange pieces."""
+        pieces = self._of(bucket)
+        pieces.read(bucket)
+        residual = self.feedback.of(bucket, _HOST) if self.feedback is not None else None
+        errors = residual.numpy() if residual is not None else None
+        for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
+            self.compressor.compress(pieces.values[at], out, None if errors is None else errors[at])
+        mine = [pieces.sizes[self.group.rank]] * self.group.size
+        self.group.all_to_all(pieces.outgoing, out=pieces.incoming, output_counts=mine, input_counts=pieces.sizes)
+
+    def _give(self, bucket: GradientBucket) -> None:
+        """Average this rank's piece, and give it to all."""
+        pieces, rank, n = self._of(bucket), self.group.rank, self.group.size
+        total, size = pieces.total, pieces.sizes[rank]
+        received = pieces.incoming.reshape(n, size)
+        self.compressor.decompress(received[0], total)
+        for data in received[1:]:
+            self.compressor.accumulate(data, total)
+        total /= np.float32(n)
+        out = pieces.split(pieces.gathered)
+        residual = self.feedback.of_average(bucket, total.size) if self.feedback is not None else None
+        self.compressor.compress(total, out[rank], None if residual is None else residual.numpy())
+        self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
+        for at, data in zip(pieces.spans, out, strict=True):
+            self.compressor.decompress(data, pieces.values[at])
+        pieces.write(bucket)
+
+    def _of(self, bucket: GradientBucket) -> _Pieces:
+        pieces = self._pieces.get(bucket.index)
+        if pieces is None:
+            made = _Pieces.of(bucket, self.group, self.compressor.compressed_bytes)
+            pieces = self._pieces[bucket.index] = made
+        return pieces
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """See `CommunicationHook`."""
+        if self.feedback is not None:
+            for bucket in before:
+                if bucket.index in self._pieces:
+                    mine = self._pieces[bucket.index].spans[self.group.rank]
+                    self.feedback.fold_average(bucket, mine, self.group.size)
+            self.feedback.move(before, after)
+        self._pieces.clear()
+
+
+@dataclass
+class _Pieces:
+    """The buffers of one bucket.
+
+    Attributes:
+        spans: where each rank's piece lies in the bucket.
+        sizes: bytes of each piece, compressed.
+        values: f32[N]: what is compressed, and the average afterwards; the bucket itself where that is f32 on the host.
+        outgoing: u8[sum(sizes)]: the compressed pieces of this rank.
+        incoming: u8[n * sizes[rank]]: every rank's compressed version of this rank's piece.
+        total: f32[N_rank]: the sum of those.
+        gathered: u8[sum(sizes)]: the compressed average.
+    """
+
+    spans: list[slice]
+    sizes: list[int]
+    values: Array
+    outgoing: Array
+    incoming: Array
+    total: Array
+    gathered: Array
+    staged: Tensor | None
+
+    @classmethod
+    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressed_bytes: Callable[[int], int]) -> _Pieces:
+        """New ones."""
+        n, flat = group.size, bucket.flat
+        numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
+        sizes = [compressed_bytes(numel) for numel in numels]
+        direct = flat.dtype is torch.float32 and flat.device == _HOST
+        staged = None if direct else torch.empty(flat.numel(), pin_memory=flat.is_cuda)
+        return cls(
+            spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
+            sizes=sizes,
+            values=(flat if staged is None else staged).numpy(),
+            outgoing=ops.empty_shared(sum(sizes), np.uint8, group=group),
+            incoming=ops.empty_shared(n * sizes[group.rank], np.uint8, group=group),
+            total=np.empty(numels[group.rank], np.float32),
+            gathered=ops.empty_shared(sum(sizes), np.uint8, group=group),
+            staged=staged,
+        )
+
+    def split(self, data: Array) -> list[Array]:
+        """The pieces of `outgoing` or `gathered`."""
+        ends = list(accumulate(self.sizes))
+        return [data[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
+
+    def read(self, bucket: GradientBucket) -> None:
+        """See that `values` are the bucket's."""
+        if self.staged is not None:
+            self.staged.copy_(bucket.flat)  # returns when the device has done it
+
+    def write(self, bucket: GradientBucket) -> None:
+        """See that the bucket's are `values`."""
+        if self.staged is not None:
+            bucket.flat.copy_(self.staged)

@@ -1,0 +1,183 @@
+"""`Mesh`: the workers of a group as a grid with named axes, and the groups along its axes.
+
+Owns: coordinates, and one group for each line of ranks (or plane, or more) that is asked for. Refuses: to know what an
+axis means; wrappers and layers are given its groups. Ranks are laid out in row-major order: the axis given last runs
+fastest, so its ranks are neighbours (usually on one host: the place for the axis that talks most, tensor).
+
+Invariants:
+- All members have agreed on axes and sizes before a mesh exists.
+- A group of the mesh is made by its members alone and without a message, under a name that no other group has; so
+  asking for one blocks nobody. Its first collective is where its members meet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from axon_ps.collectives.backend import disagreement
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import InvalidRequest, Misuse
+
+_WORDS_BYTES = 512
+
+
+class Mesh:
+    """A grid of workers, outermost axis first: `Mesh(world.default_group, pipeline=2, data=2, tensor=2)`.
+
+    Making one is collective over the group: every member must, with the same axes. Names are yours; the wrappers'
+    documents use pipeline, data, replicate, shard and tensor.
+
+    Args:
+        group: the workers; their product of sizes must be its size.
+        axes: name = size of each axis, outermost first. One size may be -1: what the others leave.
+
+    Attributes:
+        axes: name -> size, in the order given.
+
+    Raises:
+        InvalidRequest: no axis, a size below 1, or sizes that do not multiply to the size of the group. Nothing was
+            sent: the other members still wait for this one.
+        Disagreement: the members gave different axes; every one is told who gave what.
+        Misuse: this worker is no member of the group.
+
+    After an error: there is no mesh. After a member died its groups are over like all of a process group's; make
+    another mesh of those who are left.
+    """
+
+    def __init__(self, group: ProcessGroup, **axes: int) -> None:
+        self.axes: Mapping[str, int] = _sizes(axes, group.world_size)
+        self._group = group
+        self._name = _agree(group, self.axes)
+        shape = tuple(self.axes.values())
+        self._grid = np.arange(group.world_size).reshape(shape)
+        self._position = tuple(int(i) for i in np.unravel_index(group.rank, shape))
+        self._groups: dict[tuple[str, ...], ProcessGroup] = {tuple(self.axes): group}
+        for axis in self.axes:
+            self.group(axis)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the group that the mesh was made of."""
+        return self._group.rank
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This worker's place on every axis."""
+        return dict(zip(self.axes, self._position, strict=True))
+
+    def size(self, *axes: str) -> int:
+        """How many ranks an axis has; of several axes, their product.
+
+        Raises:
+            InvalidRequest: there is no such axis, or one is named twice.
+        """
+        return math.prod(self.axes[axis] for axis in self._known(axes))
+
+    def coordinate(self, axis: str) -> int:
+        """This worker's place on an axis: from 0 to `size(axis) - 1`.
+
+        Raises:
+            InvalidRequest: there is no such axis.
+        """
+        self._known((axis,))
+        return self.coordinates[axis]
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """The ranks that differ from this one only on these axes, in row-major order; the same object every time.
+
+        A rank's position in the group of one axis is its coordinate there. The group of several axes is flattened:
+        `mesh.group("data", "tensor")` has data x tensor ranks. The order in which axes are named makes no difference;
+        all axes give the group that the mesh was made of.
+
+        Raises:
+            InvalidRequest: there is no such axis, one is named twice, or none is.
+        """
+        chosen = self._known(axes)
+        group = self._groups.get(chosen)
+        if group is None:
+            line = tuple(slice(None) if a in chosen else i for a, i in self.coordinates.items())
+            ranks = [int(r) for r in self._grid[line].reshape(-1)]
+            # Lines of the same axes are told apart by their first rank.
+            name = f"{self._name}/{'+'.join(chosen)}@{ranks[0]}"
+            group = self._groups[chosen] = self._group.named_group(name, ranks)
+        return group
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank, in the group that the mesh was made of, at some coordinates; axes not given: this worker's.
+
+        Raises:
+            InvalidRequest: there is no such axis or place.
+        """
+        if coordinates:
+            self._known(tuple(coordinates))
+        for axis, place in coordinates.items():
+            if not 0 <= place < self.axes[axis]:
+                raise InvalidRequest(f"{axis}={place} is not in {self!r}; {axis} goes from 0 to {self.axes[axis] - 1}")
+        return int(self._grid[tuple((self.coordinates | coordinates).values())])
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """The same grid for torch.distributed (DTensor, FSDP2, DCP), with the same names of axes. Collective.
+
+        Args:
+            device_type: "cpu" or "cuda".
+
+        Raises:
+            Misuse: torch.distributed is not initialised, or its ranks are not those of the mesh: call
+                `torch.distributed.init_process_group("axon")` on all of them first.
+        """
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (self.rank, self._group.world_size):
+            raise Misuse(
+                f"a device mesh needs torch.distributed with the ranks of {self!r}; call "
+                'torch.distributed.init_process_group("axon") on all of them first'
+            )
+        return init_device_mesh(device_type, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
+
+    def _known(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes in the mesh's order, if they are its."""
+        unknown = [a for a in axes if a not in self.axes]
+        if unknown or not axes or len(set(axes)) != len(axes):
+            given = ", ".join(map(repr, axes)) or "none"
+            raise InvalidRequest(f"the axes given are {given}; name axes of {self!r}, each at most once, and one")
+        return tuple(a for a in self.axes if a in axes)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{axis}={size}' for axis, size in self.axes.items())})"
+
+
+def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """The sizes, with one that is -1 filled in."""
+    words = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    sizes = {axis: int(size) for axis, size in axes.items()}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if not sizes or len(free) > 1 or any(size < 1 for axis, size in sizes.items() if axis not in free):
+        raise InvalidRequest(f"Mesh({words}) needs at least one axis, sizes from 1, and at most one of them -1")
+    if free:
+        sizes[free[0]] = max(1, world_size // math.prod(s for a, s in sizes.items() if a not in free))
+    product = math.prod(sizes.values())
+    if product != world_size:
+        raise InvalidRequest(
+            f"Mesh({words}) has places for {product} workers; the group has {world_size}: "
+            "choose sizes whose product that is, or start as many workers"
+        )
+    return sizes
+
+
+def _agree(group: ProcessGroup, axes: Mapping[str, int]) -> str:
+    """A name for the mesh that every member has and that the group never had before; collective."""
+    number = group.sequence
+    words = json.dumps([number, list(axes.items())]).encode()
+    if len(words) > _WORDS_BYTES:
+        raise InvalidRequest(f"the names of the axes are too long: {len(words)} bytes as JSON, {_WORDS_BYTES} are left")
+    ours = np.full(_WORDS_BYTES, ord(" "), np.uint8)
+    ours[: len(words)] = np.frombuffer(words, np.uint8)
+    theirs = [json.loads(bytes(row)) for row in group.all_gather(ours).reshape(group.world_size, -1)]
+    said = {r: f"Mesh({', '.join(f'{a}={n}' for a, n in t[1])})" for r, t in zip(group.ranks, theirs, strict=True)}
+    if len(set(said.values())) > 1:
+        raise disagreement(said, "a mesh")
+    return f"mesh-{theirs[0][0]}"  # calls of a group never have a number twice, so rank 0's is new

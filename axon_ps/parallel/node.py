@@ -1,0 +1,311 @@
+"""HYBRID_SHARD: the workers of a node as one replica, behind the interface that `Runtime` knows from `StepClient`.
+
+`NodeSteps` gathers a unit from the node's workers, each of which keeps its own part as it travels, and averages a
+gradient inside the node before each worker pushes its part. Only parts cross the network.
+
+Invariants:
+- The workers of a node make the same calls in the same order; what they decide by (epoch, version, ticket) is agreed on
+  among them first, since they learn of it at different moments. `vote` compares what each has done, so that workers
+  that ran different modules get an error and not a wrong sum.
+- After a collective inside the node has failed, no further one is begun: every call raises that error. A node fails as
+  a whole; the other nodes go on.
+- Everything that must keep its order inside the node goes through one lane; what is agreed on goes through a second
+  group, so that it does not wait behind data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.steps import StepClient, Ticket
+from axon_ps.collectives.work import Lane, LoopWork
+from axon_ps.errors import AxonError, Closed, Disagreement, StepAborted
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.flat import array_of
+from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.work import LaneWork
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.parts import part_bounds
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTicket(Ticket):
+    """A ticket that the workers of a node share.
+
+    Attributes:
+        num_replicas: gradients that are averaged: those of all workers of all nodes.
+        shared: the ticket that pushes are named by.
+    """
+
+    shared: Ticket
+
+
+class _Part:
+    """This worker's part of a unit: wire[end - begin], and of which version it is."""
+
+    def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self.begin, self.end = bounds[rank], bounds[rank + 1]
+        self.counts = [b - a for a, b in itertools.pairwise(bounds)]
+        self.values = torch.empty(self.end - self.begin, dtype=dtype, pin_memory=pinned)
+        self.held: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
+        self.work: LoopWork[int] | None = None
+
+
+class NodeSteps:
+    """A `StepClient` for a worker that shares its units with the other workers of its node.
+
+    Args:
+        steps: the worker's own.
+        data: the workers of the node.
+        control: another group of the same.
+        spec: of the job; a node is a replica in it.
+        wire: what units are gathered as.
+        num_servers: shard servers of the job.
+        pinned: page-lock the parts.
+        meter: counts their memory.
+    """
+
+    def __init__(
+        self,
+        steps: StepClient,
+        data: ProcessGroup,
+        control: ProcessGroup,
+        spec: JobSpec,
+        wire: DType,
+        num_servers: int,
+        *,
+        pinned: bool,
+        meter: Meter,
+    ) -> None:
+        self._steps = steps
+        self._data = data
+        self._control = control
+        self._lane = Lane("axon-ps-node-units")
+        self._units = spec.layout.units
+        self._grad = spec.precision.grad
+        self._wire = wire
+        self._parts = [
+            _Part(
+                part_bounds(slices, spec.options.chunk_numel, data.world_size),
+                data.rank,
+                TORCH_DTYPES[self._wire],
+                pinned=pinned,
+            )
+            for slices in spec.plan(num_servers).slices
+        ]
+        meter.add(self.part_bytes)
+        self._done = hashlib.sha256()
+        self._failure: AxonError | None = None
+        self.epoch, self.version = steps.epoch, steps.version
+
+    @property
+    def part_bytes(self) -> int:
+        """Memory of all parts of this worker."""
+        return sum(p.values.nbytes for p in self._parts)
+
+    def part_numel(self, unit: int) -> int:
+        """Elements of this worker's part of a unit."""
+        return self._parts[unit].values.numel()
+
+    # ------------------------------------------------------------------ what the node agrees on
+
+    def agree(self) -> None:
+        """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
+
+        After an error: the workers of the node do not agree; build the model again.
+        """
+        epochs = self._exchange([self._steps.epoch, self._steps.version])
+        self.epoch, self.version = max((int(e), int(v)) for e, v in epochs)
+
+    def ticket(self) -> NodeTicket:
+        """The ticket of the node's first worker: whether it is valid is the same for all of them."""
+        mine = self._steps.ticket()
+        first = self._exchange([mine.generation, mine.step, mine.num_replicas])[0]
+        generation, step, replicas = map(int, first)
+        if mine.generation < generation:
+            self._steps.wait_generation(generation, self._steps.timeout_s)
+        shared = Ticket(generation=generation, step=step, replica=self._steps.me.replica, num_replicas=replicas)
+        return NodeTicket(
+            generation=generation,
+            step=step,
+            replica=shared.replica,
+            num_replicas=replicas * self._data.world_size,
+            shared=shared,
+        )
+
+    def _exchange(self, values: Sequence[int]) -> Array:
+        """Every worker's numbers, i64[workers, numbers]."""
+        mine = np.array([values], np.int64)
+        gathered: Array = self._control.all_gather(mine)
+        return gathered
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """As `StepClient.register_optimizer`."""
+        self._steps.register_optimizer(optimizer)
+
+    # ------------------------------------------------------------------ parameters
+
+    def gather(self, unit: int, out: Array | torch.Tensor) -> LaneWork[int]:
+        """Fill `out` from the node's workers, each of which first pulls its part if that is not current.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel] in host memory; must stay untouched until the work is done.
+        """
+        self._noted(b"g", unit)
+        part = self._parts[unit]
+        self._pull(unit)
+
+        def run() -> int:
+            self._wait(unit)
+            parts = array_of(part.values, self._wire).view(np.uint8)
+            itemsize = self._wire.itemsize
+            target = out if isinstance(out, np.ndarray) else array_of(out, self._wire)
+            self._data.all_gather(parts, out=target.view(np.uint8), counts=[n * itemsize for n in part.counts])
+            return self.version
+
+        return self._in_order(run, f"gathering unit {unit} inside the node")
+
+    def pull(self) -> None:
+        """Begin to pull this worker's part of every unit that has changed, in forward order."""
+        for unit in range(len(self._parts)):
+            self._pull(unit)
+
+    def wait_pulled(self) -> None:
+        """Block until this worker's parts are those of the current version."""
+        self.pull()
+        for unit in range(len(self._parts)):
+            self._wait(unit)
+
+    def _wanted(self, unit: int) -> tuple[int, int]:
+        return self.epoch, self.version if self._units[unit].trainable else 0
+
+    def _pull(self, unit: int) -> None:
+        part = self._parts[unit]
+        if part.held == self._wanted(unit):
+            return
+        if part.work is not None:
+            part.work.cancel()
+        part.held, part.work = self._wanted(unit), None
+        if part.end > part.begin:
+            out = array_of(part.values, self._wire)
+            part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
+
+    def _wait(self, unit: int) -> None:
+        part = self._parts[unit]
+        while (work := part.work) is not None:
+            try:
+                work.wait()
+            except StepAborted:  # restored to an older version meanwhile
+                if part.work is work:
+                    out = array_of(part.values, self._wire)
+                    part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
+                continue
+            except Closed:
+                if part.work is work:
+                    raise
+                continue  # it was given up for a newer one
+            if part.work is work:
+                part.work = None
+
+    # ------------------------------------------------------------------ gradients
+
+    def push(
+        self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None
+    ) -> LaneWork[None]:
+        """Add up the node's gradients of a unit, and push this worker's part of the sum.
+
+        Args:
+            unit: its number.
+            grad: wire[unit_numel]; overwritten. None when no worker of the node has one.
+            ticket: from `ticket()`.
+            done: called when the buffer is free again.
+        """
+        assert isinstance(ticket, NodeTicket)
+        self._noted(b"a" if grad is None else b"p", unit)
+        part = self._parts[unit]
+
+        def run() -> LoopWork[None] | None:
+            started = False
+            try:
+                mine = None if grad is None else self._reduced(part, grad)
+                if part.end == part.begin:
+                    return None
+                started = True
+                return self._steps.push(unit, mine, ticket.shared, done, begin=part.begin, end=part.end)
+            finally:
+                if not started and done is not None:
+                    done()
+
+        return self._in_order(run, f"pushing unit {unit} of the node", lambda: done() if done is not None else None)
+
+    def _reduced(self, part: _Part, grad: Array) -> Array:
+        """This worker's part of the node's sum, in its place in `grad`."""
+        whole = torch.from_numpy(grad).view(TORCH_DTYPES[self._grad])
+        self._data.reduce_scatter(whole, out=whole[part.begin : part.end], counts=part.counts)
+        return grad[part.begin : part.end]
+
+    # ------------------------------------------------------------------ the step
+
+    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        """As `StepClient.vote`, once all workers of the node are found to have done the same.
+
+        Raises:
+            Disagreement: they have not; nobody has voted, and the step will not commit.
+        """
+        assert isinstance(ticket, NodeTicket)
+        digest, self._done = self._done.digest(), hashlib.sha256()
+        number = int.from_bytes(digest[:8], "little", signed=True)
+        if len({int(row[0]) for row in self._exchange([number])}) > 1:
+            raise Disagreement(
+                "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "
+                "they must run the same modules in the same order, since each of them holds a part of every unit"
+            )
+        decision = self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper)
+        if decision.outcome is Outcome.COMMIT:
+            self.version = decision.version
+            self.pull()
+        return decision
+
+    def wait_complete(self, timeout_s: float | None = None) -> object:
+        """As `StepClient.wait_complete`."""
+        return self._steps.wait_complete(timeout_s)
+
+    def statistics(self) -> dict[str, float]:
+        """As `StepClient.statistics`."""
+        return self._steps.statistics()
+
+    def close(self) -> None:
+        """End the lane; the groups are the world's."""
+        self._lane.close(_CLOSE_TIMEOUT_S)
+
+    def _in_order(
+        self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
+    ) -> LaneWork[Any]:
+        """A call on the lane; after one has failed none is made any more, since the workers have lost step."""
+
+        def guarded() -> Any:
+            if self._failure is not None:
+                given_up()
+                raise self._failure
+            try:
+                return run()
+            except AxonError as error:
+                self._failure = error
+                raise
+
+        return LaneWork(self._lane.submit(guarded), what)
+
+    def _noted(self, what: bytes, unit: int) -> None:
+        self._done.update(what + unit.to_bytes(4, "little"))

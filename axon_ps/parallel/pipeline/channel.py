@@ -1,0 +1,196 @@
+"""What travels between stages: tensors of any number, shape and dtype, and the news that a stage has failed.
+
+Owns: one first-in-first-out edge for each direction of each boundary between stages on different ranks, with a thread
+at each end, so that ranks compute while messages travel; and a queue for neighbours on one rank. Refuses: to know why.
+
+A message is a header of fixed size that says what follows, and then each tensor; so shapes may change at any time. One
+message per edge is asked for ahead of its use: a rank holds one microbatch's inputs more than its activations.
+
+Invariant: whoever waits for a message gets it, or what its sender failed with: see `Channel.poison`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axon_ps.collectives import arrays
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.work import Lane
+from axon_ps.parallel.pipeline.exchange import HEADER_BYTES, pack, unpack
+
+_LANE_CLOSE_S = 5.0
+
+
+class Edge(NamedTuple):
+    """One direction over the boundary between stage `boundary` and the next one."""
+
+    backward: bool
+    boundary: int
+
+    @property
+    def sender(self) -> int:
+        """The stage that sends on it."""
+        return self.boundary + self.backward
+
+    @property
+    def receiver(self) -> int:
+        """The stage that receives on it."""
+        return self.boundary + (not self.backward)
+
+    @property
+    def tag(self) -> int:
+        """Of its messages."""
+        return 2 * self.boundary + self.backward
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a stage hands to a neighbour.
+
+    Attributes:
+        tensors: outputs, or gradients of those outputs that need one.
+        needs_grad: which outputs need a gradient; of gradients: nothing.
+        share: the microbatch's factor in the loss.
+    """
+
+    tensors: tuple[Tensor, ...]
+    needs_grad: tuple[bool, ...] = ()
+    share: float = 1.0
+
+
+class PeerFailed(Exception):
+    """Another rank's stage has failed; the text says which and how. Never leaves the pipeline."""
+
+
+class Channel:
+    """One rank's ends of all edges.
+
+    Args:
+        group: the pipeline's own group; None = all stages are here.
+        owner: the rank of each stage.
+        devices: where this rank's stages compute, by stage.
+    """
+
+    def __init__(self, group: ProcessGroup | None, owner: Sequence[int], devices: dict[int, torch.device]) -> None:
+        self._group = group
+        self._rank = group.rank if group is not None else 0
+        self._owner = owner
+        self._devices = devices
+        self._queues: dict[Edge, deque[Message]] = {}
+        self._lanes: dict[Edge, Lane] = {}
+        self._coming: dict[Edge, Future[Message]] = {}
+        self._expected: Counter[Edge] = Counter()
+        self._going: list[Future[None]] = []
+        self._sent = False
+
+    def expect(self, counts: Counter[Edge]) -> None:
+        """How many messages this rank will take from each edge in the step that begins."""
+        self._expected = Counter({e: n for e, n in counts.items() if not self._is_local(e)})
+        for edge in self._expected:
+            self._ask(edge)
+
+    def send(self, edge: Edge, message: Message) -> None:
+        """Hand a message over; it travels by itself.
+
+        Raises:
+            InvalidRequest: a tensor's dtype does not travel, or there are too many tensors.
+        """
+        if self._is_local(edge):
+            self._queues.setdefault(edge, deque()).append(message)
+            return
+        fields = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type != "cpu"] for t in message.tensors]
+        header = pack({"tensors": fields, "grads": list(message.needs_grad), "share": message.share})
+        flats = [arrays.flatten(t.detach().contiguous(), writable=False) for t in message.tensors]
+        self._dispatch(edge, [header, *flats])
+
+    def take(self, edge: Edge) -> Message:
+        """The next message of an edge, as soon as it is there.
+
+        Raises:
+            PeerFailed: the sender failed, or another rank that it waited for.
+            AxonError: the group is over.
+        """
+        if self._is_local(edge):
+            return self._queues[edge].popleft()
+        message = self._coming.pop(edge).result()
+        self._ask(edge)
+        return message
+
+    def poison(self, text: str) -> None:
+        """Send, instead of what others still expect of this rank, that it failed; after what was sent already."""
+        for boundary in range(len(self._owner) - 1):
+            for edge in (Edge(False, boundary), Edge(True, boundary)):
+                if self._owner[edge.sender] == self._rank and not self._is_local(edge):
+                    self._dispatch(edge, [pack({"error": text})])
+
+    def flush(self) -> None:
+        """Return when everything that was sent has left.
+
+        Raises:
+            AxonError: something could not be sent.
+        """
+        going, self._going = self._going, []
+        for work in going:
+            work.result()
+
+    def close(self) -> None:
+        """End the threads; the group must have ended what is under way. Harmless when repeated."""
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.close(_LANE_CLOSE_S)
+        self._coming.clear()
+        self._going.clear()
+        self._queues.clear()
+
+    def _is_local(self, edge: Edge) -> bool:
+        return self._owner[edge.sender] == self._owner[edge.receiver]
+
+    def _lane(self, edge: Edge) -> Lane:
+        lane = self._lanes.get(edge)
+        if lane is None:
+            lane = self._lanes[edge] = Lane(f"axon-ps-stage-{edge.sender}-{edge.receiver}")
+        return lane
+
+    def _dispatch(self, edge: Edge, parts: Sequence[Any]) -> None:
+        group, to = self._group, self._owner[edge.receiver]
+        assert group is not None
+
+        def transmit() -> None:
+            for part in parts:
+                group.send(part, to, tag=edge.tag)
+
+        self._going = [work for work in self._going if not work.done() or work.exception() is not None]
+        self._going.append(self._lane(edge).submit(transmit))
+
+    def _ask(self, edge: Edge) -> None:
+        if self._expected[edge] > 0:
+            self._expected[edge] -= 1
+            self._coming[edge] = self._lane(edge).submit(lambda: self._receive(edge))
+
+    def _receive(self, edge: Edge) -> Message:
+        group, source = self._group, self._owner[edge.sender]
+        assert group is not None
+        header = np.empty(HEADER_BYTES, np.uint8)
+        group.recv(header, source, tag=edge.tag)
+        said = unpack(header)
+        if "error" in said:
+            raise PeerFailed(said["error"])
+        device = self._devices[edge.receiver]
+        tensors = []
+        for name, shape, on_device in said["tensors"]:
+            # Sent from one kind of memory and received into the same kind, whatever this stage computes on.
+            where = device if on_device == (device.type != "cpu") else torch.device("cuda" if on_device else "cpu")
+            tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
+            group.recv(tensor, source, tag=edge.tag)
+            if where.type == "cuda":  # this thread's stream is not the one that will use it
+                torch.cuda.current_stream(where).synchronize()
+            tensors.append(tensor)
+        return Message(tuple(tensors), tuple(said["grads"]), said["share"])

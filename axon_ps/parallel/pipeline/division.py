@@ -1,0 +1,53 @@
+"""Cutting: batches into microbatches, a list of modules into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.pipeline.stage import Chain, Tensors, as_tuple
+
+
+def even(count: int, parts: int) -> list[int]:
+    """Sizes of parts as even as possible; the first have one more."""
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+def cut(what: str, value: Any, microbatches: int) -> list[Tensors]:
+    """Microbatches of a batch, as even as possible, each as a tuple.
+
+    Args:
+        what: for messages.
+        value: a tensor [rows, ...] or a tuple of such.
+        microbatches: how many.
+
+    Raises:
+        InvalidRequest: it is missing, has fewer rows than microbatches, or tensors of different numbers of rows.
+    """
+    if value is None:
+        raise InvalidRequest(f"the {what} is None; this rank's stage needs it")
+    tensors = as_tuple(value, f"the {what}")
+    rows = {t.shape[0] if t.dim() else 0 for t in tensors}
+    if len(rows) != 1 or min(rows) < microbatches:
+        raise InvalidRequest(f"the {what} has {sorted(rows)} rows; needed is one number, at least {microbatches}")
+    columns: list[Sequence[Tensor]] = [t.tensor_split(microbatches) for t in tensors]
+    return list(zip(*columns, strict=True))
+
+
+def single(tensors: Tensors) -> Any:
+    """The tensor, when it is one; else the tuple."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[Chain]:
+    """Stages of `sizes` modules each, whose children are named by their place among all."""
+    chains, index = [], 0
+    for size in sizes:
+        chains.append(Chain())
+        for _ in range(size):
+            chains[-1].add_module(str(index), modules[index])
+            index += 1
+    return chains

@@ -1,0 +1,134 @@
+"""What all ranks of a pipeline tell each other at once: arguments, statuses, outputs, timelines.
+
+Owns: small values as headers of fixed size, and the collectives over them. Refuses: messages between two stages, which
+are `channel`'s. Every function is collective over the group it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import AxonError, Disagreement, InvalidRequest
+from axon_ps.parallel.pipeline.timeline import Span, Timeline
+
+HEADER_BYTES = 1024
+_CLOCK_ROUNDS = 5
+
+
+def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """u8[HEADER_BYTES] of something small that JSON can hold.
+
+    Raises:
+        InvalidRequest: it is too large.
+    """
+    text = json.dumps(value, separators=(",", ":")).encode()
+    if len(text) > HEADER_BYTES:
+        raise InvalidRequest(
+            f"a stage's output takes {len(text)} bytes to describe, of {HEADER_BYTES}; return fewer tensors"
+        )
+    header = np.zeros(HEADER_BYTES, np.uint8)
+    header[: len(text)] = np.frombuffer(text, np.uint8)
+    return header
+
+
+def unpack(header: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    """What `pack` was given."""
+    return json.loads(header.tobytes().rstrip(b"\0"))
+
+
+def exchange(group: ProcessGroup, value: Any) -> list[Any]:
+    """What every rank gives, by rank; collective. For something small that JSON can hold."""
+    rows = group.all_gather(pack(value).reshape(1, -1))
+    return [unpack(row) for row in rows]
+
+
+def end_together(group: ProcessGroup) -> None:
+    """Let every rank come out of its last collective before one of them ends the group; errors no longer matter."""
+    with contextlib.suppress(AxonError):
+        group.barrier()
+
+
+def agree(group: ProcessGroup | None, stages: int, words: str, rest: Any) -> list[int]:
+    """See that all ranks make the same pipeline.
+
+    Args:
+        group: the ranks; None = this one alone.
+        stages: how many this rank has.
+        words: what must be the same, for messages.
+        rest: what must be the same besides.
+
+    Returns:
+        How many stages each rank has.
+
+    Raises:
+        Disagreement: the ranks gave different arguments; every one is told.
+    """
+    if group is None:
+        return [stages]
+    digest = hashlib.sha256(repr(rest).encode()).hexdigest()[:16]
+    said = exchange(group, [stages, words, digest])
+    if any(theirs[1:] != [words, digest] for theirs in said):
+        listed = "; ".join(f"rank {r}: {w}, {d}" for r, (_, w, d) in enumerate(said))
+        raise Disagreement(f"the ranks made different pipelines (last: digest of loss and ties): {listed}")
+    return [count for count, *_ in said]
+
+
+def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Give every rank the root's tensors.
+
+    Args:
+        group: the ranks.
+        tensors: the root's.
+        root: who has them.
+        device: where the others put them.
+    """
+    fields = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    header = pack(fields) if group.rank == root else np.empty(HEADER_BYTES, np.uint8)
+    group.broadcast(header, root)
+    if group.rank != root:
+        shapes = unpack(header)
+        tensors = tuple(torch.empty(shape, dtype=getattr(torch, name), device=device) for name, shape in shapes)
+    for tensor in tensors:
+        group.broadcast(tensor, root)
+    return tensors
+
+
+def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
+    """All ranks' spans, on rank 0's clock.
+
+    Ranks that have booted together share a clock. Others are compared by when barriers return.
+    """
+
+    def now() -> float:
+        group.barrier()
+        return time.monotonic()
+
+    clocks = exchange(group, {"boot": _boot_id(), "times": [now() for _ in range(_CLOCK_ROUNDS)]})
+    text = np.frombuffer(json.dumps([s.as_json() for s in spans]).encode(), np.uint8)
+    sizes = exchange(group, text.size)
+    whole = group.all_gather(text, counts=sizes).tobytes()
+    found: list[Span] = []
+    for clock, size, begin in zip(clocks, sizes, np.cumsum([0, *sizes[:-1]]), strict=True):
+        ahead = np.subtract(clock["times"], clocks[0]["times"])
+        offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(ahead))
+        found.extend(Span.from_json(fields, offset_s) for fields in json.loads(whole[begin : begin + size]))
+    return Timeline(tuple(found), len(sizes))
+
+
+def _boot_id() -> str:
+    """What processes with a common monotonic clock have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,170 @@
+"""One rank's part of one step: does its actions in order and measures them.
+
+Owns: nothing beyond the step. Refuses: to decide the order (`schedule`), to compute (`stage`), to move (`channel`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from axon_ps.parallel.pipeline.channel import Channel, Edge, Message
+from axon_ps.parallel.pipeline.schedule import Action, Kind
+from axon_ps.parallel.pipeline.stage import LossFunction, PipelineStage, Tensors
+from axon_ps.parallel.pipeline.timeline import Span
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What a step works on and what comes of it, on one rank.
+
+    Attributes:
+        table: the rank's actions.
+        inputs: by microbatch; on the rank of the first stage.
+        targets: by microbatch; on the rank of the last stage. None = the loss function takes none.
+        shares: factor of each microbatch in the loss; on the rank of the first stage.
+        loss_fn: None = inference.
+        loss: sum of the microbatches' parts; on the rank of the last stage.
+        outputs: of inference, by microbatch; on the rank of the last stage.
+        spans: when each action was done.
+        peak: the most microbatches that were held at once.
+        peak_by_stage: the same of each stage.
+    """
+
+    table: Sequence[Action]
+    inputs: Sequence[Tensors] = ()
+    targets: Sequence[Any] | None = None
+    shares: Sequence[float] = ()
+    loss_fn: LossFunction | None = None
+    loss: Tensor | None = None
+    outputs: dict[int, Tensors] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    peak: int = 0
+    peak_by_stage: dict[int, int] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Let go of the batch; what is measured stays."""
+        self.inputs, self.targets = (), None
+
+
+class StageFailed(Exception):
+    """A stage of this rank has failed; the cause is what with. Never leaves the pipeline."""
+
+    def __init__(self, words: str, cause: BaseException) -> None:
+        super().__init__(f"{words}: {type(cause).__name__}: {cause}")
+        self.words = words
+        self.error = cause
+
+
+class Executor:
+    """Runs steps.
+
+    Args:
+        stages: this rank's, by number.
+        num_stages: of all ranks.
+        rank: of the pipeline's group.
+        channel: to the other stages.
+    """
+
+    def __init__(self, stages: Mapping[int, PipelineStage], num_stages: int, rank: int, channel: Channel) -> None:
+        self._stages = stages
+        self._last = num_stages - 1
+        self._rank = rank
+        self._channel = channel
+
+    def run(self, step: Step) -> None:
+        """Do all actions.
+
+        Raises:
+            StageFailed: a stage of this rank failed.
+            PeerFailed: one of another rank.
+            AxonError: the group is over.
+
+        After an error: but for the last, other ranks have not been told; gradients hold anything.
+        """
+        step.peak_by_stage = dict.fromkeys(self._stages, 0)
+        try:
+            self._channel.expect(self._expected(step.table))
+            for action in step.table:
+                message = self._incoming(step, action)
+                try:
+                    self._perform(step, action, message)
+                except Exception as error:
+                    words = f"stage {action.stage} on rank {self._rank} of the pipeline failed in {action.words}"
+                    raise StageFailed(words, error) from error
+        finally:
+            for stage in self._stages.values():
+                stage.clear()
+
+    def _perform(self, step: Step, action: Action, message: Message | None) -> None:
+        begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
+        result = self._compute(step, action, message)
+        end_cpu_s, end_s = time.thread_time(), time.monotonic()
+        step.spans.append(Span(self._rank, action, begin_s, end_s, end_cpu_s - begin_cpu_s))
+        edge = _leaving(action)
+        if result is not None and edge is not None and 0 <= edge.boundary < self._last:
+            self._channel.send(edge, result)
+
+    def _incoming(self, step: Step, action: Action) -> Message | None:
+        edge = _arriving(action)
+        if edge is None or edge.boundary >= self._last:
+            return None
+        if edge.boundary < 0:
+            inputs = step.inputs[action.microbatch]
+            return Message(inputs, (False,) * len(inputs), step.shares[action.microbatch])
+        return self._channel.take(edge)
+
+    def _compute(self, step: Step, action: Action, message: Message | None) -> Message | None:
+        stage, number = self._stages[action.stage], action.microbatch
+        if action.kind is Kind.FORWARD:
+            assert message is not None
+            result = self._forward(step, action, message)
+            step.peak_by_stage[action.stage] = max(step.peak_by_stage[action.stage], stage.live)
+            step.peak = max(step.peak, sum(s.live for s in self._stages.values()))
+            return result
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            stage.backward_weight(number)
+            return None
+        grads = message.tensors if message is not None else None
+        split = action.kind is Kind.BACKWARD_INPUT
+        return Message((stage.backward_input if split else stage.backward)(number, grads))
+
+    def _forward(self, step: Step, action: Action, message: Message) -> Message | None:
+        stage, number, last = self._stages[action.stage], action.microbatch, action.stage == self._last
+        if step.loss_fn is None:
+            outputs = stage.infer(message.tensors)
+            if last:
+                step.outputs[number] = outputs
+            return Message(outputs, (False,) * len(outputs), message.share)
+        split = any(a.kind is Kind.BACKWARD_WEIGHT for a in step.table)
+        outputs = stage.forward(number, message.tensors, message.needs_grad, split=split)
+        if last:
+            target = step.targets[number] if step.targets is not None else None
+            loss = stage.loss(number, outputs, target, step.loss_fn, message.share)
+            step.loss = loss if step.loss is None else step.loss + loss
+            return None
+        needs_grad = tuple(y.requires_grad for y in outputs)
+        return Message(tuple(y.detach() for y in outputs), needs_grad, message.share)
+
+    def _expected(self, table: Iterable[Action]) -> Counter[Edge]:
+        edges = (_arriving(action) for action in table)
+        return Counter(e for e in edges if e is not None and 0 <= e.boundary < self._last)
+
+
+def _arriving(action: Action) -> Edge | None:
+    """Where an action's message comes from: over boundary -1 the microbatches, over the last nothing (the loss)."""
+    if action.kind is Kind.FORWARD:
+        return Edge(False, action.stage - 1)
+    return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage)
+
+
+def _leaving(action: Action) -> Edge | None:
+    """Where what an action computed goes."""
+    if action.kind is Kind.FORWARD:
+        return Edge(False, action.stage)
+    return None if action.kind is Kind.BACKWARD_WEIGHT else Edge(True, action.stage - 1)

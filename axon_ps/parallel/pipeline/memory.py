@@ -1,0 +1,75 @@
+"""How many microbatches' activations a rank holds at once: formulas, and what was measured.
+
+Unit: one microbatch at one stage, from the begin of its forward to the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.pipeline.schedule import Action, Kind, PipelineSchedule, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineMemoryStats:
+    """Microbatches that were held at once during the last step of a rank.
+
+    Attributes:
+        peak_activations: at all stages of the rank together.
+        peak_by_stage: at each of them, by stage.
+        expected: what the schedule's formula says for the rank.
+    """
+
+    peak_activations: int
+    peak_by_stage: dict[int, int]
+    expected: int
+
+    @staticmethod
+    def gpipe_peak_activations(stages: int, microbatches: int) -> int:
+        """m at every stage: backward starts when all forwards are done."""
+        _check(stages, microbatches, 0)
+        return microbatches
+
+    @staticmethod
+    def one_f_one_b_peak_activations(stages: int, microbatches: int, rank: int = 0) -> int:
+        """min(p - rank, m): what is in flight between a stage and the end; the first stage holds most.
+
+        Raises:
+            InvalidRequest: there is no such rank.
+        """
+        _check(stages, microbatches, rank)
+        return min(stages - rank, microbatches)
+
+    @staticmethod
+    def interleaved_peak_activations(ranks: int, stages_per_rank: int, microbatches: int, rank: int = 0) -> int:
+        """min((k - 1)·w + 2·(p - 1 - rank) + 1, k·m), w microbatches to a round: p, if they divide.
+
+        Raises:
+            InvalidRequest: there is no such rank, or the microbatches do not divide into rounds.
+        """
+        _check(ranks, microbatches, rank)
+        check(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, ranks, microbatches)
+        width = microbatches // max(1, microbatches // ranks)
+        warmup = (stages_per_rank - 1) * width + 2 * (ranks - 1 - rank)
+        return min(warmup + 1, stages_per_rank * microbatches)
+
+
+def peak(table: Iterable[Action]) -> int:
+    """The most microbatches that a rank with these actions holds at once; I frees nothing, W does."""
+    live = most = 0
+    for action in table:
+        if action.kind is Kind.FORWARD:
+            live += 1
+            most = max(most, live)
+        elif action.kind is not Kind.BACKWARD_INPUT:
+            live -= 1
+    return most
+
+
+def _check(ranks: int, microbatches: int, rank: int) -> None:
+    if microbatches < 1 or not 0 <= rank < ranks:
+        raise InvalidRequest(
+            f"asked for rank {rank} of {ranks} with {microbatches} microbatches; there is no such rank"
+        )

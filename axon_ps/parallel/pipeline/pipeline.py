@@ -1,0 +1,382 @@
+"""`Pipeline`: a model in stages, over the ranks of a process group or in one process.
+
+Owns: what the ranks agree on, batches becoming microbatches, the end of a step (loss, errors, shared parameters).
+Refuses: the step itself; see `executor`.
+
+Note: [A step's end]
+    When a rank has done its actions, or cannot go on, it gives every other rank its status: the loss, or what failed.
+    So a step ends on all ranks alike. A rank that fails first sends, on every edge on which others may still wait for
+    it, what failed (`Channel.poison`); a rank that takes this does the same. Hence every rank comes to the exchange.
+
+`torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). This one needs no default process
+group, takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all ranks when
+one fails; the orders of its schedules are the same, and splitting backward is torch's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse
+from axon_ps.parallel.pipeline.channel import Channel, PeerFailed
+from axon_ps.parallel.pipeline.division import chain, cut, even, single
+from axon_ps.parallel.pipeline.exchange import agree, end_together, exchange, gather_timeline, spread
+from axon_ps.parallel.pipeline.executor import Executor, StageFailed, Step
+from axon_ps.parallel.pipeline.memory import PipelineMemoryStats, peak
+from axon_ps.parallel.pipeline.schedule import PipelineSchedule, actions, check, owners
+from axon_ps.parallel.pipeline.stage import Chain, LossFunction, PipelineStage, split_backward
+from axon_ps.parallel.pipeline.ties import Tie, TiedParameters, find_ties
+from axon_ps.parallel.pipeline.timeline import Timeline
+
+_ERROR_CHARACTERS = 800
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages that work on different microbatches of a batch at the same time.
+
+    Its parameters are those of this rank's stages: make an optimizer of them, and save them, on every rank. Of a
+    pipeline made by `from_modules` the state dicts of all ranks together are that of `nn.Sequential(*modules)`, however
+    it is cut. Else keys are `stages.<stage>.<name in the stage's module>`. No two ranks have the same.
+
+    Args:
+        stages: this rank's stages in order. ONE_F_ONE_B and GPIPE: neighbours, any number of them (at least one) on
+            each rank; INTERLEAVED_ONE_F_ONE_B and ZERO_BUBBLE: as many on each rank, the i-th one being stage
+            rank + i * ranks.
+        num_microbatches: how many parts a batch is cut into.
+        schedule: the order of work; see `PipelineSchedule`.
+        group: the ranks; None = all stages are in this process. With a group, making it is collective.
+        loss_fn: for training: `loss_fn(output, target)`, or `loss_fn(output)` when `step` gets no target; a scalar.
+        loss_reduction: what `loss_fn` does with rows, "mean" or "sum". With it a step's loss and gradients are those
+            of the whole batch, also when microbatches are of unequal size.
+        tied: the places of each parameter that stages share, as (stage, name in its module); the same on every rank.
+
+    Raises:
+        InvalidRequest: the schedule does not exist for so many ranks, stages or microbatches.
+        Disagreement: the ranks gave different arguments.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        *,
+        num_microbatches: int,
+        schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+        group: ProcessGroup | None = None,
+        loss_fn: LossFunction | None = None,
+        loss_reduction: str = "mean",
+        tied: Iterable[Tie] = (),
+    ) -> None:
+        super().__init__()
+        if loss_reduction not in ("mean", "sum"):
+            raise InvalidRequest(f'loss_reduction is {loss_reduction!r}; it must be "mean" or "sum"')
+        self.schedule = PipelineSchedule(schedule)
+        self.num_microbatches = num_microbatches
+        self.rank = 0 if group is None else group.rank
+        self._loss_fn = loss_fn
+        self._is_mean = loss_reduction == "mean"
+        self._last: Step | None = None
+        self._over: AxonError | None = None
+        ties = tuple(tuple((int(stage), str(name)) for stage, name in tie) for tie in tied)
+        words = f"{self.schedule.value}, {num_microbatches} microbatches"
+        counts = agree(group, len(stages), words, (loss_fn is None, loss_reduction, ties))
+        check(self.schedule, len(counts), num_microbatches)
+        self.owner = owners(self.schedule, counts)
+        indices = [stage for stage, rank in enumerate(self.owner) if rank == self.rank]
+        self._local = dict(zip(indices, stages, strict=True))
+        self._register()
+        self._group = None if group is None else group.new_group(range(group.world_size), backend=group.backend)
+        self._channel = Channel(self._group, self.owner, {i: s.device for i, s in self._local.items()})
+        if self.schedule is PipelineSchedule.ZERO_BUBBLE:
+            split_backward()
+        self._executor = Executor(self._local, self.num_stages, self.rank, self._channel)
+        modules = {i: stage.module for i, stage in self._local.items()}
+        self._ties = TiedParameters(ties, self.owner, modules, self._group)
+
+    @classmethod
+    def from_modules(
+        cls,
+        modules: Iterable[nn.Module],
+        num_stages: int,
+        group: ProcessGroup | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+        **options: Any,
+    ) -> Pipeline:
+        """Cut a sequence of modules into stages; this rank keeps its own.
+
+        A parameter that modules of different stages share (the same object) stays shared.
+
+        Args:
+            modules: the whole model in order (a `nn.Sequential`, say), the same on every rank; each takes what the
+                one before returned, a tuple as separate arguments.
+            num_stages: how many stages; at least one per rank.
+            group: the ranks; None = all stages are in this process.
+            sizes: modules by stage; None = as even as possible, the first stages have one more.
+            devices: by stage; None = where the modules are.
+            schedule: the order of work.
+            options: `Pipeline`'s other arguments.
+
+        Raises:
+            InvalidRequest: the modules cannot be cut so.
+        """
+        parts, schedule = list(modules), PipelineSchedule(schedule)
+        ranks = 1 if group is None else group.world_size
+        if not ranks <= num_stages <= len(parts):
+            raise InvalidRequest(
+                f"{len(parts)} modules were to become {num_stages} stages on {ranks} ranks; every rank needs a stage, "
+                "and every stage a module"
+            )
+        if schedule.loops and num_stages % ranks:
+            raise InvalidRequest(f"{schedule.name} needs as many stages on every rank; {num_stages} on {ranks} are not")
+        sizes = even(len(parts), num_stages) if sizes is None else list(sizes)
+        if len(sizes) != num_stages or sum(sizes) != len(parts) or min(sizes) < 1:
+            raise InvalidRequest(f"sizes are {sizes}; needed are {num_stages} numbers from 1 that sum to {len(parts)}")
+        chains = chain(parts, sizes)
+        rank = 0 if group is None else group.rank
+        owner = owners(schedule, even(num_stages, ranks))
+        return cls(
+            [PipelineStage(c, devices[i] if devices else None) for i, c in enumerate(chains) if owner[i] == rank],
+            schedule=schedule,
+            group=group,
+            tied=(*find_ties(chains), *options.pop("tied", ())),
+            **options,
+        )
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def num_stages(self) -> int:
+        """Of all ranks."""
+        return len(self.owner)
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        """Numbers of this rank's stages."""
+        return tuple(self._local)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage: batches are needed here."""
+        return 0 in self._local
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage: targets are needed here, and outputs are had."""
+        return self.num_stages - 1 in self._local
+
+    @property
+    def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
+        """Copies of shared parameters here that are not the first ones: what a global norm must leave out."""
+        return self._ties.counted_elsewhere
+
+    # ------------------------------------------------------------------ use
+
+    def step(self, batch: Any = None, target: Any = None) -> Tensor:
+        """Forward and backward of a batch; gradients are added to `.grad`. Collective.
+
+        Args:
+            batch: a tensor [rows, ...] or a tuple of such; needed on the rank of the first stage, ignored elsewhere.
+            target: the same for the loss function; needed on the rank of the last stage, if at all.
+
+        Returns:
+            The loss, on every rank: a scalar on the CPU without graph.
+
+        Raises:
+            Broken: a stage of another rank failed; the message says which, where and how.
+            Misuse: there is no loss function.
+            Exception: what a stage of this rank failed with, with a note.
+            AxonError: a rank has died, or did not come in time.
+
+        After an error: gradients hold anything, parameters are as before. With a group the pipeline is over, on every
+        rank; make another. The group it was given goes on, unless a rank has died.
+        """
+        self._check_open()
+        if self._loss_fn is None:
+            raise Misuse("this pipeline has no loss_fn; give one to train, or call it to infer")
+        self._ties.begin()
+        losses = self._run(batch, target, training=True)
+        self._ties.reduce()
+        return torch.tensor(next(loss for loss in losses if loss is not None), dtype=torch.float32)
+
+    def forward(self, batch: Any = None, *, everywhere: bool = False) -> Any:
+        """Inference: the output of a batch, without a graph. Collective.
+
+        Args:
+            batch: as for `step`.
+            everywhere: return the output on every rank.
+
+        Returns:
+            On the rank of the last stage what that stage returned, microbatches joined along the first dimension (a
+            tensor, or a tuple of tensors); None elsewhere, unless `everywhere`.
+
+        Raises:
+            Exception: as `step`.
+
+        After an error: as `step`.
+        """
+        self._run(batch, None, training=False)
+        parts, self._last_step().outputs = self._last_step().outputs, {}
+        try:
+            columns = zip(*(parts[i] for i in sorted(parts)), strict=True)
+            output = tuple(torch.cat(column) for column in columns)
+            if everywhere and self._group is not None:
+                output = spread(self._group, output, self.owner[-1], next(iter(self._local.values())).device)
+        except BaseException as error:  # the others may wait for the output
+            self._break(error)
+            raise
+        return single(output) if output else None
+
+    def memory_stats(self) -> PipelineMemoryStats:
+        """How many microbatches this rank held at once in the last `step` (or inference).
+
+        Raises:
+            Misuse: there was no step.
+        """
+        step = self._last_step()
+        expected = 0 if step.loss_fn is None else peak(step.table)  # inference holds nothing
+        return PipelineMemoryStats(peak_activations=step.peak, peak_by_stage=step.peak_by_stage, expected=expected)
+
+    def timeline(self) -> Timeline:
+        """Who computed what when in the last `step` (or inference), of all ranks, on every rank. Collective.
+
+        Ranks on one host share a clock. Clocks of different hosts are compared by when a barrier returns, which is as
+        exact as a message is fast.
+
+        Raises:
+            Misuse: there was no step.
+        """
+        spans = self._last_step().spans
+        if self._group is None:
+            return Timeline(tuple(spans), 1)
+        return gather_timeline(self._group, spans)
+
+    def close(self) -> None:
+        """Free the pipeline's group and threads on this rank; parameters stay. Harmless when repeated."""
+        self._end(Closed("the pipeline was closed"))
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ a step
+
+    def _run(self, batch: Any, target: Any, *, training: bool) -> list[float | None]:
+        """Do a step; the loss as each rank has it."""
+        self._check_open()
+        failure: StageFailed | PeerFailed | None = None
+        table = actions(self.schedule, self.owner, self.rank, self.num_microbatches, training=training)
+        step = self._last = Step(table=table, loss_fn=self._loss_fn if training else None)
+        try:
+            self._prepare(step, batch, target)
+            self._executor.run(step)
+        except (StageFailed, PeerFailed) as error:
+            failure = error
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            step.release()
+        return [status["loss"] for status in self._conclude(step, failure)]
+
+    def _check_open(self) -> None:
+        if self._over is not None:
+            raise self._over.with_traceback(None)
+
+    def _prepare(self, step: Step, batch: Any, target: Any) -> None:
+        """Cut what this rank was given into microbatches."""
+        try:
+            if self.is_first:
+                step.inputs = cut("batch", batch, self.num_microbatches)
+                rows = [part[0].shape[0] for part in step.inputs]
+                step.shares = [r / sum(rows) if self._is_mean else 1.0 for r in rows]
+            if self.is_last and target is not None:
+                parts = cut("target", target, self.num_microbatches)
+                step.targets = [single(part) for part in parts] if isinstance(target, Tensor) else parts
+        except Exception as error:
+            raise StageFailed(
+                f"rank {self.rank} of the pipeline was given a batch that it cannot use", error
+            ) from error
+
+    def _conclude(self, step: Step, failure: StageFailed | PeerFailed | None) -> list[Any]:
+        """See Note: [A step's end]; the status of every rank."""
+        own = isinstance(failure, StageFailed)
+        text = _short(str(failure)) if failure is not None else None
+        loss = step.loss.item() if step.loss is not None and failure is None else None
+        statuses = [{"error": text, "own": own, "loss": loss}]
+        lost: AxonError | None = None
+        if self._group is not None:
+            try:
+                if text is not None:
+                    self._channel.poison(text)
+                statuses = exchange(self._group, statuses[0])
+                if not any(s["error"] for s in statuses):
+                    self._channel.flush()
+                else:
+                    end_together(self._group)
+            except AxonError as error:
+                lost = error
+        said = sorted((not s["own"], s["error"]) for s in statuses if s["error"])  # who failed itself comes first
+        if not said and lost is None:
+            return statuses
+        self._break(lost or Broken(f"{said[0][1]}; the pipeline is over on every rank, make another"))
+        if isinstance(failure, StageFailed):
+            failure.error.add_note(failure.words)
+            raise failure.error
+        assert self._over is not None
+        raise self._over
+
+    def _break(self, error: BaseException) -> None:
+        """A step was broken off; alone the pipeline goes on, with others it is over."""
+        if self._group is None:
+            self._channel.close()
+        else:
+            words = f"rank {self.rank} left the pipeline by {type(error).__name__}: {_short(str(error))}"
+            self._end(error if isinstance(error, AxonError) else Broken(words))
+
+    def _end(self, error: AxonError) -> None:
+        self._over = self._over or error
+        if self._group is not None:
+            self._group.abort(error)
+        self._channel.close()
+        if self._group is not None:
+            self._group.close()
+
+    # ------------------------------------------------------------------ among ranks
+
+    def _register(self) -> None:
+        """Make the stages' modules this module's."""
+        by_hand = nn.ModuleDict()
+        for index, stage in self._local.items():
+            if isinstance(stage.module, Chain):
+                for name, child in stage.module.named_children():
+                    self.add_module(name, child)
+            else:
+                by_hand[str(index)] = stage.module
+        if len(by_hand):
+            self.stages = by_hand
+
+    def _last_step(self) -> Step:
+        if self._last is None:
+            raise Misuse("the pipeline has not done a step yet")
+        return self._last
+
+
+def _short(text: str) -> str:
+    """On one line, and short enough for a header."""
+    text = " ".join(text.split())
+    while len(json.dumps(text)) > _ERROR_CHARACTERS:
+        text = text[: len(text) * 3 // 4]
+    return text

@@ -1,0 +1,197 @@
+"""Pipeline schedules: which rank computes what, in which order.
+
+Owns: the tables. Refuses: time, tensors, communication; what must travel follows from the table, because each stage's
+output goes to the next stage's rank and its input's gradient to the previous one's.
+
+Vocabulary: p ranks, each with k stages (p·k stages in all), and m microbatches. Actions: F forward, B backward; where
+backward is split, I is the gradient of the input and W that of the weights (B = I + W).
+
+Invariants, tested for every small p, k and m:
+- every stage does every microbatch once, forward before backward;
+- no order of ranks' progress deadlocks when sends do not wait;
+- messages between two stages are used in the order they are produced, so a first-in-first-out edge each is enough.
+
+Sources: GPipe (https://arxiv.org/abs/1811.06965); 1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503); interleaved
+1F1B (https://arxiv.org/abs/2104.04473, with any m that divides into m // p rounds, as `torch.distributed.pipelining`);
+zero bubble ZB1P (https://arxiv.org/abs/2401.10241). The tests hold the tables equal to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from axon_ps.errors import InvalidRequest
+
+
+class PipelineSchedule(StrEnum):
+    """The order in which a rank does the forwards and backwards of its stages.
+
+    Attributes:
+        GPIPE: all forwards, then all backwards. A stage holds all m microbatches.
+        ONE_F_ONE_B: forwards until the first backward can start, then one of each in turn. Same bubble; stage s of p
+            holds p - s microbatches at most.
+        INTERLEAVED_ONE_F_ONE_B: the same with k > 1 stages per rank, p stages apart: 1/k of the bubble, k times the
+            messages.
+        ZERO_BUBBLE: 1F1B with backward split, so that gradients of weights fill what was bubble.
+    """
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_ONE_F_ONE_B = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+
+    @property
+    def loops(self) -> bool:
+        """Whether rank r has the stages r, r + p, r + 2p, ...; else each rank has neighbouring ones."""
+        return self in (PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE)
+
+
+class Kind(StrEnum):
+    """What an action computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+class Action(NamedTuple):
+    """One stage's work on one microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        name = self.kind.name.lower().replace("_", " of ")
+        return f"{name} of microbatch {self.microbatch}"
+
+
+def owners(schedule: PipelineSchedule, stages_per_rank: Sequence[int]) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    Args:
+        schedule: see `PipelineSchedule.loops`.
+        stages_per_rank: how many stages each rank has.
+
+    Raises:
+        InvalidRequest: a rank has none, or the schedule needs as many on every rank.
+    """
+    if not stages_per_rank or min(stages_per_rank) < 1:
+        raise InvalidRequest(f"the ranks have {list(stages_per_rank)} stages; every rank needs one at least")
+    if not schedule.loops:
+        return tuple(rank for rank, count in enumerate(stages_per_rank) for _ in range(count))
+    if len(set(stages_per_rank)) > 1:
+        raise InvalidRequest(f"{schedule.name} needs as many stages on every rank; they have {list(stages_per_rank)}")
+    return tuple(range(len(stages_per_rank))) * stages_per_rank[0]
+
+
+def check(schedule: PipelineSchedule, ranks: int, microbatches: int) -> None:
+    """Whether there is such a table.
+
+    Raises:
+        InvalidRequest: there must be a microbatch; looping schedules need as many microbatches in every round.
+    """
+    if microbatches < 1:
+        raise InvalidRequest(f"num_microbatches is {microbatches}; it must be at least 1")
+    rounds = max(1, microbatches // ranks)
+    if schedule.loops and microbatches % rounds:
+        raise InvalidRequest(
+            f"{schedule.name} does {rounds} rounds of microbatches on {ranks} ranks, and {microbatches} do not divide "
+            f"into those; take a multiple of {ranks}"
+        )
+
+
+def actions(
+    schedule: PipelineSchedule, owner: Sequence[int], rank: int, microbatches: int, *, training: bool = True
+) -> tuple[Action, ...]:
+    """What a rank computes, in order.
+
+    Args:
+        schedule: which.
+        owner: the rank of each stage, from `owners`.
+        rank: whose actions.
+        microbatches: m.
+        training: with backwards.
+
+    Raises:
+        InvalidRequest: see `check`.
+    """
+    ranks = max(owner) + 1
+    check(schedule, ranks, microbatches)
+    local = [stage for stage, o in enumerate(owner) if o == rank]
+    if schedule.loops:
+        split = schedule is PipelineSchedule.ZERO_BUBBLE
+        table = tuple(_looped(local, rank, ranks, microbatches, split=split))
+    else:
+        warmup = microbatches if schedule is PipelineSchedule.GPIPE else min(ranks - 1 - rank, microbatches)
+        table = tuple(_neighbouring(local, warmup, microbatches))
+    return table if training else tuple(a for a in table if a.kind is Kind.FORWARD)
+
+
+def _neighbouring(local: Sequence[int], warmup: int, microbatches: int) -> Iterator[Action]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    forward = backward = 0
+    while backward < microbatches:
+        if forward < microbatches:
+            yield from (Action(Kind.FORWARD, stage, forward) for stage in local)
+            forward += 1
+        if forward > warmup or forward == microbatches:
+            yield from (Action(Kind.BACKWARD, stage, backward) for stage in reversed(local))
+            backward += 1
+
+
+def _looped(local: Sequence[int], rank: int, ranks: int, microbatches: int, *, split: bool) -> Iterator[Action]:
+    """The same over k stages: p microbatches go through the first of them, then through the second, and so on.
+
+    With `split`, the gradients of weights trail those of inputs by as many as the rank's number.
+    """
+    k, total = len(local), len(local) * microbatches
+    width = microbatches // max(1, microbatches // ranks)  # microbatches of a round
+    warmup = min((k - 1) * width + (1 if split else 2) * (ranks - 1 - rank), total)
+
+    def at(n: int) -> tuple[int, int]:
+        """The n-th place: which local stage, which microbatch."""
+        return n // width % k, n // (width * k) * width + n % width
+
+    def backward(kind: Kind, n: int) -> Action:
+        index, microbatch = at(n)
+        return Action(kind, local[k - 1 - index], microbatch)
+
+    weights = 0
+    for n in range(total + warmup):
+        if n < total:
+            index, microbatch = at(n)
+            yield Action(Kind.FORWARD, local[index], microbatch)
+        done = n - warmup
+        if done >= 0:
+            yield backward(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, done)
+            if split and done >= rank:
+                yield backward(Kind.BACKWARD_WEIGHT, weights)
+                weights += 1
+    if split:
+        yield from (backward(Kind.BACKWARD_WEIGHT, n) for n in range(weights, total))
+
+
+def needs(action: Action, stages: int) -> tuple[tuple[Kind, int], ...]:
+    """What must be done for the same microbatch before: kind (any backward counts as B) and stage."""
+    kind, stage, _ = action
+    if kind is Kind.FORWARD:
+        return ((Kind.FORWARD, stage - 1),) if stage else ()
+    if kind is Kind.BACKWARD_WEIGHT:
+        return ((Kind.BACKWARD, stage),)
+    after = ((Kind.BACKWARD, stage + 1),) if stage + 1 < stages else ()
+    return ((Kind.FORWARD, stage), *after)
+
+
+def gives(action: Action) -> tuple[Kind, int]:
+    """What others may wait for once it is done, in the terms of `needs`."""
+    kind = Kind.BACKWARD if action.kind is Kind.BACKWARD_INPUT else action.kind
+    return kind, action.stage

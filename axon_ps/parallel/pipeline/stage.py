@@ -1,0 +1,229 @@
+"""`PipelineStage`: one stage's forward and backward of single microbatches.
+
+Owns: the activations of the microbatches that are under way in it. Refuses: to know other stages; whoever calls brings
+the inputs and the gradients of the outputs.
+
+A stage's module takes what the stage before it returned: one tensor, or the tensors of a tuple as separate arguments.
+Their shapes may differ from stage to stage and from microbatch to microbatch. Integer outputs and those that do not
+require a gradient are passed on, and no gradient comes back for them.
+
+Splitting backward (ZERO_BUBBLE) is PyTorch's: `torch.distributed.pipelining` runs the graph to the inputs first and
+keeps, for every weight, the gradients that reach the nodes where its path leaves theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from axon_ps.errors import InvalidRequest
+
+Tensors = tuple[Tensor, ...]
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass
+class _Microbatch:
+    """One that is under way.
+
+    Attributes:
+        inputs: leaves of the graph.
+        roots: what backward begins at: the outputs that require a gradient, or the loss.
+        grads: gradients of the roots, kept from I to W; None for the loss.
+        weights: what I left for W; None when W does all of backward.
+    """
+
+    inputs: Tensors
+    roots: list[Tensor]
+    grads: list[Tensor] | None = None
+    weights: list[dict[str, Any]] | None = None
+
+
+class PipelineStage:
+    """A part of the model.
+
+    Args:
+        module: it; its parameters become the pipeline's.
+        device: where it computes; None = where its parameters are (without any: the CPU).
+
+    Attributes:
+        module: see above, on its device.
+        device: see above.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str | None = None) -> None:
+        if device is None:
+            self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+            self.module = module
+        else:
+            self.device = torch.device(device)
+            self.module = module.to(self.device)
+        self._live: dict[int, _Microbatch] = {}
+
+    @property
+    def live(self) -> int:
+        """How many microbatches it holds."""
+        return len(self._live)
+
+    def clear(self) -> None:
+        """Forget the microbatches under way."""
+        self._live.clear()
+
+    @torch.no_grad()
+    def infer(self, inputs: Sequence[Tensor]) -> Tensors:
+        """Forward without a graph."""
+        return as_tuple(self.module(*(x.to(self.device) for x in inputs)))
+
+    def forward(
+        self, microbatch: int, inputs: Sequence[Tensor], needs_grad: Sequence[bool], *, split: bool = False
+    ) -> Tensors:
+        """Forward with a graph, kept until backward.
+
+        Args:
+            microbatch: its number.
+            inputs: what the stage before returned, or the microbatch itself.
+            needs_grad: for which of them a gradient must come back.
+            split: backward will be split.
+
+        Returns:
+            The outputs, with their graph.
+        """
+        leaves = tuple(
+            x.detach().to(self.device).requires_grad_(needs) for x, needs in zip(inputs, needs_grad, strict=True)
+        )
+        with torch.enable_grad():
+            outputs = as_tuple(self.module(*leaves))
+            if split:  # PyTorch's split backward detaches outputs in place, which views refuse
+                outputs = tuple(y.clone() if y._is_view() and y.requires_grad else y for y in outputs)
+        self._live[microbatch] = _Microbatch(leaves, [y for y in outputs if y.requires_grad])
+        return outputs
+
+    def loss(self, microbatch: int, outputs: Tensors, target: Any, function: LossFunction, share: float) -> Tensor:
+        """The microbatch's part of the step's loss, from which its backward will begin.
+
+        Args:
+            microbatch: its number.
+            outputs: of `forward`.
+            target: what the loss function takes besides; None = nothing.
+            function: the loss function.
+            share: factor of this microbatch's loss.
+
+        Returns:
+            A scalar without graph.
+
+        Raises:
+            InvalidRequest: the loss is no scalar, or does not depend on any parameter.
+        """
+        output = outputs[0] if len(outputs) == 1 else outputs
+        with torch.enable_grad():
+            loss = function(output) if target is None else function(output, _to(target, self.device))
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                said = f"{tuple(loss.shape)} tensor" if isinstance(loss, Tensor) else type(loss).__name__
+                raise InvalidRequest(
+                    f"the loss function returned a {said}; needed is a scalar that requires a gradient"
+                )
+            loss = loss.reshape(()) * share
+        self._live[microbatch].roots = [loss]
+        return loss.detach().clone()
+
+    def backward(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
+        """All of backward; the microbatch is forgotten.
+
+        Args:
+            microbatch: its number.
+            grads: of the outputs that require one, in order; None = the loss's own.
+
+        Returns:
+            Gradients of the inputs that need one, in order.
+        """
+        item = self._live.pop(microbatch)
+        self._run(item, self._on_device(grads))
+        return _input_grads(item.inputs)
+
+    def backward_input(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
+        """The gradients of the inputs alone; the rest is kept for `backward_weight`."""
+        item = self._live[microbatch]
+        item.grads = self._on_device(grads)
+        if not item.roots or not any(x.requires_grad for x in item.inputs):  # nothing to do for others
+            return _input_grads(item.inputs)
+        backward_input, _ = split_backward()
+        try:
+            _, item.weights = backward_input(item.roots, item.grads, list(item.inputs), self._weights())
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):  # PyTorch wraps what the stage itself failed with
+                raise error.__cause__ from None
+            raise
+        item.roots, item.grads = [], None
+        return _input_grads(item.inputs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The gradients of the weights, after `backward_input`; the microbatch is forgotten."""
+        item = self._live.pop(microbatch)
+        if item.weights is None:
+            self._run(item, item.grads)
+        else:
+            _, backward_weight = split_backward()
+            backward_weight(self._weights(), item.weights)
+
+    @staticmethod
+    def _run(item: _Microbatch, grads: list[Tensor] | None) -> None:
+        if item.roots:
+            torch.autograd.backward(item.roots, grads)
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _on_device(self, grads: Sequence[Tensor] | None) -> list[Tensor] | None:
+        return None if grads is None else [g.to(self.device) for g in grads]
+
+
+class Chain(nn.Sequential):
+    """Modules one after the other, a tuple becoming the next one's arguments; as between stages.
+
+    Children are named by their place in the whole model.
+    """
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the last module returns."""
+        output: Any = inputs
+        for module in self:
+            output = module(*output) if isinstance(output, tuple) else module(output)
+        return output[0] if not len(self) and len(output) == 1 else output
+
+
+def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """PyTorch's backward to the inputs, and that to the weights; importing them takes a second the first time."""
+    from torch.distributed.pipelining import _backward
+
+    return _backward.stage_backward_input, _backward.stage_backward_weight
+
+
+def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:
+    """What a stage returned, or was given, as a tuple.
+
+    Raises:
+        InvalidRequest: it is neither a tensor nor a tuple or list of tensors.
+    """
+    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+    wrong = {type(y).__name__ for y in outputs if not isinstance(y, Tensor)}
+    if wrong or not outputs:
+        raise InvalidRequest(f"{what} is of {sorted(wrong) or 'nothing'}; needed is a tensor or a tuple of tensors")
+    return outputs
+
+
+def _input_grads(inputs: Tensors) -> Tensors:
+    """Gradients of those that need one; zeros where none came, because a stage may leave an input unused."""
+    grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad)
+    for x in inputs:
+        x.grad = None
+    return grads
+
+
+def _to(target: Any, device: torch.device) -> Any:
+    if isinstance(target, Tensor):
+        return target.to(device)
+    return tuple(_to(t, device) for t in target)

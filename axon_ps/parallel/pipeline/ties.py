@@ -1,0 +1,118 @@
+"""Parameters that several stages share, such as a first stage's embedding and a last stage's output layer.
+
+Every rank with such a stage has a copy. All copies begin equal, and after each step's backward all have the sum of all
+copies' gradients; so optimizers that do the same on every rank keep them equal.
+
+Invariant: what a gradient held before the step (accumulation) is added once, not once per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from axon_ps.collectives.group import ProcessGroup
+
+Tie = tuple[tuple[int, str], ...]
+"""The places of one parameter: stage, and name in the stage's module."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """One parameter's copies on this rank, and the group of ranks that have copies; None = this rank alone."""
+
+    copies: list[nn.Parameter]
+    group: ProcessGroup | None
+
+
+class TiedParameters:
+    """This rank's copies of shared parameters. Making it is collective when there is a group.
+
+    Args:
+        ties: the places of each shared parameter; the same on every rank.
+        owner: the rank of each stage.
+        modules: this rank's stages.
+        group: the pipeline's own; None = all stages are here.
+
+    Raises:
+        AttributeError: a stage has no parameter of that name.
+        Disagreement: the copies have different shapes or dtypes.
+    """
+
+    def __init__(
+        self,
+        ties: Sequence[Tie],
+        owner: Sequence[int],
+        modules: Mapping[int, nn.Module],
+        group: ProcessGroup | None,
+    ) -> None:
+        self._shared: list[_Shared] = []
+        self._before: list[list[Tensor | None]] = []
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for tie in ties:
+            among = self._among(sorted({owner[stage] for stage, _ in tie}), group)
+            found = [modules[stage].get_parameter(name) for stage, name in tie if stage in modules]
+            copies = list({id(p): p for p in found}.values())
+            if copies and (among is not None or len(copies) > 1):
+                self._shared.append(_Shared(copies, among))
+        with torch.no_grad():
+            for shared in self._shared:
+                if shared.group is not None:
+                    shared.group.broadcast(shared.copies[0].data)
+                for copy in shared.copies[1:]:
+                    copy.copy_(shared.copies[0])
+
+    @property
+    def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
+        """Copies on this rank, but for the first rank's first ones."""
+        return tuple(
+            copy for shared in self._shared for copy in shared.copies[shared.group is None or shared.group.rank == 0 :]
+        )
+
+    def begin(self) -> None:
+        """Before a step: put aside what the gradients hold."""
+        self._before = [[p.grad for p in shared.copies] for shared in self._shared]
+        for shared in self._shared:
+            for copy in shared.copies:
+                copy.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """After a step's backward, on every rank: give every copy the sum of all copies' gradients."""
+        for shared, before in zip(self._shared, self._before, strict=True):
+            total = torch.zeros_like(shared.copies[0])
+            for copy in shared.copies:
+                if copy.grad is not None:
+                    total += copy.grad.to(total.device)
+            if shared.group is not None:
+                shared.group.all_reduce(total)
+            for copy, old in zip(shared.copies, before, strict=True):
+                if copy.requires_grad:
+                    grad = total.to(copy.device)
+                    copy.grad = grad.clone() if old is None else old.add_(grad)
+        self._before = []
+
+    def _among(self, ranks: Sequence[int], group: ProcessGroup | None) -> ProcessGroup | None:
+        """The group of some ranks, made once; collective. None if it is one rank."""
+        if group is None or len(ranks) == 1:
+            return None
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = group.new_group(ranks)
+        return self._groups[key]
+
+
+def find_ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that are the same object in several stages.
+
+    Args:
+        modules: of all stages, in order.
+    """
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((stage, name))
+    return tuple(tuple(found) for found in places.values() if len({stage for stage, _ in found}) > 1)

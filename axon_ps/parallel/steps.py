@@ -1,0 +1,56 @@
+"""What a wrapped model needs to make steps: implemented by `StepClient`, and by `NodeSteps` for a node's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from axon_ps.collectives.steps import Ticket
+from axon_ps.types import Array, Decision, Hyper, OptimizerSpec
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until it is done."""
+
+    def cancel(self) -> None:
+        """Stop it; its memory is not touched afterwards."""
+
+
+class Steps(Protocol):
+    """Where parameters come from, where gradients go, and who decides; see `StepClient`."""
+
+    @property
+    def epoch(self) -> int:
+        """How often the parameters were replaced from outside."""
+
+    @property
+    def version(self) -> int:
+        """Committed steps."""
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the job its optimizer."""
+
+    def gather(self, unit: int, out: Array) -> Pending:
+        """Fill `out` with a unit."""
+
+    def ticket(self) -> Ticket:
+        """What the step that begins now is named by."""
+
+    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
+        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`."""
+
+    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        """Say that all gradients were given, and wait for the decision."""
+
+    def wait_complete(self, timeout_s: float | None = None) -> object:
+        """Block until a step can be made."""
+
+
+class Foresight(Steps, Protocol):
+    """Steps whose result can be gathered before they are decided."""
+
+    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
+        """Fill `out` with a unit as an unclipped step with `hyper` will make it."""

@@ -1,0 +1,126 @@
+"""The gradient norm of a model that is split over a mesh, and clipping by it: every parameter is counted once.
+
+A parameter that is split over a tensor group counts with all its parts, one that is whole on every rank of it counts
+once, and stages of a pipeline add up. Ranks of other axes (data, replicate) have the same gradients and add nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.mesh import Mesh
+from axon_ps.parallel.tensor.state import split_parameters
+from axon_ps.types import ReduceOp
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+def grad_norm(
+    module: nn.Module | Iterable[nn.Module],
+    *,
+    norm_type: float = 2.0,
+    mesh: Mesh | None = None,
+    axes: Iterable[str] = ("pipeline",),
+    counted_elsewhere: Iterable[nn.Parameter] = (),
+) -> torch.Tensor:
+    """The norm of the whole model's gradients, the same on every rank. Collective.
+
+    Args:
+        module: the model, or this rank's stages of it.
+        norm_type: 2, another positive number, or infinity.
+        mesh: where the other parts of the model are; None = only the layers' own groups have any.
+        axes: those of the mesh whose ranks have different parameters (beside the layers' own groups); names that the
+            mesh does not have are ignored.
+        counted_elsewhere: parameters that another rank along the axes counts: the second of a pair that is tied across
+            stages.
+
+    Returns:
+        f32[], on the device of the gradients (on the CPU if there are none).
+
+    Raises:
+        InvalidRequest: the norm is no positive number.
+
+    After an error: no gradient was changed.
+    """
+    if not norm_type > 0.0:
+        raise InvalidRequest(f"norm_type is {norm_type}; it must be positive, or infinity")
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    skipped = {id(p) for p in counted_elsewhere}
+    split: dict[int, ProcessGroup] = {
+        id(layer.get_parameter(name)): layer.group for m in modules for _, layer, name in split_parameters(m)
+    }
+    groups = {id(group): group for group in split.values()}
+    parameters = {id(p): p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in skipped}
+    device = next((p.grad.device for p in parameters.values() if p.grad is not None), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    whole, parts = zero.clone(), {key: zero.clone() for key in groups}
+    for key, parameter in parameters.items():
+        assert parameter.grad is not None
+        term = _term(parameter.grad, norm_type).to(device)
+        if key in split:
+            own = id(split[key])
+            parts[own] = _combined(parts[own], term, norm_type)
+        else:
+            whole = _combined(whole, term, norm_type)
+    for key, group in groups.items():  # in the order of the layers, so the same on every rank
+        whole = _combined(whole, _over(parts[key], group, norm_type), norm_type)
+    if mesh is not None and (across := [axis for axis in axes if axis in mesh.axes]):
+        whole = _over(whole, mesh.group(*across), norm_type)
+    return whole if math.isinf(norm_type) else whole.pow(1.0 / norm_type)
+
+
+def clip_grad_norm(
+    module: nn.Module | Iterable[nn.Module],
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    mesh: Mesh | None = None,
+    axes: Iterable[str] = ("pipeline",),
+    counted_elsewhere: Iterable[nn.Parameter] = (),
+) -> torch.Tensor:
+    """Scale the gradients so that the whole model's norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
+
+    Collective; call it when the gradients are complete (after DDP's reduction).
+
+    Args:
+        module: the model, or this rank's stages of it; their parameters' gradients are scaled in place.
+        max_norm: the largest norm that is left alone.
+        norm_type, mesh, axes, counted_elsewhere: as for `grad_norm`. What is counted elsewhere is scaled here too.
+
+    Returns:
+        The norm before, f32[].
+
+    After an error: no gradient was changed.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    norm = grad_norm(modules, norm_type=norm_type, mesh=mesh, axes=axes, counted_elsewhere=counted_elsewhere)
+    factor = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    for parameter in {id(p): p for m in modules for p in m.parameters()}.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
+    return norm
+
+
+def _term(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """What a gradient adds: its norm to the power, or its largest element. f32[]."""
+    if grad.numel() == 0:
+        return torch.zeros((), device=grad.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+
+def _combined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+
+
+def _over(value: torch.Tensor, group: ProcessGroup, norm_type: float) -> torch.Tensor:
+    """The same, over the ranks of a group."""
+    if group.world_size > 1:
+        group.all_reduce(value, ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM)
+    return value

@@ -1,0 +1,288 @@
+"""`ColumnParallelLinear` and `RowParallelLinear`: `nn.Linear` with its matrix split among the ranks of a group.
+
+    y = x W^T + b       W: [out, in]      Column: rank i has rows i of W and of b, and computes columns i of y
+                                          Row:    rank i has columns i of W, takes columns i of x, and computes a
+                                                  partial sum of y; b is whole and added once, after the sum
+
+A column-parallel layer without `gather_output`, something element by element, and a row-parallel layer with
+`input_is_parallel` are an MLP with one all-reduce in forward and one in backward (Shoeybi et al. 2019, section 3).
+
+With `sequence_parallel` what is outside the pair is split along the sequence instead of being whole on every rank:
+the column-parallel layer's input, and the row-parallel layer's output, are this rank's equal part of it. The same
+bytes move (an all-reduce is a reduce-scatter and an all-gather), and what lies between pairs of layers (norms,
+dropout, residuals) costs 1/n of the memory and time (Korthikanti et al. 2022). Parameters of such modules between the
+pairs need `sum_gradients`.
+
+Features are split as by `torch.chunk`; they need not divide. A sequence must.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.tensor.functions import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    scatter_to_group,
+)
+from axon_ps.parallel.tensor.module import TensorParallelModule
+from axon_ps.parallel.tensor.partition import draw_uniform_
+from axon_ps.parallel.tensor.projection import Matrix, project
+
+L = TypeVar("L", bound="ParallelLinear")
+
+
+class ParallelLinear(TensorParallelModule):
+    """What the two layers have in common: parameters, first values, conversion.
+
+    Attributes:
+        in_features, out_features: of the whole layer.
+        weight: this rank's part of [out_features, in_features].
+        bias: this rank's part of [out_features], or all of it, or None.
+    """
+
+    _weight_dim: int
+    """Which dimension of the weight is split."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+        sequence_dim: int,
+    ) -> None:
+        super().__init__(group)
+        if in_features < 1 or out_features < 1:
+            raise InvalidRequest(f"a layer of {in_features} to {out_features} features was asked for; both are from 1")
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.partitions["weight"] = self._partition(self._weight_dim, (out_features, in_features)[self._weight_dim])
+        if self._weight_dim == 0 and bias:
+            self.partitions["bias"] = self._partition(0, out_features)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        # Bounds of first values: those of nn.Linear (nn.init.kaiming_uniform_ with a = sqrt(5), and 1 / sqrt(in)).
+        self.weight_bound = math.sqrt(3.0) * (math.sqrt(2.0 / (1 + 5.0)) / math.sqrt(in_features))
+        self.bias_bound = 1.0 / math.sqrt(in_features)
+
+    def _make(
+        self,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Make the parameters and draw their first values."""
+        whole = torch.empty(self.out_features, self.in_features, device="meta", dtype=dtype)
+        options: dict[str, Any] = {"device": device, "dtype": whole.dtype}
+        self.weight = nn.Parameter(torch.empty(self.part("weight", whole).shape, **options))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.part("bias", whole[:, 0]).shape, **options))
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw first values: on every rank its part of those that `nn.Linear` has from the same seed on the CPU.
+
+        Args:
+            generator: a host generator, at the same place on all ranks; None = torch's default one.
+        """
+        draw_uniform_(self.weight, self.weight_bound, self.partitions["weight"], generator)
+        if self.bias is not None:
+            draw_uniform_(self.bias, self.bias_bound, self.partitions.get("bias"), generator)
+
+    @classmethod
+    def from_linear(cls: type[L], linear: nn.Linear, group: ProcessGroup | None = None, **options: Any) -> L:
+        """This rank's part of a layer that every rank has; the parameters are copies, frozen where the layer's are.
+
+        Args:
+            linear: the same on every rank.
+            group: the ranks; None = all workers of the current world.
+            options: as for the constructor (`gather_output`, `input_is_parallel`, `sequence_parallel`, ...).
+        """
+        given = linear.bias is not None
+        options["device"] = "meta"
+        layer = cls(linear.in_features, linear.out_features, given, group, **options)
+        layer._take("weight", linear.weight)
+        layer._take("bias", linear.bias)
+        layer.train(linear.training)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer, on every rank. Collective over the group."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(self.whole("weight"), requires_grad=self.weight.requires_grad)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.whole("bias"), requires_grad=self.bias.requires_grad)
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        """For `repr`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"part={self._rank} of {self._world_size}"
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """`nn.Linear` with its output features split among the ranks.
+
+    Args:
+        in_features: size of the input's last dimension.
+        out_features: size of the whole output's last dimension.
+        bias: whether to add one.
+        group: the ranks; None = all workers of the current world.
+        gather_output: give every rank the whole output; if not, its own features of it.
+        sequence_parallel: the input is this rank's equal part of the sequence.
+        sequence_dim: which dimension of the input the sequence is.
+        device, dtype: of the parameters.
+        generator: draws first values; None = torch's default one (see `reset_parameters`).
+
+    Raises:
+        InvalidRequest: a size is below 1.
+        Misuse: as for `TensorParallelModule`.
+    """
+
+    _weight_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: ProcessGroup | None = None,
+        gather_output: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group, sequence_parallel, sequence_dim)
+        self.gather_output = gather_output
+        self._make(bias, device, dtype, generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b. Collective over the group, here and in backward.
+
+        Args:
+            x: [..., in_features], whole (the same on every rank); with `sequence_parallel` its part of the sequence.
+
+        Returns:
+            [..., out_features], whole; without `gather_output` [..., this rank's features].
+
+        After an error: see `ProcessGroup`.
+        """
+        (y,) = project(x, self.group, [self.matrix], self.sequence_dim if self.sequence_parallel else None)
+        return gather_from_group(y, self.group, -1, self.out_features) if self.gather_output else y
+
+    @property
+    def matrix(self) -> Matrix:
+        """This rank's rows of weight and bias, as `project` takes them: several layers of one input need it once."""
+        return self.weight, self.bias
+
+
+class RowParallelLinear(ParallelLinear):
+    """`nn.Linear` with its input features split among the ranks.
+
+    Args:
+        in_features: size of the whole input's last dimension.
+        out_features: size of the output's last dimension.
+        bias: whether to add one; it is whole on every rank.
+        group: the ranks; None = all workers of the current world.
+        input_is_parallel: the input has this rank's features only, as a column-parallel layer gives them; if not it is
+            whole, and each rank takes its own.
+        sequence_parallel: the output is this rank's equal part of the sequence.
+        sequence_dim: which dimension of the output the sequence is.
+        device, dtype: of the parameters.
+        generator: draws first values; None = torch's default one (see `reset_parameters`).
+
+    Raises:
+        InvalidRequest: a size is below 1.
+        Misuse: as for `TensorParallelModule`.
+    """
+
+    _weight_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: ProcessGroup | None = None,
+        input_is_parallel: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group, sequence_parallel, sequence_dim)
+        self.input_is_parallel = input_is_parallel
+        self._make(bias, device, dtype, generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b. Collective over the group; in backward only with `sequence_parallel` or a whole input.
+
+        Args:
+            x: [..., in_features], whole; with `input_is_parallel` [..., this rank's features].
+
+        Returns:
+            [..., out_features], whole; with `sequence_parallel` its part of the sequence.
+
+        Raises:
+            InvalidRequest: with `sequence_parallel`, the sequence does not divide.
+
+        After an error: see `ProcessGroup`.
+        """
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, self.group, -1)
+        partial = functional.linear(x, self.weight)
+        if not self.sequence_parallel:
+            y = reduce_from_group(partial, self.group)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = reduce_scatter_sequence(partial, self.group, self.sequence_dim)
+        # Every rank adds the bias to its part of the sequence, so its gradient is the sum of theirs.
+        return y if self.bias is None else y + copy_to_group(self.bias, self.group).to(y.dtype)
+
+
+def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """For a module that is whole on every rank but is given this rank's part of the sequence: a norm, say.
+
+    Its parameters' gradients become the sum of all ranks', as soon as each is there in backward (before DDP or the
+    optimizer sees it), so that the parameters stay equal. Collective over the group, in backward. Deep copies of the
+    module lose it, as they lose all hooks.
+
+    Args:
+        module: the same on every rank.
+        group: the ranks that have the other parts.
+
+    Returns:
+        The module.
+    """
+
+    def total(grad: torch.Tensor) -> torch.Tensor:
+        result = grad.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(result)
+        return result
+
+    if group.world_size > 1:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(total)  # type: ignore[no-untyped-call]
+    return module

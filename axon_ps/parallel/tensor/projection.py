@@ -1,0 +1,140 @@
+"""`project`: the products of one input with split matrices, and their backward, which exchanges while it computes.
+
+Owns: one autograd function for everything that leaves whole tensors (or parts of a sequence) for split features:
+`copy_to_group` or `gather_sequence` and then `functional.linear`, with three things that autograd cannot find out:
+
+- the input's gradient is summed over the ranks while the weights' gradients are computed (of host memory; see
+  `_begun`);
+- of a sequence only this rank's part is kept for backward, and gathered again there while the input's gradient is
+  computed (Korthikanti et al. 2022, section 4.2.2): kept are 1/n of the bytes, and one all-gather more is moved;
+- several matrices of one input (queries, keys, values) share one exchange.
+
+After an error: as for `tensor.functions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.parallel.compile import uncompiled
+
+Matrix = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight [out, in] and a bias [out]."""
+
+
+def project(
+    x: torch.Tensor, group: ProcessGroup, matrices: Sequence[Matrix], sequence_dim: int | None = None
+) -> list[torch.Tensor]:
+    """x W^T + b for each of some matrices, of which this rank has some rows.
+
+    Args:
+        x: [..., in], whole; with `sequence_dim` this rank's equal part of the sequence.
+        group: the ranks that have the other rows.
+        matrices: weights and biases.
+        sequence_dim: which dimension of x is split; None = it is whole.
+
+    Returns:
+        [..., out] for each matrix, of the whole sequence.
+
+    Raises:
+        Disagreement: the parts of the sequence differ.
+    """
+    if group.world_size == 1:
+        return [functional.linear(x, weight, bias) for weight, bias in matrices]
+    return list(_exchange(x, group, sequence_dim, *(tensor for matrix in matrices for tensor in matrix)))
+
+
+@uncompiled
+def _exchange(*arguments: Any) -> Any:
+    return _Project.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int | None, *matrices: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = matrices[::2], matrices[1::2]
+        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
+        if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as `linear` would, but before it travels
+        ctx.save_for_backward(x, *weights)
+        whole = x if dim is None else _gathered(_gather(x, group, dim), dim)
+        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        group, dim = ctx.group, ctx.dim
+        for_x, _, _, *for_matrices = ctx.needs_input_grad
+        gathering = _gather(x, group, dim) if dim is not None and any(for_matrices[::2]) else None
+        exchanging: Any = None
+        if for_x:  # under autocast the gradients have its dtype, and the weights have not
+            partial = grads[0] @ _as(weights[0], grads[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                partial += grad @ _as(weight, grad)
+            exchanging = _reduce(partial, group, dim)
+        whole = x if gathering is None else _gathered(gathering, dim)
+        result: list[torch.Tensor | None] = [None, None, None]
+        for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            for_weight, for_bias = for_matrices[2 * i : 2 * i + 2]
+            rows = _rows(grad)
+            result.append(_as(rows.T @ _as(_rows(whole), rows), weight) if for_weight else None)
+            result.append(_as(rows.sum(0), weight) if for_bias else None)
+        if for_x:
+            total: torch.Tensor = exchanging.wait()
+            result[0] = (total if dim is None else total.movedim(0, dim)).to(ctx.dtype)
+        return tuple(result)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., features] as [rows, features]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.size(-1))
+
+
+def _as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return x.to(like.dtype)
+
+
+class _Done:
+    """A handle on something that was not left to the background."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+def _begun(call: Callable[..., Any], x: torch.Tensor) -> Any:
+    """A handle on a collective of a tensor, which goes on in the background if that is host memory.
+
+    On a device it would be put behind the kernels of this stream in any case, and an order of the collectives of
+    several groups on one stream that differs between ranks, as threads would make it, is a deadlock of NCCL.
+    """
+    return call(x, async_op=True) if x.device.type == "cpu" else _Done(call(x))
+
+
+def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Any:
+    """A handle on the whole sequence, which stands in the first dimension of its result."""
+    return _begun(group.all_gather, x.movedim(dim, 0).contiguous())
+
+
+def _gathered(work: Any, dim: int) -> torch.Tensor:
+    whole: torch.Tensor = work.wait()
+    return whole.movedim(0, dim)
+
+
+def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Any:
+    """A handle on the sum over the ranks; of a sequence, on this rank's part of it, in the first dimension."""
+    if dim is None:
+        return _begun(group.all_reduce, partial.contiguous())
+    return _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())

@@ -1,0 +1,254 @@
+"""What a wrapped model's parameters are: whole, replaced, saved and loaded, whatever the strategy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.world import CheckpointInfo
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel import local_checkpoint
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
+from axon_ps.parallel.runtime import Runtime
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Parameter
+
+
+class ShardedValues(nn.Module):
+    """The half of `FullyShardedDataParallel` that is about values; what moves when is the other half's."""
+
+    module: nn.Module
+    _group: ProcessGroup
+    _spec: JobSpec
+    _runtime: Runtime
+    _buffer_dtypes: dict[str, torch.dtype]
+
+    def _replicated_units(self) -> list[ReplicatedUnit]:
+        return self._runtime.flats if isinstance(self._runtime, ReplicatedRuntime) else []
+
+    def _check_idle(self, what: str) -> None:
+        if any(u.depth for u in self._runtime.units):
+            raise Misuse(f"{what}() was called inside a forward; call it between steps")
+
+    # ------------------------------------------------------------------ whole parameters
+
+    @contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Inside, every parameter holds its current value, in compute dtype. Changes made to them are lost.
+
+        Raises:
+            Misuse: a forward or backward is under way.
+        """
+        self._check_idle("summon_full_params")
+        try:
+            self._runtime.gather_all()
+            yield
+        finally:
+            self._runtime.reset()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
+
+        Takes the memory of one unit at a time.
+        """
+        local = self._replicated_units()
+        for index, unit in enumerate(self._spec.layout.units):
+            if local:
+                values = local[index].master.detach().to("cpu", torch.float32)
+            else:
+                values = torch.empty(unit.numel, dtype=torch.float32)
+                self._group.world.steps.gather(index, values.numpy(), exact=True).wait()
+            for spec in unit.parameters:
+                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
+
+        Each worker gets all of it; for models too big for that use `world.save_checkpoint` and
+        `axon-ps checkpoint export`.
+        """
+        if args or kwargs.get("destination") is not None:
+            raise InvalidRequest(
+                "state_dict() of a sharded model takes no destination; update your dict with its result"
+            )
+        state: OrderedDict[str, Any] = OrderedDict()
+        values: dict[str, torch.Tensor] = {}
+        by_name = {p.name: p for _, p in self._spec.layout.parameters()}
+        for name, value in self.full_parameters():
+            spec = by_name[name]
+            kept = value.to(TORCH_DTYPES[spec.dtype], copy=True)
+            for alias in (name, *spec.aliases):
+                values[alias] = kept
+        persistent = self.module.state_dict(keep_vars=True)
+        for name, tensor in persistent.items():
+            own = tensor.detach().to(self._buffer_dtypes.get(name, tensor.dtype), copy=True)
+            state[prefix + name] = values.get(name, own)
+        return cast(dict[str, Any], state)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Give every parameter and buffer other values; optimizer state and version stay. Every worker calls it.
+
+        Parameters are those that the worker of lowest rank gives; buffers each worker's own.
+
+        Args:
+            state_dict: by the names of the user's module, as `state_dict()` gives.
+            strict: names must match exactly; else what is missing keeps its value.
+            assign: not possible.
+
+        Returns:
+            The missing and unexpected names.
+
+        Raises:
+            InvalidRequest: names or shapes do not match, or `assign` is set.
+
+        After an error: before anything was sent, nothing has changed; later, see `World.replace_parameters`.
+        """
+        if assign:
+            raise InvalidRequest("load_state_dict(assign=True) cannot be: the values of a sharded model are elsewhere")
+        own = self.module.state_dict(keep_vars=True)
+        keys = _IncompatibleKeys([k for k in own if k not in state_dict], [k for k in state_dict if k not in own])
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise InvalidRequest(
+                f"the state dict does not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}; pass "
+                "strict=False to load what fits"
+            )
+        for name, tensor in own.items():
+            if name in state_dict and state_dict[name].shape != tensor.shape:
+                raise InvalidRequest(
+                    f"{name!r} has shape {list(state_dict[name].shape)} in the state dict and {list(tensor.shape)} in "
+                    "the model"
+                )
+        given = {name: state_dict[name] for name in own if name in state_dict}
+        sharded = {alias for _, p in self._spec.layout.parameters() for alias in (p.name, *p.aliases)}
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name in given and name not in sharded:
+                    tensor.copy_(given[name])
+        self._replace(lambda p: next((given[n] for n in (p.name, *p.aliases) if n in given), None))
+        return keys
+
+    def update_shards(self, flat: torch.Tensor) -> None:
+        """Give every parameter other values, from one flat tensor. Every worker calls it.
+
+        Args:
+            flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); the
+                one of the worker of lowest rank counts.
+
+        Raises:
+            InvalidRequest: it is not of that length.
+
+        After an error: see `World.replace_parameters`.
+        """
+        layout = self._spec.layout
+        if flat.shape != (layout.numel,):
+            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
+        pieces = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        by_name = {p.name: piece for (_, p), piece in zip(layout.parameters(), pieces, strict=True)}
+        self._replace(lambda p: by_name[p.name].view(p.shape))
+
+    def _replace(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> None:
+        """Let parameters be `value_of` them; where that is None they keep their values."""
+        self._check_idle("load_state_dict")
+        self._runtime.reset()
+        keeps = any(value_of(p) is None for _, p in self._spec.layout.parameters())
+        old = dict(self.full_parameters()) if keeps else {}  # the servers drop what they have
+        values = self._new_values(value_of, old)
+        if isinstance(self._runtime, ReplicatedRuntime):
+            for (_, value), flat in zip(values, self._runtime.flats, strict=True):
+                with torch.no_grad():
+                    flat.master.copy_(value)
+            self._runtime.broadcast()
+            return
+        self._group.world.replace_parameters((index, value.numpy()) for index, value in values)
+
+    def _new_values(
+        self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Per unit, its number and f32[unit_numel]."""
+        for index, unit in enumerate(self._spec.layout.units):
+            values = torch.empty(unit.numel)
+            for spec in unit.parameters:
+                value = value_of(spec)
+                values[spec.offset : spec.end].view(spec.shape).copy_(old[spec.name] if value is None else value)
+            yield index, values
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        version: int | None = None,
+    ) -> CheckpointInfo | None:
+        """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
+
+        The format is the same for every strategy, so a job may go on with another one. With servers they write it;
+        under NO_SHARD the first worker does, which takes a second copy of both in its memory.
+
+        Args:
+            uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
+            optimizer: under NO_SHARD, whose state to save: ours, or one of torch.optim with a counterpart of ours;
+                None = parameters alone. With servers it is theirs in any case.
+            extra: what you want back on load, JSON values.
+            version: under NO_SHARD with torch's optimizer, how many steps were made; None = as its state says.
+
+        Returns:
+            What was written; None on workers that did not write.
+
+        Raises:
+            CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
+        """
+        world, info = self._group.world, None
+        if isinstance(self._runtime, ReplicatedRuntime):
+            if self._group.rank == 0:
+                info = local_checkpoint.save(
+                    uri, self._spec, self._runtime, self._moments(optimizer), extra or {}, version
+                )
+        elif world.is_main_process:
+            info = world.save_checkpoint(uri, extra=extra)
+        world.barrier("axon_ps/save_checkpoint")
+        return info
+
+    def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
+        """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            optimizer: as for `save_checkpoint`; its hyperparameters stay what they are.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            InvalidRequest: it was saved from another model.
+        """
+        world = self._group.world
+        if isinstance(self._runtime, ReplicatedRuntime):
+            info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer))
+            world.barrier("axon_ps/load_checkpoint")
+            return info
+        before = world.steps.epoch
+        world.barrier("axon_ps/load_checkpoint")
+        told: dict[str, Any] | None = None
+        if world.is_main_process:
+            told = asdict(world.restore_checkpoint(uri))
+        told = next(t for t in world.gather_json(told, name="axon_ps/load_checkpoint") if t is not None)
+        world.steps.wait_epoch(before + 1)
+        return CheckpointInfo(**told)
+
+    def _moments(self, optimizer: torch.optim.Optimizer | None) -> local_checkpoint.Moments:
+        runtime = self._runtime
+        assert isinstance(runtime, ReplicatedRuntime)
+        ours = runtime.optimizer if getattr(optimizer, "kind", None) is not None else None
+        return local_checkpoint.Moments(ours or optimizer, runtime.flats)

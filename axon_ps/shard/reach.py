@@ -1,0 +1,157 @@
+"""Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
+
+Owns: the introductions, on both sides (`Servers` in a worker, `Callers` in a server), and loans as messages. What may
+be read and until when is `transport.direct_memory`'s. Refuses: to decide what is lent; transfers and the servicer do.
+
+Invariant: where an introduction fails (another host, another container, a kernel that forbids it), everything goes
+through gRPC as if nobody had asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.transport import direct_memory
+from axon_ps.transport.direct_memory import Borrower, Introduction, Lender, Loan
+from axon_ps.transport.service import Stub
+from axon_ps.types import Member, Membership
+from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
+
+MakeContext = Callable[[], common_pb2.CallContext]
+
+LEAST_LENT_BYTES = 32 << 10
+"""Less is sent: reading a loan takes two system calls."""
+
+MOST_ELEMENT_BYTES = 8
+"""A chunk that says it is larger per element, compressed or not, is refused before memory is taken."""
+
+_TIMEOUT_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a worker and a server can do with each other's memory.
+
+    Attributes:
+        borrower: reads the server's; None when we cannot.
+        readable: whether the server can read ours.
+    """
+
+    borrower: Borrower | None = None
+    readable: bool = False
+
+
+class Servers:
+    """The shard servers of a worker's own host. On one event loop.
+
+    Args:
+        node: name of the host; only servers that say the same are tried. "" = none.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._members: dict[int, Member] = {}
+        self._known: dict[str, asyncio.Future[Access]] = {}
+
+    def set_members(self, membership: Membership) -> None:
+        """Take the current shard servers."""
+        self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
+        there = {m.incarnation for m in self._members.values()}
+        self._known = {k: v for k, v in self._known.items() if k in there}
+
+    async def access(self, server: int, stub: Stub, context: MakeContext) -> Access:
+        """What can be done with a server's memory; asked once per server."""
+        member = self._members.get(server)
+        if member is None:
+            return Access()
+        known = self._known.get(member.incarnation)
+        if known is None:
+            known = self._known[member.incarnation] = asyncio.ensure_future(self._introduce(member, stub, context))
+        return await asyncio.shield(known)
+
+    def close(self) -> None:
+        """Stop asking."""
+        for known in self._known.values():
+            known.cancel()
+        self._known = {}
+
+    async def _introduce(self, member: Member, stub: Stub, context: MakeContext) -> Access:
+        request = shard_pb2.IntroduceRequest(context=context(), introduction=_ours())
+        try:
+            reply = await stub.call("Introduce", request, timeout_s=_TIMEOUT_S)
+        except AxonError as error:  # the call that wanted this fails of the same in a moment, and asks again later
+            _logger.debug("shard server %d was not asked whether it reads us: %s", member.rank, error)
+            self._known.pop(member.incarnation, None)
+            return Access()
+        return Access(_borrower(reply.introduction), reply.readable)
+
+
+class Callers:
+    """The workers that this server can read, by incarnation."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Borrower] = {}
+
+    def set_members(self, membership: Membership) -> None:
+        """Forget workers that have gone."""
+        there = {m.incarnation for m in membership.workers}
+        self._known = {k: v for k, v in self._known.items() if k in there}
+
+    def introduce(self, incarnation: str, introduction: memory_pb2.Introduction) -> shard_pb2.IntroduceReply:
+        """Take a worker's introduction, and give ours."""
+        borrower = _borrower(introduction)
+        if borrower is not None:
+            self._known[incarnation] = borrower
+        return shard_pb2.IntroduceReply(introduction=_ours(), readable=borrower is not None)
+
+    def read(self, incarnation: str, loan: memory_pb2.Loan, most_bytes: int) -> memoryview:
+        """A copy of what a worker lends.
+
+        Raises:
+            Broken: it was taken back, or that worker was never introduced.
+            InvalidRequest: it is more than `most_bytes`.
+        """
+        borrower = self._known.get(incarnation)
+        if borrower is None:
+            raise Broken("this server cannot read the caller's memory; send the payload")
+        if loan.size_bytes > most_bytes:
+            raise InvalidRequest(f"a chunk of {loan.size_bytes} bytes was lent; at most {most_bytes} fit here")
+        copy = np.empty(loan.size_bytes, np.uint8)
+        borrower.read(loan_from_proto(loan), copy)
+        return copy.data
+
+
+def lend(lender: Lender, address: int, size_bytes: int) -> memory_pb2.Loan:
+    """A loan as a message."""
+    loan = lender.lend(address, size_bytes)
+    return memory_pb2.Loan(
+        address=loan.address, size_bytes=loan.size_bytes, number_address=loan.number_address, number=loan.number
+    )
+
+
+def loan_from_proto(loan: memory_pb2.Loan) -> Loan:
+    """A loan from its message."""
+    return Loan(
+        address=loan.address, size_bytes=loan.size_bytes, number_address=loan.number_address, number=loan.number
+    )
+
+
+def _ours() -> memory_pb2.Introduction:
+    own = direct_memory.introduction()
+    return memory_pb2.Introduction(pid=own.pid, address=own.address, secret=own.secret)
+
+
+def _borrower(introduction: memory_pb2.Introduction) -> Borrower | None:
+    """Who reads the process that introduced itself so; None when it cannot be read."""
+    try:
+        return Borrower(Introduction(pid=introduction.pid, address=introduction.address, secret=introduction.secret))
+    except Broken as error:
+        _logger.debug("%s", error)
+        return None

@@ -1,0 +1,54 @@
+"""A gradient being summed for one slice: which chunks have which replicas, and what they add up to.
+
+A slice has one of these where all replicas step together, and one per replica where each steps alone. Who may add what
+when is the engine's business; the arithmetic is the slice's.
+
+Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
+replica r may be added exactly when `summed[i] == r` (alone: when it is 0).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from axon_ps.types import Array
+
+
+class GradientSum:
+    """Counters and memory of one sum.
+
+    Args:
+        numel: elements of the slice.
+        chunks: how many chunks it is added to in; 0 for a frozen slice.
+
+    Attributes:
+        summed: per chunk, replicas added so far.
+        present: per chunk, whether any of them had a gradient.
+        squares: per chunk, the sum of squares; known with the last replica.
+        missing: chunks that lack a replica.
+    """
+
+    def __init__(self, numel: int, chunks: int) -> None:
+        self._numel = numel
+        self._chunks = chunks
+        self._array: Array | None = None
+        self.restart()
+
+    @property
+    def array(self) -> Array:
+        """f32[n], where it is summed; the memory is taken when it is first needed, and kept."""
+        if self._array is None:
+            self._array = np.zeros(self._numel, np.float32)
+        return self._array
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory taken."""
+        return 0 if self._array is None else self._array.nbytes
+
+    def restart(self) -> None:
+        """Forget what was added; the memory stays as it is."""
+        self.summed = [0] * self._chunks
+        self.present = bytearray(self._chunks)
+        self.squares = [0.0] * self._chunks
+        self.missing = self._chunks

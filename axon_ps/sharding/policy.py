@@ -1,0 +1,139 @@
+"""Who waits for whom between steps: the policy of a job. Pure descriptions, equal on every worker.
+
+Owns what the policies are called and what they need. Refuses to act: the coordinator admits and decides, the shard
+servers sum and apply, the wrappers in `parallel` train.
+
+    policy               a step is made of           a worker goes on when
+    Synchronous          every replica's gradient    its step is decided
+    BoundedStaleness(s)  one replica's gradient      its step is decided and nobody is more than s clocks behind it
+    Asynchronous         one replica's gradient      its step is decided
+    LocalSteps(H)        every replica's progress    H local steps at once, then its step is decided
+
+A *clock* counts the decided steps of one replica in a generation (Ho et al. 2013, stale synchronous parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from axon_ps.errors import InvalidRequest
+
+MAX_STALENESS = 1 << 31
+MAX_INNER_STEPS = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of the policies; see the module for what they mean.
+
+    Attributes:
+        kind: its name in messages and records.
+        alone: whether each replica's gradient is a step of its own.
+        most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
+    """
+
+    kind: ClassVar[str]
+    alone: ClassVar[bool] = False
+
+    @property
+    def most_behind(self) -> int | None:
+        """How many clocks the slowest replica may be behind one that goes on; None = any number."""
+        return None
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronous(Policy):
+    """Every step is the average over all replicas. The default, and the only policy that is repeatable bit by bit."""
+
+    kind: ClassVar[str] = "synchronous"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchronous(Policy):
+    """Each replica's gradient is a step of its own, applied when it has come; nobody waits for another replica.
+
+    Source: Dean et al. 2012 (downpour SGD), with complete gradients in one order on all servers.
+    """
+
+    kind: ClassVar[str] = "asynchronous"
+    alone: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedStaleness(Policy):
+    """As `Asynchronous`, but a replica at clock c goes on only when the slowest is at c - max_staleness or later.
+
+    With 0 no replica begins its next step before all have ended theirs. Source: Ho et al. 2013.
+
+    Attributes:
+        max_staleness: how many clocks the slowest may be behind.
+
+    Raises:
+        InvalidRequest: it is negative, or too large for a message.
+    """
+
+    kind: ClassVar[str] = "bounded_staleness"
+    alone: ClassVar[bool] = True
+    max_staleness: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_staleness <= MAX_STALENESS:
+            raise InvalidRequest(
+                f"max_staleness is {self.max_staleness}; it must be 0 to {MAX_STALENESS} (Asynchronous() has no bound)"
+            )
+
+    @property
+    def most_behind(self) -> int | None:
+        """`max_staleness`."""
+        return self.max_staleness
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps(Policy):
+    """Replicas train on copies of their own and push how far they came: local SGD (Stich 2019), DiLoCo.
+
+    Steps are synchronous. The outer optimizer is the job's optimizer.
+
+    Attributes:
+        inner_steps: local steps between two steps of the job.
+
+    Raises:
+        InvalidRequest: it is not at least 1, or too large for a message.
+    """
+
+    kind: ClassVar[str] = "local_steps"
+    inner_steps: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.inner_steps <= MAX_INNER_STEPS:
+            raise InvalidRequest(f"inner_steps is {self.inner_steps}; it must be 1 to {MAX_INNER_STEPS}")
+
+
+_BY_KIND: dict[str, type[Policy]] = {p.kind: p for p in (Synchronous, Asynchronous, BoundedStaleness, LocalSteps)}
+
+
+def policy_to_json(policy: Policy) -> dict[str, Any]:
+    """A policy as plain JSON values."""
+    return {"kind": policy.kind, **vars(policy)}
+
+
+def policy_from_json(value: Mapping[str, Any]) -> Policy:
+    """The inverse of `policy_to_json`.
+
+    Raises:
+        InvalidRequest: there is no such policy, or a setting is missing, unknown or out of range.
+    """
+    settings = dict(value)
+    kind = settings.pop("kind", None)
+    if kind not in _BY_KIND:
+        raise InvalidRequest(f"policy {kind!r} is unknown; the policies are {', '.join(sorted(_BY_KIND))}")
+    try:
+        return _BY_KIND[kind](**settings)
+    except TypeError as error:
+        raise InvalidRequest(f"policy {kind!r} lacks or does not know a setting: {error}") from None

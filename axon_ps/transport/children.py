@@ -1,0 +1,65 @@
+"""Starting programs of ours as children: tied to us, and heard when they are ready.
+
+Owns: the command that ties a child to this process (`tether.py` runs in front), and the pipe on which it says one line.
+Refuses: to start and to reap; a test, a worker and the command line do that each in their own way.
+
+Invariants: children are started by `exec`, never by a bare fork, which a process that holds gRPC channels must not do.
+The tie is to the *thread* that starts the child: start it from a thread that outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_TETHER = Path(__file__).with_name("tether.py")
+
+
+def tethered(command: Sequence[str], last_signal: int) -> list[str]:
+    """`command` such that it gets `last_signal` when the thread that starts it is gone, even by kill -9."""
+    return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(last_signal)), *command]
+
+
+class LinePipe:
+    """A pipe on which a child says one line: where it listens.
+
+    Attributes:
+        fd: the end for the child, to be passed on to it.
+    """
+
+    def __init__(self) -> None:
+        self._read_end, self.fd = os.pipe()
+
+    def started(self) -> None:
+        """The child holds its end now; close ours, so that its death ends the pipe."""
+        os.close(self.fd)
+
+    def read(self, deadline: float) -> str:
+        """The line; empty when the child died or `deadline` (of `time.monotonic`) passed. Closes the pipe."""
+        content = b""
+        try:
+            while not content.endswith(b"\n"):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
+                    break
+                part = os.read(self._read_end, 4096)
+                if not part:
+                    break
+                content += part
+        finally:
+            self.close()
+        return content.decode().strip() if content.endswith(b"\n") else ""
+
+    def detach(self) -> int:
+        """Our end, for whoever reads it in another way and closes it."""
+        end, self._read_end = self._read_end, -1
+        return end
+
+    def close(self) -> None:
+        """Close our end. Harmless when repeated."""
+        if self._read_end >= 0:
+            os.close(self.detach())

@@ -1,0 +1,130 @@
+"""Bytes of another process of this host, read where they lie instead of sent through a socket.
+
+Two processes introduce themselves: each says its id and where in its memory a secret lies, and the other believes it
+once it has read the secret there. So a process of another host or container that has the same id is never mistaken for
+the one we talk to, and where the kernel forbids reading (another user, another security context) both find out before
+anything depends on it.
+
+What is lent is read later, when its owner may have taken it back. So with each loan goes a number and where it lies;
+the owner changes the number *before* it gives the memory to other uses, and a reader that finds another number after
+reading throws away what it read.
+
+Owns: introductions, loans, and reading. Refuses: to write to another process (see `transport.peer_process`).
+
+Invariant: nothing here blocks on the other process; a process that is stopped or dead is read, or is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.transport.peer_process import MemoryReader
+from axon_ps.types import Array
+
+SECRET_BYTES = 16
+
+
+def address_of(array: Array) -> int:
+    """Where an array begins in our memory."""
+    return int(array.__array_interface__["data"][0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """How a process can be read, as it says itself.
+
+    Attributes:
+        pid: its id.
+        address: where its secret lies.
+        secret: what lies there.
+    """
+
+    pid: int
+    address: int
+    secret: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loan:
+    """Bytes of a process, as long as `number` lies at `number_address` of it.
+
+    Attributes:
+        address: where they begin.
+        size_bytes: how many.
+        number_address: where the owner's number lies.
+        number: what it was when they were lent.
+    """
+
+    address: int
+    size_bytes: int
+    number_address: int
+    number: int
+
+
+class Lender:
+    """Lends memory of ours and takes it back, all of it at once."""
+
+    def __init__(self) -> None:
+        self._number = np.array([secrets.randbits(63)], np.uint64)
+
+    def lend(self, address: int, size_bytes: int) -> Loan:
+        """What another process needs to read `size_bytes` at `address`; the caller keeps them until `take_back`."""
+        number_address = address_of(self._number)
+        return Loan(address=address, size_bytes=size_bytes, number_address=number_address, number=int(self._number[0]))
+
+    def take_back(self) -> None:
+        """End every loan. Call it before the memory changes or is freed."""
+        self._number[0] += np.uint64(1)
+
+
+class Borrower:
+    """Reads the memory of one process. Belongs to one thread.
+
+    Args:
+        introduction: what that process said of itself.
+
+    Raises:
+        Broken: it cannot be read, or is not the one that said so.
+    """
+
+    def __init__(self, introduction: Introduction) -> None:
+        self._reader = MemoryReader()
+        self._pid = introduction.pid
+        self._number = np.zeros(1, np.uint64)
+        found = np.zeros(SECRET_BYTES, np.uint8)
+        self._reader.read(introduction.pid, introduction.address, address_of(found), SECRET_BYTES)
+        if len(introduction.secret) != SECRET_BYTES or found.tobytes() != introduction.secret:
+            raise Broken(f"process {introduction.pid} of this host is not the one that introduced itself so")
+
+    def read(self, loan: Loan, out: Array) -> None:
+        """Copy what was lent.
+
+        Args:
+            loan: what and where.
+            out: any contiguous array of loan.size_bytes bytes.
+
+        Raises:
+            InvalidRequest: it is of another size.
+            Broken: it was taken back, or the process is gone.
+
+        After an error: `out` holds anything.
+        """
+        if out.nbytes != loan.size_bytes or not out.flags.c_contiguous:
+            raise InvalidRequest(f"a loan has {loan.size_bytes} bytes; the array for them has {out.nbytes}")
+        self._reader.read(self._pid, loan.address, address_of(out), loan.size_bytes)
+        self._reader.read(self._pid, loan.number_address, address_of(self._number), self._number.nbytes)
+        if int(self._number[0]) != loan.number:
+            raise Broken(f"process {self._pid} took back what it lent before it was read")
+
+
+def introduction() -> Introduction:
+    """Ours, the same at every call."""
+    return Introduction(pid=os.getpid(), address=address_of(_secret), secret=_secret.tobytes())
+
+
+_secret = np.frombuffer(bytearray(secrets.token_bytes(SECRET_BYTES)), np.uint8)

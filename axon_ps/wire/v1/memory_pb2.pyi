@@ -1,0 +1,27 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Introduction(_message.Message):
+    __slots__ = ("pid", "address", "secret")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    address: int
+    secret: bytes
+    def __init__(self, pid: _Optional[int] = ..., address: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class Loan(_message.Message):
+    __slots__ = ("address", "size_bytes", "number_address", "number")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    size_bytes: int
+    number_address: int
+    number: int
+    def __init__(self, address: _Optional[int] = ..., size_bytes: _Optional[int] = ..., number_address: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
