@@ -34,6 +34,8 @@ from axon_ps.types import (
 )
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
+WORKERS_NODE = ""
+"""What workers call their host. Servers are on "n": there both read each other's memory."""
 SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 TIMEOUT_S = 20.0
 
@@ -60,7 +62,7 @@ class FakeReports:
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
-    def ready(self, *, generation: int, step: int, sum_of_squares: float) -> None:
+    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
         self.ready_for.append((generation, step, sum_of_squares))
 
     def initialized(self, *, version: int, epoch: int) -> None:
@@ -120,9 +122,9 @@ class Job:
         """As a worker whose coordinator session is up to date."""
         return lambda: common_pb2.CallContext(job="j", generation=self.generation, incarnation=f"worker-{rank}")
 
-    async def upload(self, values: Sequence[Array]) -> None:
+    async def upload(self, values: Sequence[Array], epoch: int = 0) -> None:
         for unit, whole in enumerate(values):
-            await self.groups[0].upload(unit, whole, context=self.context(), timeout_s=TIMEOUT_S)
+            await self.groups[0].upload(unit, whole, context=self.context(), timeout_s=TIMEOUT_S, epoch=epoch)
 
     async def push(self, rank: int, unit: int, grad: Array | None, **changes: Any) -> None:
         arguments = {"step": self.step, "replica": rank, "context": self.context(rank), "timeout_s": TIMEOUT_S}
@@ -182,7 +184,7 @@ async def job(
             made.servers.append(server)
             made.addresses.append(server.address)
         for rank in range(workers):
-            made.groups[rank] = ShardGroup(Security())
+            made.groups[rank] = ShardGroup(Security(), node=WORKERS_NODE)
             made.groups[rank].set_spec(spec)
         groups = tuple(0 if spec.layout.units[u].trainable else -1 for u, _ in spec.layout.parameters())
         chosen = optimizer or OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=groups)

@@ -12,7 +12,8 @@ import grpc
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.events import RestoreOrder, SnapshotOrder
+import shard_fakes
+from axon_ps.coordinator.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.errors import (
     CheckpointNotFound,
     Closed,
@@ -24,14 +25,30 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
+from axon_ps.shard import reach, servicer, transfers
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
+from axon_ps.transport.direct_memory import Borrower, Lender, Loan
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(3000, 200, 700, frozen=[2])
+
+
+@pytest.fixture(autouse=True, params=["sent", "lent"])
+def chunks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything here holds whether chunks go through sockets or are read from memory."""
+    if request.param == "lent":
+        monkeypatch.setattr(shard_fakes, "WORKERS_NODE", "n")
+        for module in (servicer, transfers):
+            monkeypatch.setattr(module, "LEAST_LENT_BYTES", 1)
+    return str(request.param)
+
+
+SENT = pytest.mark.parametrize("chunks_are", ["sent"], indirect=True)
+"""Of calls and of bytes on a connection: they are others when chunks are lent."""
 
 
 def values_of(*numels: int, seed: int = 0) -> list[Array]:
@@ -51,6 +68,63 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def run(scenario: Any) -> None:
     asyncio.run(asyncio.wait_for(scenario, 40))
+
+
+# ---------------------------------------------------------------------- memory of the same host
+
+LENT = pytest.mark.parametrize("chunks_are", ["lent"], indirect=True)
+
+
+@LENT
+def test_lent_chunks_go_through_no_socket() -> None:
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            await j.push(0, 0, GRADS[0][0])
+            counters = j.groups[0].statistics()
+            assert counters["lent_bytes_in"] == counters["bytes_in"] == FIRST[0].nbytes
+            assert counters["lent_bytes_out"] == GRADS[0][0].nbytes
+            assert j.statistics("lent_bytes_in") == counters["lent_bytes_out"]
+            assert j.statistics("lent_bytes_out") == counters["lent_bytes_in"]
+
+    run(scenario())
+
+
+@LENT
+@pytest.mark.parametrize("what", ["gather", "push"])
+def test_what_was_taken_back_before_it_was_read_is_asked_for_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, lend, lenders = Borrower.read, reach.lend, []
+
+    def remember(lender: Lender, address: int, size_bytes: int) -> memory_pb2.Loan:
+        lenders.append(lender)
+        return lend(lender, address, size_bytes)
+
+    def late(self: Borrower, loan: Loan, out: Array) -> None:
+        """The owner is faster than the first reader."""
+        if lenders:
+            lenders[0].take_back()
+            lenders.clear()
+            for module in (servicer, transfers):
+                monkeypatch.setattr(module, "lend", lend)
+        read(self, loan, out)
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            for module in (servicer, transfers):
+                monkeypatch.setattr(module, "lend", remember)
+            monkeypatch.setattr(Borrower, "read", late)
+            if what == "gather":
+                assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+            for unit in range(2):
+                await j.push(0, unit, GRADS[0][unit])
+            assert j.groups[0].statistics()["retries"] == 1
+            j.commit()
+            for unit in range(2):
+                assert (await j.gather(0, unit))[1].tobytes() == (FIRST[unit] - GRADS[0][unit]).tobytes()
+
+    run(scenario())
 
 
 # ---------------------------------------------------------------------- the way of a step
@@ -282,6 +356,7 @@ def test_a_push_of_an_older_generation_is_told_the_new_one() -> None:
     run(scenario())
 
 
+@SENT
 def test_a_gather_of_an_older_generation_is_repeated_with_the_new_context() -> None:
     async def scenario() -> None:
         async with job(SPEC, servers=2) as j:
@@ -383,6 +458,7 @@ def test_late_pushes_of_an_aborted_step_are_told() -> None:
 # ---------------------------------------------------------------------- broken connections
 
 
+@SENT
 def test_a_push_is_resumed_where_the_server_says() -> None:
     async def scenario() -> None:
         async with job(spec_of(200_000, chunk_numel=4096), workers=2) as j:
@@ -406,6 +482,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
     run(scenario())
 
 
+@SENT
 def test_a_gather_and_an_upload_are_repeated() -> None:
     async def scenario() -> None:
         async with job(spec_of(200_000, chunk_numel=4096)) as j:
@@ -782,6 +859,47 @@ def test_a_restore_that_cannot_be_leaves_what_was_there(tmp_path: Path) -> None:
             j.tell(RestoreOrder(epoch=1, uri=str(tmp_path / "nowhere"), version=4))
             assert isinstance(await j.reports[0].restores.get(), CheckpointNotFound)
             assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
+
+    run(scenario())
+
+
+def test_replaced_values_that_come_before_the_order_wait_for_it() -> None:
+    """The worker that brings them may hear of the order first, and one of an earlier epoch may be late."""
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            j.commit()
+            assert (await j.gather(0, 0))[0] == 1
+            j.tell(JobState(version=1, epoch=1, initialized=False))
+            replacing = asyncio.create_task(j.upload([2 * values for values in FIRST], epoch=1))
+            await until(lambda: bool(j.shells[0]._waiters._units))
+            assert not replacing.done()
+            j.tell(RestoreOrder(epoch=1, uri=UPLOADED, version=1))
+            await replacing
+            await j.upload([3 * values for values in FIRST], epoch=0)  # acknowledged and dropped
+            assert j.reports[0].initialized_at == [(0, 0), (1, 1)]
+            for unit, values in enumerate(FIRST):
+                assert (await j.gather(0, unit))[1].tobytes() == (2 * values).tobytes()
+
+    run(scenario())
+
+
+def test_late_first_values_do_not_get_into_what_is_being_replaced() -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            j.tell(RestoreOrder(epoch=1, uri=UPLOADED, version=0))
+            late = [np.full_like(values, 9) for values in FIRST]
+            await j.upload(late, epoch=0)
+            await j.upload(FIRST[:2], epoch=1)
+            await j.upload(late, epoch=0)
+            assert j.reports[0].initialized_at == [(0, 0)]
+            await j.upload(FIRST, epoch=1)
+            for unit, values in enumerate(FIRST):
+                assert (await j.gather(0, unit))[1].tobytes() == values.tobytes()
 
     run(scenario())
 

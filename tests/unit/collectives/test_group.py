@@ -350,3 +350,13 @@ def test_a_member_that_dies_before_the_first_call_ends_the_wait_for_it() -> None
         AbortableStore(inner).wait("offer", 0.0)
     inner.put("offer", b"here")
     assert AbortableStore(inner).wait("offer", 0.0) == b"here"
+
+
+def test_a_group_of_threads_needs_no_world() -> None:
+    groups = ProcessGroup.mock(3)
+    with ThreadPoolExecutor(3) as pool:
+        sums = list(pool.map(lambda group: group.all_reduce(np.full(2, group.rank, np.int64)).tolist(), groups))
+    assert sums == [[3, 3]] * 3
+    assert ProcessGroup.mock()[0].world_size == 1
+    for group in groups:
+        group.close()

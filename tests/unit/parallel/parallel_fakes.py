@@ -5,17 +5,19 @@ Gathers complete only when waited for, so that code which reads a parameter with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.steps import Ticket
+from axon_ps.collectives.world import World
 from axon_ps.coordinator.client import Registered
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
 
 _VIEWS = {np.dtype(np.float32): torch.float32, np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16}
 
@@ -59,7 +61,7 @@ class FakeSteps:
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         self.optimizer = optimizer
 
-    def upload(self, unit: int, values: Array) -> None:
+    def upload(self, unit: int, values: Array, *, epoch: int = 0) -> None:
         self.values[unit] = torch.from_numpy(values.copy())
 
     def wait_initialized(self, registered: Registered) -> bool:
@@ -69,7 +71,7 @@ class FakeSteps:
     def wait_complete(self) -> None:
         self.log.append(("wait_complete", -1))
 
-    def gather(self, unit: int, out: Array) -> FakeWork:
+    def gather(self, unit: int, out: Array, *, exact: bool = False, begin: int = 0, end: int | None = None) -> FakeWork:
         self.log.append(("gather", unit))
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
@@ -85,7 +87,16 @@ class FakeSteps:
     def ticket(self) -> Ticket:
         return Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
 
-    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> FakeWork:
+    def push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None = None,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> FakeWork:
         self.log.append(("push" if grad is not None else "absent", unit))
         assert unit not in self.grads
         self.grads[unit] = None if grad is None else _tensor(grad).float().clone()
@@ -94,6 +105,8 @@ class FakeSteps:
         return FakeWork(lambda: None)
 
     def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        for work in pushes:
+            work.wait()
         grads, self.grads = self.grads, {}
         norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
         if self.outcome is Outcome.COMMIT:
@@ -112,12 +125,23 @@ class FakeSteps:
             hyper=tuple(hyper),
         )
 
+    @property
+    def me(self) -> Member:
+        return _WORKER
+
+    def wait_epoch(self, epoch: int) -> None:
+        assert self.epoch == epoch
+
     def statistics(self) -> dict[str, float]:
         return {}
 
     def units(self, kind: str) -> list[int]:
         """The units of one kind of event, in order."""
         return [unit for k, unit in self.log if k == kind]
+
+
+_WORKER = Member(role=Role.WORKER, rank=0, incarnation="0" * 32, node="here", replica=0)
+_SHARD = Member(role=Role.SHARD, rank=0, incarnation="1" * 32, node="here")
 
 
 @dataclass
@@ -127,11 +151,29 @@ class FakeWorld:
     steps: FakeSteps = field(default_factory=FakeSteps)
     world_size: int = 1
     rank: int = 0
+    is_main_process: bool = True
+    membership: Membership = field(
+        default_factory=lambda: Membership(
+            generation=1, step=0, version=0, workers=(_WORKER,), shards=(_SHARD,), num_replicas=1, complete=True
+        )
+    )
+
+    def node_group(self) -> ProcessGroup:
+        return World.mock(1)[0].default_group
+
+    def replace_parameters(self, units: Iterable[tuple[int, Array]]) -> None:
+        for unit, values in units:
+            self.steps.upload(unit, values)
+        self.steps.epoch += 1
 
 
-@dataclass
 class FakeGroup:
     """Stands for the world's default group."""
 
-    world: FakeWorld = field(default_factory=FakeWorld)
-    ranks: tuple[int, ...] = (0,)
+    def __init__(self) -> None:
+        self.world = FakeWorld()
+        self.ranks = (0,)
+        self._group = World.mock(1)[0].default_group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)

@@ -1,0 +1,83 @@
+"""Coordinators and shard servers of many jobs, in a thread of the test's process: a few milliseconds each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+
+from axon_ps.coordinator import server as coordinator_server
+from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.shard import server as shard_server
+from axon_ps.shard.server import ShardConfig
+from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.transport.security import Security
+
+TOKEN = "test-token"
+
+
+class JobServices:
+    """The services of jobs, by (workers, servers).
+
+    Attributes:
+        addresses: per job, its coordinator's "host:port".
+    """
+
+    def __init__(self, jobs: Sequence[tuple[int, int]]) -> None:
+        self._jobs = jobs
+        self.addresses: list[str] = []
+
+    def __enter__(self) -> JobServices:
+        self._loop = BackgroundLoop(name="job services")
+        self._stop = self._loop.run(self._make_stop())
+        self._shards: list[Future[None]] = []
+        self._coordinators: list[Future[None]] = []
+        for workers, servers in self._jobs:
+            address: asyncio.Future[str] = self._loop.run(self._future())
+            self._coordinators.append(self._loop.submit(self._coordinator(workers, servers, address)))
+            self.addresses.append(self._loop.run(self._wait(address)))
+            for _ in range(servers):
+                self._shards.append(self._loop.submit(self._shard(self.addresses[-1])))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            for stop, running in zip(self._stop, (self._shards, self._coordinators), strict=True):
+                self._loop.run(self._set(stop))
+                for future in running:
+                    future.result(20.0)
+        finally:
+            self._loop.close()
+
+    async def _make_stop(self) -> tuple[asyncio.Event, asyncio.Event]:
+        return asyncio.Event(), asyncio.Event()
+
+    async def _future(self) -> asyncio.Future[str]:
+        return asyncio.get_running_loop().create_future()
+
+    async def _wait(self, address: asyncio.Future[str]) -> str:
+        return await asyncio.wait_for(address, 20.0)
+
+    async def _set(self, stop: asyncio.Event) -> None:
+        stop.set()
+
+    async def _coordinator(self, workers: int, servers: int, address: asyncio.Future[str]) -> None:
+        await coordinator_server.serve(
+            CoordinatorConfig(world_size=workers, num_shards=servers),
+            "127.0.0.1",
+            0,
+            Security(token=TOKEN),
+            MemoryStateStore(),
+            lambda port: address.set_result(f"127.0.0.1:{port}"),
+            self._stop[1],
+        )
+
+    async def _shard(self, coordinator: str) -> None:
+        config = ShardConfig(
+            coordinator=coordinator, job="default", threads=1, security=Security(token=TOKEN), grace_s=0.5
+        )
+        await shard_server.serve(config, lambda port: None, self._stop[0])

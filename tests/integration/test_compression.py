@@ -1,0 +1,185 @@
+"""Compressed parameters and gradients between real workers and servers: loss, bytes, and what skipped steps lose."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.collectives.steps import StepClient
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.testing import LocalCluster
+from parity_model import BATCH, CONTEXT, VOCAB, Block, build
+
+STEPS, BAD_STEP, LAST = 60, 25, 10
+OPTIONS = PlanOptions(chunk_numel=512, min_slice_numel=128)
+
+
+def sequences(step: int, replica: int) -> torch.Tensor:
+    """tokens: i64[BATCH, CONTEXT + 1] that can be learnt: each is the one before times 3, plus a little noise."""
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    tokens = torch.randint(0, VOCAB, (BATCH, 1), generator=generator)
+    for _ in range(CONTEXT):
+        noise = torch.randint(0, 2, (BATCH, 1), generator=generator)
+        tokens = torch.cat([tokens, (3 * tokens[:, -1:] + noise) % VOCAB], dim=1)
+    return tokens
+
+
+def plain_losses(replicas: int) -> list[float]:
+    """Plain torch in f32 on the joined batch; the loss of every step."""
+    model, losses = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(STEPS):
+        loss = model(torch.cat([sequences(step, r) for r in range(replicas)]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
+    """From now on, how often each unit is gathered and pushed."""
+    gathers: Counter[int] = Counter()
+    pushes: Counter[int] = Counter()
+    gather, push = steps.gather, steps.push
+
+    def counting_gather(unit: int, *args: Any, **kwargs: Any) -> Any:
+        gathers[unit] += 1
+        return gather(unit, *args, **kwargs)
+
+    def counting_push(unit: int, *args: Any, **kwargs: Any) -> Any:
+        pushes[unit] += 1
+        return push(unit, *args, **kwargs)
+
+    steps.gather, steps.push = counting_gather, counting_push  # type: ignore[method-assign]
+    return gathers, pushes
+
+
+def train_int8() -> Any:
+    """One worker's losses, traffic since the first values came, and final values."""
+    torch.set_num_threads(1)
+    with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
+        gathers, pushes = count_calls(world.steps)
+        model = parallel.FSDP(
+            build(),
+            world.default_group,
+            mixed_precision=parallel.MixedPrecision(wire_dtype="int8"),
+            unit_types={Block},
+            plan_options=OPTIONS,
+            prefetch=False,  # so that every gather that begins is waited for, and its bytes are counted
+        )
+        optimizer = parallel.AdamW(model, lr=3e-3)
+        before = model.statistics()
+        losses: list[float] = []
+        while len(losses) < STEPS:
+            loss = model(sequences(len(losses), world.replica))
+            if len(losses) == BAD_STEP and not pushes[-1]:
+                (loss * (math.nan if world.replica else 1.0)).backward()
+                pushes[-1] += 1  # not again
+                result = optimizer.step()
+                assert not result.committed
+                assert "finite" in result.reason
+                continue
+            loss.backward()
+            assert optimizer.step().committed
+            losses.append(float(loss.detach()))
+        del pushes[-1]
+        traffic = {k: model.statistics()[k] - before[k] for k in ("wire_bytes_in", "wire_bytes_out")}
+        counts = dict(gathers), dict(pushes)
+        memory = model.statistics()["wire_residual_bytes"]
+        values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+        world.barrier("done")
+        return losses, traffic, counts, memory, values, model.spec
+
+
+def payload_bytes(spec: JobSpec, unit: int, servers: int) -> int:
+    """What all int8 chunks of a unit are, by the formula in docs/compression.md."""
+    return sum(
+        end - begin + 4 * math.ceil((end - begin) / 256)
+        for s in spec.plan(servers).slices[unit]
+        for begin, end in s.chunks(spec.options.chunk_numel)
+    )
+
+
+def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says() -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        results = [r.value for r in cluster.run_workers(train_int8)]
+    expected = np.mean(plain_losses(2)[-LAST:])
+    got = np.mean([np.mean(losses[-LAST:]) for losses, *_ in results])
+    assert abs(got / expected - 1) < 0.01, f"loss {got} with int8, {expected} in f32"
+    for _, traffic, (gathers, pushes), memory, values, spec in results:
+        units = range(len(spec.layout.units))
+        assert pushes == dict.fromkeys(units, STEPS + 1)
+        assert traffic["wire_bytes_in"] == sum(n * payload_bytes(spec, u, 2) for u, n in gathers.items())
+        assert traffic["wire_bytes_out"] == sum(n * payload_bytes(spec, u, 2) for u, n in pushes.items())
+        assert memory == 8 * spec.layout.numel
+        assert all(np.array_equal(value, results[0][4][name]) for name, value in values.items())
+
+
+class Sum(torch.nn.Module):
+    """Its gradients are the data."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return (self.weight * data).sum()
+
+
+def gradient(step: int, replica: int) -> torch.Tensor:
+    return torch.randn(1000, generator=torch.Generator().manual_seed(100 * step + replica))
+
+
+def train_top_k() -> Any:
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model = parallel.FSDP(
+            Sum(1000),
+            world.default_group,
+            sharding_strategy=parallel.ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=parallel.MixedPrecision(wire_dtype=parallel.Int8(64), reduce_dtype=parallel.TopK(0.05)),
+            plan_options=PlanOptions(chunk_numel=100, min_slice_numel=64),
+        )
+        optimizer = parallel.SGD(model, lr=1.0)
+        for step in range(30):
+            bad = step % 10 == 7  # one replica's gradient is lost for all: the step is skipped
+            with model.no_sync():
+                model(gradient(step, world.replica) * 0.5).backward()
+            model(gradient(step, world.replica) * (math.nan if bad and world.replica == 1 else 0.5)).backward()
+            assert optimizer.step().committed == (not bad)
+        with model.summon_full_params():
+            seen = next(model.parameters()).detach().numpy().copy()
+        value = model.state_dict()["weight"].numpy().copy()
+        owed = world.steps._shards._feedback.open(0, 0, 1000, -1)[0].copy()
+        world.barrier("done")
+        return value, seen, owed, model.statistics()["wire_bytes_out"]
+
+
+def test_top_k_owes_what_it_has_not_sent_and_skipped_steps_owe_nothing() -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        results = [r.value for r in cluster.run_workers(train_top_k)]
+    expected = Sum(1000).weight.detach().numpy().astype(np.float64)
+    for step in range(30):
+        if step % 10 != 7:
+            expected -= (gradient(step, 0) + gradient(step, 1)).numpy() / 2
+    value, seen, _, _ = results[0]
+    owed = sum(r[2] for r in results)
+    assert np.abs(value - owed - expected).max() < 1e-4
+    assert np.abs(owed).max() > 0.1  # it is much, so the test means something
+    assert np.abs(seen - value).max() <= 1.01 * np.abs(value).max() / 127
+    assert results[1][0].tobytes() == value.tobytes()
+    chunks = [
+        (begin, end)
+        for low, high in ((0, 448), (448, 1000))
+        for begin in range(low, high, 100)
+        for end in [min(begin + 100, high)]
+    ]
+    sent = sum(8 * math.ceil(0.05 * (end - begin)) for begin, end in chunks)
+    assert min(r[3] for r in results) == 30 * sent

@@ -1,0 +1,24 @@
+"""DDP over our groups, in processes, trains what torch's DDP trains over gloo; with hooks, to a stated tolerance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from axon_ps.testing import LocalCluster
+
+HERE = Path(__file__).parent
+RANKS = 3
+SCENARIOS = 18
+
+
+def test_every_way_to_average_gives_what_torch_gives_on_one_to_three_ranks(tmp_path: Path) -> None:
+    with LocalCluster(shards=1, world_size=RANKS) as cluster:
+        environments = [cluster.env(rank) for rank in range(RANKS)]
+        plan = {"path": str(HERE), "runs": [["ddp_scenarios", [str(RANKS), str(tmp_path)], environments]]}
+        (tmp_path / "runs.json").write_text(json.dumps(plan))
+        cluster.run_workers(HERE / "forked_workers.py", n=1, args=(tmp_path / "runs.json",))
+    for rank in range(RANKS):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert len(found) == (RANKS - rank) * SCENARIOS
+        assert {name: over for name, over in found.items() if not over <= 1.0} == {}

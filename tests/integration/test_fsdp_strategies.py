@@ -1,0 +1,225 @@
+"""Every strategy: equal to plain torch, resumed bit for bit under any other, bytes and memory as the formulas say.
+
+All of it runs in the same four worker processes, one job after the other, because starting a process costs more than
+training in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axon_ps.testing.workers import WorkerProcess, results_of
+from fsdp_worker import BLOCKS, DECAY, OPTIONS, PRECISIONS, WIDTH, Case, run_all
+from job_services import JobServices
+from parity_model import Values, train_plain
+
+STEPS, RESUMED = 4, 2
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+OFFLOADS = ("NONE", "PARAMS", "FULL", "OPTIMIZER_STATES")
+TOLERANCE = {"f32": 1e-5, "bf16 wire": 0.03, "bf16": 0.03, "fp16": 0.03}
+"""Largest ||a - b|| / ||b|| of a parameter after STEPS of AdamW, which turns the rounding of a small gradient into a
+step of nearly full size."""
+
+pytestmark = pytest.mark.timeout(120)  # all of the work is in one fixture
+
+Task = tuple[str, Case, tuple[Any, ...]]
+
+
+def pairwise() -> list[Case]:
+    """Every pair of strategy, offload, precision and world size: an orthogonal array of 16 rows over GF(4)."""
+    twice = (0, 2, 3, 1)
+    cases = []
+    for a, strategy in enumerate(STRATEGIES):
+        for b, offload in enumerate(OFFLOADS):
+            workers = 1 + (a ^ twice[b])
+            cases.append(
+                Case(
+                    strategy=strategy,
+                    offload=offload,
+                    precision=list(PRECISIONS)[a ^ b],
+                    workers=workers,
+                    servers=1 + b % 2,
+                    per_node=min(workers, 3 if workers == 3 else 2) if strategy == "HYBRID_SHARD" else 1,
+                    local=strategy == "NO_SHARD" and offload != "OPTIMIZER_STATES",
+                )
+            )
+    return cases
+
+
+def two(strategy: str, offload: str = "NONE", precision: str = "f32", *, local: bool = False) -> Case:
+    """Two workers; on one node if they share units."""
+    per_node = 2 if strategy == "HYBRID_SHARD" else 1
+    return Case(
+        strategy=strategy, offload=offload, precision=precision, workers=2, servers=2, per_node=per_node, local=local
+    )
+
+
+PARITY = pairwise()
+RESUMERS = [*(two(s) for s in STRATEGIES), two("NO_SHARD", local=True)]
+MEASURED = [
+    *((two(s, o), False) for s in STRATEGIES for o in ("NONE", "PARAMS")),
+    (two("FULL_SHARD", precision="bf16"), False),
+    (two("HYBRID_SHARD", precision="bf16 wire"), False),
+    (two("SHARD_GRAD_OP"), True),
+    (two("FULL_SHARD", "PARAMS"), True),
+    (two("HYBRID_SHARD"), True),
+]
+
+
+def run_workers(target: Callable[..., Any], args: Sequence[Any], workers: int, logs: Path) -> list[Any]:
+    """`target` in as many processes; what each returned."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")} | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        WorkerProcess(
+            rank,
+            target,
+            args,
+            {},
+            environment=environment | {"RANK": str(rank)},
+            log=logs / f"worker-{rank}.log",
+        )
+        for rank in range(workers)
+    ]
+    return [r.value for r in results_of(processes, timeout_s=100.0, check=True)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
+    """Per kind of task, per task, what each of its workers returned."""
+    directory = tmp_path_factory.mktemp("fsdp")
+    full, local = str(directory / "full"), str(directory / "local")
+    kinds: dict[str, list[Task]] = {
+        "parity": [("run_case", case, (STEPS,)) for case in PARITY],
+        "save": [
+            ("save_and_go_on", two("FULL_SHARD"), (full, RESUMED)),
+            ("save_and_go_on", two("NO_SHARD", local=True), (local, RESUMED)),
+        ],
+        "resume": [("go_on", case, (full, RESUMED)) for case in RESUMERS],
+        "resume from NO_SHARD": [("go_on", two("FULL_SHARD"), (local, RESUMED))],
+        "replace": [("replace", two(s), (str(directory / f"dcp-{s}"),)) for s in STRATEGIES],
+        "diverge": [("diverge", two("HYBRID_SHARD"), ())],
+        "uninterrupted": [("run_case", two("FULL_SHARD"), (4, 0.0))],
+        "measure": [("measure", case, (adapter,)) for case, adapter in MEASURED],
+    }
+    tasks = [task for kind in kinds.values() for task in kind]
+    with JobServices([(case.workers, case.servers) for _, case, _ in tasks]) as services:
+        workers = run_workers(run_all, (tasks, services.addresses), 4, directory)
+    by_task = iter([[w[i] for w in workers if w[i] is not None] for i in range(len(tasks))])
+    return {kind: [next(by_task) for _ in made] for kind, made in kinds.items()}
+
+
+def distance(values: Values, expected: Values) -> float:
+    """The largest ||a - b|| / ||b|| over all tensors."""
+    assert list(values) == list(expected)
+    return max(float(np.linalg.norm(values[n].astype(np.float64) - e) / np.linalg.norm(e)) for n, e in expected.items())
+
+
+def assert_same_bits(values: Values, expected: Values) -> None:
+    """Bit for bit."""
+    assert list(values) == list(expected)
+    assert not [name for name, value in expected.items() if not np.array_equal(values[name], value)]
+
+
+def test_every_strategy_equals_plain_torch_on_the_joined_batch(results: dict[str, list[list[Any]]]) -> None:
+    torch.set_num_threads(1)
+    plain = {n: train_plain("AdamW", {**OPTIONS, "weight_decay": DECAY}, n, STEPS) for n in range(1, 5)}
+    print("\n| strategy | offload | precision | workers | servers | parameters | gradient norms |")
+    print("|---|---|---|---|---|---|---|")
+    for case, workers in zip(PARITY, results["parity"], strict=True):
+        expected, norms = plain[case.workers]
+        assert len(workers) == case.workers
+        for values, got in workers:
+            off = distance(values, expected)
+            norms_off = float(np.abs(np.array(got) / norms - 1).max())
+            assert off <= TOLERANCE[case.precision], case
+            assert norms_off <= TOLERANCE[case.precision], case
+            assert_same_bits(values, workers[0][0])
+        words = (
+            case.strategy,
+            case.offload,
+            case.precision,
+            case.workers,
+            case.servers,
+            f"{off:.1e}",
+            f"{norms_off:.1e}",
+        )
+        print("| " + " | ".join(map(str, words)) + " |")
+
+
+def test_a_resumed_run_is_the_run_that_did_not_stop(results: dict[str, list[list[Any]]]) -> None:
+    for number, workers in enumerate(results["save"]):
+        for first, again, (version, extra, _) in workers:
+            assert_same_bits(again, first)
+            assert_same_bits(first, workers[0][0])
+            assert (version, extra) == (RESUMED, {"step": RESUMED})
+        assert [wrote for _, _, (_, _, wrote) in workers] == [True, False], number
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_under_every_strategy(results: dict[str, list[list[Any]]]) -> None:
+    expected = results["save"][0][0][0]
+    for case, workers in zip(RESUMERS, results["resume"], strict=True):
+        for values in workers:
+            if case.local:  # torch's AdamW rounds otherwise than our kernels
+                assert distance(values, expected) <= 1e-5
+            else:
+                assert_same_bits(values, expected)
+    for values in results["resume from NO_SHARD"][0]:
+        assert distance(values, results["save"][1][0][0]) <= 1e-5
+
+
+def test_values_are_replaced_and_training_goes_on_from_them(results: dict[str, list[list[Any]]]) -> None:
+    uninterrupted = results["uninterrupted"][0][0][0]
+    for workers in results["replace"]:
+        for before, doubled, partly, again, after in workers:
+            assert_same_bits(doubled, {name: 2 * value for name, value in before.items()})
+            assert_same_bits(partly, doubled | {"norm.weight": np.ones(16, np.float32)})
+            assert_same_bits(again, before)
+            assert_same_bits(after, uninterrupted)
+
+
+def test_workers_of_a_node_that_run_other_units_are_told_and_nothing_moves(results: dict[str, list[list[Any]]]) -> None:
+    for words, version in results["diverge"][0]:
+        assert "in the same order" in words
+        assert version == 0
+
+
+BLOCK, ADAPTER, ROOT = 2 * WIDTH * WIDTH + 2 * WIDTH, 8 * WIDTH, 2 * WIDTH
+BYTES = {"f32": (4, 4), "bf16": (2, 4), "bf16 wire": (2, 2)}
+"""Bytes of an element on its way from the servers, and to them."""
+
+
+def test_a_step_moves_the_bytes_of_the_formulas(results: dict[str, list[list[Any]]]) -> None:
+    for (case, adapter), workers in zip(MEASURED, results["measure"], strict=True):
+        params = BLOCKS * BLOCK + ROOT
+        trainable = BLOCKS * ADAPTER if adapter else params
+        first = params + (BLOCKS * ADAPTER if adapter else 0)
+        gathered = {
+            ("FULL_SHARD", "NONE"): 2 * first - ROOT - BLOCK,  # the root stays, and the last block
+            ("FULL_SHARD", "PARAMS"): trainable,
+            ("SHARD_GRAD_OP", "NONE"): trainable,
+            ("SHARD_GRAD_OP", "PARAMS"): trainable,
+            ("HYBRID_SHARD", "NONE"): trainable,  # of the whole node
+            ("HYBRID_SHARD", "PARAMS"): trainable,
+        }.get((case.strategy, case.offload), 0)
+        pushed = 0 if case.strategy == "NO_SHARD" else trainable
+        nodes = 1 if case.strategy == "HYBRID_SHARD" else case.workers
+        param_bytes, grad_bytes = BYTES[case.precision]
+        assert sum(w[0] for w in workers) == nodes * param_bytes * gathered, case
+        assert sum(w[1] for w in workers) == nodes * grad_bytes * pushed, case
+
+
+def test_memory_is_what_was_estimated(results: dict[str, list[list[Any]]]) -> None:
+    for (case, _), workers in zip(MEASURED, results["measure"], strict=True):
+        for _, _, estimate, measured in workers:
+            assert measured["peak_param_memory_bytes"] == pytest.approx(estimate["param_memory_bytes"], rel=0.1), case
+            assert measured["peak_grad_buffer_bytes"] == pytest.approx(estimate["grad_memory_bytes"], rel=0.1), case
+            total = estimate["param_memory_bytes"] + estimate["grad_memory_bytes"]
+            assert measured["peak_memory_mb"] == pytest.approx(total / (1 << 20), rel=0.1), case
+            assert 0 <= measured["current_allocation_mb"] <= measured["peak_memory_mb"]

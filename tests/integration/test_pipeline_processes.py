@@ -1,0 +1,41 @@
+"""`Pipeline` over real processes, through shared memory and through gRPC, and with the other two parallelisms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pipeline_worker
+from axon_ps.parallel.pipeline import PipelineMemoryStats
+from axon_ps.testing import LocalCluster
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.timeout(120)
+def test_processes_train_like_one() -> None:
+    """Everything that needs processes, in one set of them: starting them is what takes time."""
+    with LocalCluster(shards=1, world_size=8) as cluster:
+        results = [r.value for r in cluster.run_workers(pipeline_worker.run, args=(str(EXAMPLES),), timeout_s=100.0)]
+    one_f_one_b = [PipelineMemoryStats.one_f_one_b_peak_activations(4, 8, rank) for rank in range(4)]
+    interleaved = [PipelineMemoryStats.interleaved_peak_activations(4, 2, 8, rank) for rank in range(4)]
+    expected = {
+        "shm gpipe": ([PipelineMemoryStats.gpipe_peak_activations(4, 8)] * 4, 64),
+        "shm 1f1b": (one_f_one_b, 64),
+        "shm interleaved-1f1b": (interleaved, 128),
+        "grpc 1f1b": (one_f_one_b, 64),
+    }
+    for result in results:
+        assert result["2 x 2 x 2"] < 1e-5
+        assert result["losses"] == results[0]["losses"]
+    for rank, result in enumerate(results[:4]):
+        for name, (peaks, actions) in expected.items():
+            difference, *rest = result[name]
+            assert difference == pytest.approx(0.0, abs=1e-6), name
+            assert rest == [peaks, actions], name
+        for name in ("error shm", "error grpc"):
+            said = "ValueError: out of ideas" if rank == 2 else "Broken: stage 2 on rank 2 of the pipeline failed in"
+            assert result[name].startswith(said), result[name]
+            assert "stage 2 on rank 2 of the pipeline failed in forward of microbatch 0" in result[name]
+        assert result["after"] == 4.0

@@ -1,0 +1,132 @@
+"""The default groups of a world as its workers come and go."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.groups import Groups
+from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.store import MemoryStore
+from axon_ps.errors import MemberLost
+from axon_ps.reduction.call import Call
+from axon_ps.types import Array, Member, Membership, Role
+
+
+class FakeBackend:
+    """Counts what happens to it."""
+
+    name = "fake"
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+        self.aborted: list[Exception] = []
+        self.closed = 0
+
+    def all_gather(self, call: Call, out: Array, data: Array, timeout_s: float) -> None:
+        """Everybody says what this one does: enough to agree on a sub-group."""
+        out[:] = np.tile(data, len(call.counts))
+
+    def abort(self, error: Exception) -> None:
+        self.aborted.append(error)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+
+class Workers:
+    """The groups of the worker "a", and the backends they made."""
+
+    def __init__(self) -> None:
+        self.backends: list[FakeBackend] = []
+        world: Any = None
+        self.groups = Groups(
+            world,
+            self._make,
+            MemoryStore(),
+            backend="fake",
+            timeout_s=5.0,
+            recorder=Recorder(),
+            incarnation=lambda: "a",
+        )
+        self._generation = 0
+
+    def _make(self, context: GroupContext, name: str) -> Backend:
+        self.backends.append(FakeBackend(context))
+        return cast(Backend, self.backends[-1])
+
+    def are(self, *incarnations: str) -> None:
+        """The workers change."""
+        self._generation += 1
+        workers = tuple(Member(role=Role.WORKER, rank=i, incarnation=x, node=x) for i, x in enumerate(incarnations))
+        self.groups.on_membership(
+            Membership(
+                generation=self._generation,
+                step=0,
+                version=0,
+                workers=workers,
+                shards=(),
+                num_replicas=len(workers),
+                complete=True,
+            )
+        )
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+def test_the_group_is_the_same_while_the_workers_are(workers: Workers) -> None:
+    workers.are("a", "b")
+    group = workers.groups.default()
+    workers.are("a", "b")
+    assert workers.groups.default() is group
+
+
+def test_a_death_ends_the_group_and_the_next_one_frees_what_it_held(workers: Workers) -> None:
+    workers.are("a", "b")
+    old = workers.groups.default()
+    old.backend_of()
+    workers.are("a")
+    assert [type(e) for e in workers.backends[0].aborted] == [MemberLost]
+    with pytest.raises(MemberLost, match=r"rank 1 \(node b\)"):
+        old.backend_of()
+    new = workers.groups.default()
+    assert new is not old
+    assert workers.backends[0].closed == 1
+    assert new.backend_of() is not None
+    for async_op in (False, True):
+        with pytest.raises(MemberLost):
+            old.barrier(async_op=async_op)
+
+
+def test_a_sub_group_without_the_dead_member_goes_on(workers: Workers) -> None:
+    workers.are("a", "b", "c")
+    old = workers.groups.default()
+    old.backend_of()
+    survivors = old.new_group([0, 1])
+    survivors.backend_of()
+    workers.are("a", "b")
+    workers.groups.default().backend_of()
+    parents, of_survivors = workers.backends[0], workers.backends[1]
+    assert parents.closed == 1
+    assert (of_survivors.closed, of_survivors.aborted) == (0, [])
+    assert survivors.backend_of() is not None
+    workers.are("a")
+    workers.groups.default()
+    assert of_survivors.closed == 1
+    assert parents.closed == 1, "what is free is not freed again"
+
+
+def test_close_frees_all(workers: Workers) -> None:
+    workers.are("a", "b")
+    workers.groups.default().backend_of()
+    workers.groups.close()
+    assert workers.backends[0].closed == 1

@@ -1,0 +1,209 @@
+"""What DiLoCo does with a job, step by step; `tests/integration/test_diloco.py` holds it to plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_ps.errors import InvalidRequest, StepAborted
+from axon_ps.parallel import FSDP, Asynchronous, BoundedStaleness, DiLoCo, LocalSGD, ShardingStrategy
+from axon_ps.parallel.strategy import CPUOffload
+from axon_ps.sharding.policy import LocalSteps
+from axon_ps.types import Outcome
+from parallel_fakes import FakeGroup, FakeSteps
+
+
+def fake_group(steps: FakeSteps) -> Any:
+    group = FakeGroup()
+    group.world.steps = steps
+    return group
+
+
+def module(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def train(model: nn.Module, step: Any, count: int, seed: int = 0) -> list[Any]:
+    """`count` steps on batches of their own; what each gave."""
+    generator = torch.Generator().manual_seed(seed)
+    results = []
+    for _ in range(count):
+        data = torch.randn(3, 4, generator=generator)
+        model.zero_grad()
+        model(data.to(next(model.parameters()).dtype)).float().square().sum().backward()
+        results.append(step())
+    return results
+
+
+def made(kind: Any = DiLoCo, model: nn.Module | None = None, **options: Any) -> tuple[Any, nn.Module, FakeSteps]:
+    steps = FakeSteps()
+    model = model or module()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trainer = kind(model, inner, fake_group(steps), **{"inner_steps": 3, "unit_types": {nn.Linear}, **options})
+    return trainer, model, steps
+
+
+def test_what_it_registers() -> None:
+    _, _, steps = made()
+    assert steps.spec is not None
+    assert steps.optimizer is not None
+    assert steps.spec.policy == LocalSteps(inner_steps=3)
+    assert steps.optimizer.groups == ({"lr": 0.7, "momentum": 0.9, "nesterov": 1.0},)
+    _, _, steps = made(LocalSGD)
+    assert steps.optimizer is not None
+    assert steps.optimizer.groups == ({"lr": 1.0, "momentum": 0.0, "nesterov": 0.0},)
+
+
+def test_only_every_nth_step_is_one_of_the_job() -> None:
+    trainer, model, steps = made()
+    results = train(model, trainer.step, 7)
+    assert [r is not None for r in results] == [False, False, True, False, False, True, False]
+    assert [r.version for r in results if r is not None] == [1, 2]
+    assert steps.units("push") == [0, 1, 0, 1]
+    assert steps.units("gather") == [0, 1] * 3
+    assert trainer.statistics()["inner_steps"] == 7
+
+
+def test_local_sgd_of_one_worker_is_its_inner_optimizer() -> None:
+    trainer, model, _ = made(LocalSGD)
+    train(model, trainer.step, 9)
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    train(plain, optimizer.step, 9)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_an_aborted_outer_step_keeps_the_progress_and_the_next_pushes_all_of_it() -> None:
+    trainer, model, steps = made(LocalSGD)
+    steps.outcome = Outcome.ABORT
+    (*_, result) = train(model, trainer.step, 3)
+    assert not result.committed
+    assert ("wait_complete", -1) in steps.log
+    steps.outcome = Outcome.COMMIT
+    (*_, result) = train(model, trainer.step, 3, seed=1)
+    assert result.committed
+    plain = module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    train(plain, optimizer.step, 3)
+    train(plain, optimizer.step, 3, seed=1)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("diverged", [True, False])
+def test_after_a_skipped_step_only_who_diverged_goes_back(diverged: bool) -> None:
+    trainer, model, steps = made()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, trainer.step, 2)
+    if diverged:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("inf"))
+    local = [p.detach().clone() for p in model.parameters()]
+    steps.outcome = Outcome.SKIP
+    assert not trainer.outer_step().committed
+    for param, old, own in zip(model.parameters(), before, local, strict=True):
+        assert torch.equal(param, old if diverged else own)
+    assert bool(trainer.inner_optimizer.state) is not diverged
+
+
+def test_a_job_that_went_on_without_this_worker_is_pulled_at_once() -> None:
+    trainer, model, steps = made()
+    train(model, trainer.step, 2)
+    steps.version = 5
+    for values in steps.values.values():
+        values.fill_(0.25)
+    (result,) = train(model, trainer.step, 1)
+    assert (result.committed, result.version) == (False, 5)
+    assert "from version 0 to 5 without this worker" in result.reason
+    assert all(torch.equal(p, torch.full_like(p, 0.25)) for p in model.parameters())
+    assert [r is not None for r in train(model, trainer.step, 3)] == [False, False, True]  # it counts from there
+
+
+def test_a_restore_during_a_pull_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, model, steps = made()
+    gather, failed = steps.gather, []
+
+    def once(unit: int, out: Any, **options: Any) -> Any:
+        work = gather(unit, out, **options)
+        if not failed:
+            failed.append(unit)
+            steps.epoch += 1
+
+            def restored(timeout_s: float | None = None) -> None:
+                raise StepAborted("restored")
+
+            monkeypatch.setattr(work, "wait", restored)
+        return work
+
+    monkeypatch.setattr(steps, "gather", once)
+    trainer.pull()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert trainer.step() is None
+
+
+def test_progress_is_measured_from_the_rounded_values_of_a_bf16_module() -> None:
+    trainer, _, steps = made(LocalSGD, module(torch.bfloat16))
+    for values in steps.values.values():
+        values += 1e-5  # what the servers hold is between two bf16 values
+    trainer.pull()
+    kept = {unit: values.clone() for unit, values in steps.values.items()}
+    trainer.outer_step()  # no progress
+    assert all(torch.equal(values, kept[unit]) for unit, values in steps.values.items())
+
+
+def test_pseudo_gradients_travel_in_the_dtype_asked_for() -> None:
+    trainer, model, steps = made(LocalSGD, wire_dtype=torch.bfloat16)
+    assert steps.spec is not None
+    assert (steps.spec.precision.param.value, steps.spec.precision.grad.value) == ("f32", "bf16")
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    train(model, trainer.step, 2)
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    trainer.outer_step()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert not torch.equal(after, moved)
+    torch.testing.assert_close(after, moved, rtol=2**-8, atol=1e-6)
+
+
+def test_values_of_the_last_sync_can_be_looked_at() -> None:
+    trainer, model, _ = made()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, trainer.step, 2)
+    local = [p.detach().clone() for p in model.parameters()]
+    with trainer.synced_parameters() as synced:
+        assert all(torch.equal(p, b) for p, b in zip(synced.parameters(), before, strict=True))
+    assert all(torch.equal(p, own) for p, own in zip(model.parameters(), local, strict=True))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="inner_steps is 0"):
+        made(inner_steps=0)
+    with pytest.raises(InvalidRequest, match=r"parameter '0\.weight' is on the meta device"):
+        made(model=module().to("meta"))
+    with pytest.raises(InvalidRequest, match="no parameter of the module is trainable"):
+        made(model=module().requires_grad_(False))
+
+
+@pytest.mark.parametrize("policy", [Asynchronous(), BoundedStaleness(max_staleness=1), LocalSteps(inner_steps=2)])
+def test_fsdp_takes_a_policy_only_where_backward_sees_what_forward_saw(policy: Any) -> None:
+    def wrap(strategy: ShardingStrategy, **options: Any) -> Any:
+        steps = FakeSteps()
+        return FSDP(module(), fake_group(steps), sharding_strategy=strategy, policy=policy, **options), steps
+
+    if isinstance(policy, LocalSteps):
+        with pytest.raises(InvalidRequest, match="use axon_ps.parallel.DiLoCo or LocalSGD"):
+            wrap(ShardingStrategy.SHARD_GRAD_OP)
+        return
+    with pytest.raises(InvalidRequest, match="not FULL_SHARD"):
+        wrap(ShardingStrategy.FULL_SHARD)
+    for strategy, options in (
+        (ShardingStrategy.SHARD_GRAD_OP, {}),
+        (ShardingStrategy.FULL_SHARD, {"cpu_offload": CPUOffload.PARAMS}),
+    ):
+        model, steps = wrap(strategy, **options)
+        assert steps.spec.policy == policy
+        del model

@@ -1,0 +1,170 @@
+"""The workers of a node as threads: what they hold, what they push, and that they must do the same."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axon_ps.collectives.world import World
+from axon_ps.errors import Disagreement
+from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.node import NodeSteps
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.parts import even_options, part_bounds
+from axon_ps.sharding.plan import PlanOptions, make_plan
+from axon_ps.types import Array, DType
+from parallel_fakes import FakeSteps, FakeWork
+
+UNITS = (1000, 70, 3)
+LAYOUT = Layout(
+    units=tuple(build_unit(f"u{i}", [(f"p{i}", (n,), DType.F32)], trainable=i != 1) for i, n in enumerate(UNITS))
+)
+SPEC = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=64, min_slice_numel=64), replica_is_node=True)
+
+
+class PartSteps(FakeSteps):
+    """`FakeSteps` that serve and take ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = {i: torch.arange(n, dtype=torch.float32) for i, n in enumerate(UNITS)}
+        self.pushed: dict[tuple[int, int], Array | None] = {}
+        self.timeout_s = 10.0
+
+    def gather(self, unit: int, out: Array, *, exact: bool = False, begin: int = 0, end: int | None = None) -> FakeWork:
+        self.log.append(("gather", unit))
+        return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
+
+    def push(
+        self, unit: int, grad: Array | None, ticket: Any, done: Any = None, *, begin: int = 0, end: Any = None
+    ) -> Any:
+        self.pushed[unit, begin] = None if grad is None else grad.copy()
+        if done is not None:
+            done()
+        return FakeWork(lambda: None)
+
+
+def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[Any]:
+    """`do` on every worker of a node; results, or what was raised."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int, data: Any, control: Any) -> None:
+        steps = PartSteps()
+        mine = NodeSteps(
+            steps,  # type: ignore[arg-type]
+            data.default_group,
+            control.default_group,
+            SPEC,
+            DType.F32,
+            2,
+            pinned=False,
+            meter=Meter(),
+        )
+        try:
+            results[rank] = do(mine, steps, rank)
+        except Exception as error:
+            results[rank] = error
+        finally:
+            mine.close()
+
+    worlds = zip(World.mock(size), World.mock(size), strict=True)
+    threads = [threading.Thread(target=run, args=(rank, *pair)) for rank, pair in enumerate(worlds)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_unit_is_gathered_from_parts_and_a_gradient_pushed_in_parts() -> None:
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        mine.agree()
+        gathered = []
+        for unit, numel in enumerate(UNITS):
+            out = np.empty(numel, np.float32)
+            mine.gather(unit, out).wait()
+            gathered.append(out)
+        ticket = mine.ticket()
+        pushes = []
+        for unit in (2, 0):
+            grad = np.full(UNITS[unit], rank + 1.0, np.float32)
+            pushes.append(mine.push(unit, grad, ticket))
+        for push in pushes:
+            push.wait()
+        return gathered, steps.pushed, ticket.num_replicas, [mine.part_numel(unit) for unit in range(3)]
+
+    results = node(do)
+    for gathered, _, replicas, _ in results:
+        assert all(np.array_equal(out, np.arange(n)) for out, n in zip(gathered, UNITS, strict=True))
+        assert replicas == 3  # the averages of the node's workers are summed
+    for unit in (2, 0):
+        parts = {begin: grad for _, pushed, _, _ in results for (u, begin), grad in pushed.items() if u == unit}
+        whole = np.concatenate([parts[begin] for begin in sorted(parts)])
+        assert np.array_equal(whole, np.full(UNITS[unit], 6.0))
+    assert [sum(r[3][unit] for r in results) for unit in range(3)] == list(UNITS)
+    assert max(r[3][0] for r in results) - min(r[3][0] for r in results) <= 2 * 64
+
+
+def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> None:
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        for version in (0, 1):
+            steps.version = version
+            mine.agree()
+            for unit, numel in enumerate(UNITS):
+                mine.gather(unit, np.empty(numel, np.float32)).wait()
+        return [unit for _, unit in steps.log]
+
+    pulled = [unit for result in node(do) for unit in result]
+    assert pulled.count(0) == 2 * 3
+    assert pulled.count(1) in (1, 2)  # as many as have a part of it
+
+
+def test_the_newest_version_that_any_of_them_knows_counts() -> None:
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        steps.epoch, steps.version = (1, 2) if rank == 1 else (0, 7)
+        mine.agree()
+        return mine.epoch, mine.version
+
+    assert node(do) == [(1, 2)] * 3
+
+
+def test_workers_that_used_other_units_do_not_vote() -> None:
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        for unit in (0, 1) if rank else (1, 0):
+            mine.push(unit, None, mine.ticket()).wait()
+        mine.vote(mine.ticket(), [], max_norm=0.0, hyper=())
+
+    results = node(do, 2)
+    assert all(isinstance(r, Disagreement) for r in results)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_parts_cover_a_unit_and_cut_it_where_chunks_begin(count: int) -> None:
+    for servers in (1, 2, 3):
+        plan = make_plan(LAYOUT, servers, SPEC.options)
+        for slices in plan.slices:
+            bounds = part_bounds(slices, 64, count)
+            cuts = {begin for s in slices for begin, _ in s.chunks(64)} | {slices[-1].end}
+            assert bounds[0] == 0
+            assert bounds[-1] == slices[-1].end
+            assert list(bounds) == sorted(bounds)
+            assert set(bounds) <= cuts
+            longest = max(b - a for a, b in itertools.pairwise(bounds))
+            assert longest <= slices[-1].end / count + 64
+
+
+def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
+    layout = Layout(units=(build_unit("u", [("p", (1_771_008,), DType.F32)]),))
+    for servers, count in ((2, 2), (2, 4), (3, 2), (1, 8)):
+        options = even_options(layout, servers, count, PlanOptions())
+        bounds = part_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
+        parts = [b - a for a, b in itertools.pairwise(bounds)]
+        assert options.chunk_numel <= PlanOptions().chunk_numel
+        assert max(parts) <= 1.02 * layout.numel / count, (servers, count, parts)

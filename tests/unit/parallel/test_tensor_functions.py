@@ -1,0 +1,121 @@
+"""The conjugate pairs: each does in forward and in backward what its line in the table says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.tensor import (
+    copy_to_group,
+    gather_from_group,
+    gather_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    scatter_to_group,
+)
+from mock_ranks import close, on_ranks, rand
+
+N = 3
+Values = Callable[[int], torch.Tensor]
+
+
+def own(whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """A rank's part, and for ranks beyond the last part an empty one."""
+    parts = whole.chunk(N, dim)
+    return parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+
+
+def check(
+    group: ProcessGroup,
+    function: Callable[..., torch.Tensor],
+    given: Values,
+    result: Values,
+    grad: Values,
+    back: Values,
+) -> None:
+    """`function` of what a rank is given is its result; of a gradient there, what comes back; neither is written to."""
+    x = given(group.rank).requires_grad_()
+    y = function(x, group)
+    close(y.detach(), result(group.rank))
+    upstream = grad(group.rank)
+    y.backward(upstream)
+    close(x.grad, back(group.rank))
+    assert torch.equal(x.detach(), given(group.rank))
+    assert torch.equal(upstream, grad(group.rank))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_every_function_and_its_mirror(dim: int) -> None:
+    def whole(_: int) -> torch.Tensor:
+        return rand(6, 3, 9)
+
+    def each(rank: int) -> torch.Tensor:
+        return rand(6, 3, 9, seed=1 + rank)
+
+    def total(_: int) -> torch.Tensor:
+        return each(0) + each(1) + each(2)
+
+    def part(rank: int) -> torch.Tensor:
+        return own(whole(0), dim, rank).clone()
+
+    def part_of_total(rank: int) -> torch.Tensor:
+        return own(total(0), dim, rank)
+
+    def along(function: Any) -> Callable[..., torch.Tensor]:
+        return lambda x, group: function(x, group, dim)
+
+    def body(group: ProcessGroup) -> None:
+        check(group, copy_to_group, whole, whole, each, total)
+        check(group, reduce_from_group, each, total, whole, whole)
+        check(group, along(scatter_to_group), whole, part, part, whole)
+        check(group, along(gather_from_group), part, whole, whole, part)
+        check(group, along(gather_sequence), part, whole, each, part_of_total)
+        check(group, along(reduce_scatter_sequence), each, part_of_total, part, whole)
+
+    on_ranks(N, body)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_features_need_not_divide(size: int) -> None:
+    whole = rand(2, size)
+
+    def body(group: ProcessGroup) -> None:
+        mine = own(whole, -1, group.rank).clone()
+        check(group, scatter_to_group, lambda _: whole.clone(), lambda _: mine, lambda _: mine, lambda _: whole)
+        check(
+            group,
+            lambda x, g: gather_from_group(x, g, -1, size),
+            lambda _: mine.clone(),
+            lambda _: whole,
+            lambda _: whole,
+            lambda _: mine,
+        )
+
+    on_ranks(N, body)
+
+
+def test_an_exchange_is_differentiated_once() -> None:
+    def body(group: ProcessGroup) -> None:
+        x = rand(2, 2).requires_grad_()
+        (grad,) = torch.autograd.grad((copy_to_group(x, group) ** 2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+        with pytest.raises(InvalidRequest, match="does not divide among 2 ranks"):
+            reduce_scatter_sequence(rand(3, 2), group)
+
+    on_ranks(2, body)
+
+
+def test_alone_nothing_is_exchanged() -> None:
+    def body(group: ProcessGroup) -> None:
+        x = rand(2, 2)
+        for function in (copy_to_group, reduce_from_group, scatter_to_group, gather_from_group, gather_sequence):
+            assert function(x, group) is x
+        assert group.sequence == 0
+
+    on_ranks(1, body)

@@ -1,0 +1,95 @@
+"""The policies: what they refuse, that they survive records and messages, and that a job has one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from axon_ps.coordinator import records
+from axon_ps.coordinator.events import Ready, Vote
+from axon_ps.coordinator.messages import ready_from_proto, ready_to_proto, vote_from_proto, vote_to_proto
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.policy import (
+    Asynchronous,
+    BoundedStaleness,
+    LocalSteps,
+    Policy,
+    Synchronous,
+    policy_from_json,
+    policy_to_json,
+)
+from axon_ps.types import Decision, DType, Outcome, Turn
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import common_pb2
+
+POLICIES = [Synchronous(), Asynchronous(), BoundedStaleness(max_staleness=3), LocalSteps(inner_steps=500)]
+LAYOUT = Layout(units=(build_unit("u", [("w", (3,), DType.F32)]),))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_survives_records_and_messages(policy: Policy) -> None:
+    assert policy_from_json(policy_to_json(policy)) == policy
+    spec = JobSpec(layout=LAYOUT, policy=policy)
+    assert codec.job_spec_from_proto(codec.job_spec_to_proto(spec)) == spec
+    stored = {r.key: r.value for r in (records.spec_record(spec),)}
+    assert records._spec(json.loads(stored["spec"] or b"")) == spec
+
+
+def test_a_spec_without_a_policy_is_synchronous() -> None:
+    message = codec.job_spec_to_proto(JobSpec(layout=LAYOUT))
+    message.ClearField("policy")
+    assert codec.job_spec_from_proto(message).policy == Synchronous()
+
+
+def test_what_each_policy_means() -> None:
+    assert [p.alone for p in POLICIES] == [False, True, True, False]
+    assert [p.most_behind for p in POLICIES] == [None, None, 3, None]
+    assert [str(p) for p in POLICIES] == [
+        "Synchronous()",
+        "Asynchronous()",
+        "BoundedStaleness(max_staleness=3)",
+        "LocalSteps(inner_steps=500)",
+    ]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"max_staleness is -1; it must be 0 to .* \(Asynchronous\(\) has no bound\)"
+    ):
+        BoundedStaleness(max_staleness=-1)
+    with pytest.raises(InvalidRequest, match="inner_steps is 0; it must be 1 to"):
+        LocalSteps(inner_steps=0)
+    with pytest.raises(InvalidRequest, match="policy 'elastic' is unknown; the policies are asynchronous, bounded"):
+        policy_from_json({"kind": "elastic"})
+    with pytest.raises(InvalidRequest, match="lacks or does not know a setting"):
+        policy_from_json({"kind": "bounded_staleness"})
+    with pytest.raises(InvalidRequest, match="a policy is unset"):
+        codec.policy_from_proto(common_pb2.Policy())
+    with pytest.raises(InvalidRequest, match="inner_steps is 0"):
+        codec.policy_from_proto(common_pb2.Policy(kind=common_pb2.POLICY_KIND_LOCAL_STEPS))
+
+
+def test_turns_survive_records_and_messages() -> None:
+    turn = Turn(replica=2, clock=9, slowest_clock=7)
+    decision = Decision(step=30, generation=4, outcome=Outcome.COMMIT, version=28, turn=turn)
+    assert codec.decision_from_proto(codec.decision_to_proto(decision)) == decision
+    record = records.decision_record(decision)
+    assert record.key == "decision/r2"
+    assert records._decision(json.loads(record.value or b"")) == decision
+    vote = Vote(generation=4, step=9, version=21)
+    assert vote_from_proto(vote_to_proto(vote).vote) == vote
+    ready = Ready(generation=4, step=9, sum_of_squares=2.0, replica=2)
+    assert ready_from_proto(ready_to_proto(ready).ready) == ready
+
+
+def test_decisions_of_one_replica_are_kept_however_many_others_there_were() -> None:
+    kept: list[Decision] = []
+    for step in range(1, 100):
+        turn = None if step % 3 == 0 else Turn(replica=0 if step == 1 else 1, clock=step, slowest_clock=0)
+        decision = Decision(step=step, generation=1, outcome=Outcome.COMMIT, version=step, turn=turn)
+        kept = records.kept(kept, decision)
+    assert [d.step for d in kept if d.turn is not None] == [1, 98]
+    assert [d.step for d in kept if d.turn is None] == list(range(99 - 3 * 15, 100, 3))
