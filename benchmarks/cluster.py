@@ -37,6 +37,10 @@ class Loopback:
         """Where every host is."""
         return "127.0.0.1"
 
+    def node(self, _host: str) -> str:
+        """What a process there calls its host: all are on one, and read each other's memory."""
+        return "here"
+
     def popen(self, _host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start `command`; ended on leaving the context if it still runs."""
         self._processes.append(subprocess.Popen(command, **options))
@@ -63,8 +67,8 @@ def axon_cluster(
     size = ["--world-size", str(workers), "--shards", str(len(servers)), "--state", "memory", "--port", str(port)]
     command = [*CLI, "coordinator", *size, *listen, place.address(servers[0])]
     processes = [place.popen(servers[0], command)]
-    for number, host in enumerate(servers):
-        who = ["--node", f"server{number}", "--coordinator", coordinator, "--port", "0"]
+    for host in servers:
+        who = ["--node", place.node(host), "--coordinator", coordinator, "--port", "0"]
         processes.append(place.popen(host, [*CLI, "shard", *who, *listen, place.address(host)]))
     try:
         yield processes, coordinator

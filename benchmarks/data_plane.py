@@ -3,8 +3,9 @@
 One worker (this process), one shard server; the raw peer is one `grpc.aio` server process, identity serializers, the
 same chunk size and one connection in each direction, as ours (raw_stream.py). The raw streams are measured twice, with
 the receiver dropping what it read and copying it into its place: ours always copies (AllGather) or adds
-(ReduceScatter). The ratio is ours over the raw stream that drops, the harder of the two. Last, four workers gather the
-same slice, and the server counts how often it encoded a chunk.
+(ReduceScatter). The ratio is ours over the raw stream that drops, the harder of the two. Ours through gRPC is what the
+acceptance is about; by direct memory, as processes of one host do unless told otherwise, is shown beside it. Last, four
+workers gather the same slice, and the server counts how often it encoded a chunk.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from raw_stream import RawClient, make_frames
 HERE = Path(__file__).parent
 MIB = 1 << 20
 WORKERS_TOGETHER = 4
+REFERENCE = {"AllGather": "raw pull", "ReduceScatter": "raw push"}
 Measure = Callable[[], float]
 
 
@@ -86,12 +89,14 @@ class Ours:
 
 
 @contextmanager
-def ours(numel: int, dtype: DType, chunk_numel: int) -> Iterator[dict[str, Measure]]:
+def ours(numel: int, dtype: DType, chunk_numel: int, *, direct_memory: bool) -> Iterator[dict[str, Measure]]:
     """A cluster of one server, and this process as its worker."""
+    how = " by direct memory" if direct_memory else ""
     with LocalCluster(shards=1, world_size=1) as cluster:
-        worker = Ours(World.init(worker_config(cluster.env(0))), numel, dtype, chunk_numel)
+        config = replace(worker_config(cluster.env(0)), direct_memory=direct_memory)
+        worker = Ours(World.init(config), numel, dtype, chunk_numel)
         try:
-            yield {"AllGather": worker.gather, "ReduceScatter": worker.push}
+            yield {f"AllGather{how}": worker.gather, f"ReduceScatter{how}": worker.push}
         finally:
             worker.world.close()
 
@@ -172,14 +177,19 @@ def measure(total_mib: int, dtype: DType, rounds: int, chunk_numel: int) -> list
     """All peers in turns, `rounds` times; rows with medians."""
     total_bytes, chunk_bytes = total_mib * MIB, chunk_numel * dtype.itemsize
     times_s: dict[str, list[float]] = {}
-    with ours(total_bytes // dtype.itemsize, dtype, chunk_numel) as mine, raw(total_bytes, chunk_bytes) as theirs:
-        peers = mine | theirs
+    numel = total_bytes // dtype.itemsize
+    with (
+        ours(numel, dtype, chunk_numel, direct_memory=False) as mine,
+        ours(numel, dtype, chunk_numel, direct_memory=True) as direct,
+        raw(total_bytes, chunk_bytes) as theirs,
+    ):
+        peers = mine | theirs | direct
         for number in range(-1, rounds):  # the first round warms up
             for name, action in peers.items():
                 spent_s = action()
                 if number >= 0:
                     times_s.setdefault(name, []).append(spent_s)
-    reference = {"AllGather": "raw pull", "ReduceScatter": "raw push"}
+    reference = {f"{name}{how}": peer for name, peer in REFERENCE.items() for how in ("", " by direct memory")}
 
     def ratio(name: str, peer: str) -> float:
         """How fast `name` is, of `peer`: the median over rounds, so that what slows a whole round cancels out."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import statistics
 import threading
 import time
@@ -164,13 +165,18 @@ def torch_lion(param: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay:
 
 
 def measure(calls: Calls, repetitions: int) -> dict[str, list[float]]:
-    """Milliseconds per call, interleaved; the first round, which touches memory for the first time, is left out."""
+    """Milliseconds per call, in rounds, each in another order: a call finds in the caches what the last one left there.
+
+    The first round, which touches memory for the first time, is left out.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    order, rng = list(calls), random.Random(0)
     for repetition in range(repetitions + 1):
-        for name, call in calls.items():
+        rng.shuffle(order)
+        for name in order:
             time.sleep(SETTLE_S)
             start = time.perf_counter()
-            call()
+            calls[name]()
             if repetition:
                 times[name].append((time.perf_counter() - start) * 1e3)
     return times

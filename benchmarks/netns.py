@@ -81,6 +81,10 @@ class Network:
         """The namespace that `host` is."""
         return f"{self._id}-{host}"
 
+    def node(self, host: str) -> str:
+        """What a process there calls its host: by its own name, though all are on one machine."""
+        return host
+
     def address(self, host: str) -> str:
         """The address of `host`'s card."""
         return f"10.77.0.{self.hosts.index(host) + 1}"

@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BENCHMARKS = ("import_time", "kernels", "coordinator_decision", "data_plane", "collectives", "whole_step")
+BENCHMARKS = (
+    "import_time",
+    "kernels",
+    "coordinator_decision",
+    "data_plane",
+    "collectives",
+    "whole_step",
+    "ddp",
+    "pipeline",
+)
 
 
 def main() -> int:

@@ -97,11 +97,12 @@ def axon(options: argparse.Namespace) -> Side:
 
     world = axon_ps.World.init()
     dtype = getattr(torch, options.dtype)
+    wire = options.wire or dtype
     model = FullyShardedDataParallel(
         ResidualMLP(options.width, options.blocks),
         world.default_group,
         sharding_strategy=ShardingStrategy[options.strategy.upper()],
-        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype),
+        mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
         unit_types={Block},
     )
     optimizer = AdamW(model.parameters(), lr=options.lr)
@@ -178,6 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("side", choices=("fsdp2", "axon", "compute"))
     parser.add_argument("--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--wire", choices=("int8",), default=None, help="what travels, on the side axon; None: dtype")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
@@ -188,18 +190,29 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run one worker to its end."""
-    options = parse()
+def begin() -> None:
+    """The same threads and the same first values everywhere."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
-    if options.side == "compute":
-        print(json.dumps({"compute_s": compute_only(options)}))
-        return
-    side = {"fsdp2": fsdp2, "axon": axon}[options.side](options)
+
+
+def serve(make: Callable[[argparse.Namespace], Side], options: argparse.Namespace) -> None:
+    """Make a side, run it as the parent says, and print its result."""
+    begin()
+    side = make(options)
     result = run(side, options)
     side.close()
     print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    """Run one worker to its end."""
+    options = parse()
+    if options.side == "compute":
+        begin()
+        print(json.dumps({"compute_s": compute_only(options)}))
+    else:
+        serve({"fsdp2": fsdp2, "axon": axon}[options.side], options)
 
 
 if __name__ == "__main__":

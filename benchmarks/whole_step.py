@@ -1,10 +1,11 @@
 """Step time of a 17M-parameter residual MLP: axon_ps against FSDP2 over gloo, the same torch model on both sides.
 
 Three places: loopback, and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
-carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that
-does not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. Runs of the two sides take
-turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a side,
-workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart.
+carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
+not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
+same dtype, and what travels is int8 blocks with error feedback. Runs of the sides take turns. A step's time is the
+median over the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers; bytes are
+what one card received and sent per step, workers' and servers' cards apart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from netns import Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
 WORKERS = SERVERS = 4
+SIDES = {"fsdp2": ["fsdp2"], "axon": ["axon"], "axon-int8": ["axon", "--wire", "int8"]}
+"""Per side, what step_worker.py is told."""
 RUN_TIMEOUT_S = 180.0
 MIB = 1 << 20
 
@@ -77,14 +81,13 @@ def server_hosts() -> list[str]:
     return [f"server{i}" for i in range(SERVERS)]
 
 
-def launch(place: Place, side: str, arguments: list[str], environment: dict[str, str]) -> list[subprocess.Popen[str]]:
+def launch(place: Place, command: Sequence[str], environment: dict[str, str]) -> list[subprocess.Popen[str]]:
     """Start the workers of one run."""
     workers = []
     for rank, host in enumerate(worker_hosts()):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0", "AXON_PS_NODE": host}
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0", "AXON_PS_NODE": place.node(host)}
         if isinstance(place, Loopback):
             own["LOCAL_RANK"] = str(rank)
-        command = [sys.executable, str(HERE / "step_worker.py"), side, *arguments]
         workers.append(
             place.popen(host, command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         )
@@ -107,8 +110,8 @@ def go_on(worker: subprocess.Popen[str]) -> None:
     worker.stdin.flush()
 
 
-def one_run(place: Place, side: str, arguments: list[str], steps: int, into: Figures) -> None:
-    """Run one side once and add its figures."""
+def one_run(place: Place, command: Sequence[str], steps: int, into: Figures, *, served: bool) -> None:
+    """Run one side's worker command on every worker host once, with a cluster if it is `served`; add its figures."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(WORKERS),
@@ -119,24 +122,23 @@ def one_run(place: Place, side: str, arguments: list[str], steps: int, into: Fig
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
-    if side == "axon":
+    if served:
         with axon_cluster(place, server_hosts(), workers=WORKERS) as (servers, coordinator):
-            measure(place, side, arguments, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
+            measure(place, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
     else:
-        measure(place, side, arguments, steps, environment, [], into)
+        measure(place, command, steps, environment, [], into)
 
 
 def measure(
     place: Place,
-    side: str,
-    arguments: list[str],
+    command: Sequence[str],
     steps: int,
     environment: dict[str, str],
     servers: Sequence[subprocess.Popen[Any]],
     into: Figures,
 ) -> None:
     """Start the workers, read counters around their timed steps, collect their results."""
-    workers = launch(place, side, arguments, environment)
+    workers = launch(place, command, environment)
     processes, hosts = [*workers, *servers], place.hosts
     expect(workers[0], "READY")
     before = Sample.take(place, processes, hosts)
@@ -148,7 +150,7 @@ def measure(
     for worker in workers:
         output, _ = worker.communicate(timeout=RUN_TIMEOUT_S)
         if worker.returncode:
-            raise RuntimeError(f"a worker of {side} ended with {worker.returncode}")
+            raise RuntimeError(f"{shlex.join(command)} ended with {worker.returncode}")
         results.append(json.loads(output.strip().splitlines()[-1]))
     into.times_s += results[0]["times_s"]
     into.losses = results[0]["losses"]
@@ -176,7 +178,7 @@ def shape(options: argparse.Namespace) -> list[str]:
 
 def row(place: str, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None) -> dict[str, Any]:
     """One line of the table."""
-    cards = (WORKERS + SERVERS if side == "axon" else WORKERS) if place != "loopback" else 0
+    cards = (WORKERS if side == "fsdp2" else WORKERS + SERVERS) if place != "loopback" else 0
     return {
         "place": place,
         "dtype": dtype,
@@ -206,7 +208,8 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
         for _ in range(options.rounds):
             for side, into in figures.items():
                 begin_s = time.perf_counter()
-                one_run(place, side, arguments, options.steps, into)
+                command = [sys.executable, str(HERE / "step_worker.py"), *SIDES[side], *arguments]
+                one_run(place, command, options.steps, into, served=side != "fsdp2")
                 say = f"{name} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
                 print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
         peer = figures.get("fsdp2")
@@ -220,7 +223,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", default=["loopback", "500", "1000"], help="loopback, or Mbit/s")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
-    parser.add_argument("--sides", nargs="+", default=["fsdp2", "axon"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--warmup", type=int, default=3)

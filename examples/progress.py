@@ -82,7 +82,7 @@ class Report:
 
     def summary(self, facts: Mapping[str, str], statistics: Statistics) -> None:
         """The last word: what came out, and what it cost this worker."""
-        wire = statistics["gathered_bytes"] + statistics["pushed_bytes"]
+        wire = statistics["wire_bytes_in"] + statistics["wire_bytes_out"]
         costs = {
             "worker memory": f"{resident_bytes() / MB:.0f} MB, of it parameters at most "
             f"{statistics['peak_param_memory_bytes'] / MB:.1f} MB",
@@ -93,7 +93,7 @@ class Report:
             self.say(f"{name:>16}: {value}")
 
     def _line(self, now_s: float, statistics: Statistics) -> str:
-        wire = statistics["gathered_bytes"] + statistics["pushed_bytes"]
+        wire = statistics["wire_bytes_in"] + statistics["wire_bytes_out"]
         assert self._before is not None
         then_s, tokens, bytes_ = self._before
         span_s = max(now_s - then_s, 1e-9)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import axon_ps
-from axon_ps.parallel import AdamW, MixedPrecision, ShardingStrategy
+from axon_ps.parallel import AdamW, Int8, MixedPrecision, ShardingStrategy, TopK
 from axon_ps.parallel import FullyShardedDataParallel as FSDP
 from axon_ps.storage.export import export_model
 from corpus import Corpus
@@ -57,7 +57,8 @@ def parse() -> argparse.Namespace:
     system = parser.add_argument_group("system")
     system.add_argument("--strategy", choices=[s.name.lower() for s in ShardingStrategy], default="full_shard")
     system.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
-    system.add_argument("--wire", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    system.add_argument("--wire", choices=("float32", "bfloat16", "float16", "int8"), default="bfloat16")
+    system.add_argument("--top-k", type=float, default=0.0, metavar="SHARE", help="send this share of the gradients")
     system.add_argument("--eval-windows", type=int, default=128, help="validation windows, over all workers")
     system.add_argument("--sample-bytes", type=int, default=300)
     return parser.parse_args()
@@ -202,12 +203,13 @@ def main() -> None:
     began_s = time.monotonic()
     with axon_ps.World.init() as world:
         dtype = compute_dtype(options.compute, world)
-        wire = getattr(torch, options.wire)
+        wire = Int8() if options.wire == "int8" else getattr(torch, options.wire)
+        grads = TopK(options.top_k) if options.top_k else wire
         model = FSDP(
             GPT(model_config(options)),
             world.default_group,
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
-            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
+            mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=grads),
             unit_types={Block},
         )
         corpus, report = Corpus(), Report(on=world.is_main_process)
