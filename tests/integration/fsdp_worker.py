@@ -1,11 +1,9 @@
-"""What a worker does in the table of strategies: it runs every case it takes part in, one job after the other."""
+"""What a worker does in the jobs of the table of strategies."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +13,7 @@ from torch.distributed import checkpoint as dcp
 
 import axon_ps
 from axon_ps import errors, parallel
-from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.transport.security import Security
-from job_services import TOKEN
 from parity_model import MAX_NORM, Block, Values, batch, build, groups
 
 OPTIONS = {"lr": 3e-3}
@@ -52,22 +47,6 @@ class Case:
     servers: int = 1
     per_node: int = 1
     local: bool = False
-
-
-@contextmanager
-def joined(address: str, rank: int, workers: int, per_node: int = 1) -> Iterator[axon_ps.World]:
-    """A world of `workers`, `per_node` of which are on one node."""
-    config = WorkerConfig(
-        coordinator=address,
-        rank=rank,
-        world_size=workers,
-        local_rank=rank % per_node,
-        local_world_size=per_node,
-        node=f"node-{rank // per_node}",
-        security=Security(token=TOKEN),
-    )
-    with axon_ps.World.init(config, timeout_s=40.0, join_timeout_s=40.0) as world:
-        yield world
 
 
 def wrap(case: Case, world: axon_ps.World, **options: Any) -> parallel.FSDP:
@@ -116,7 +95,7 @@ def values_of(model: parallel.FSDP) -> Values:
     return {name: value.float().numpy().copy() for name, value in model.state_dict().items()}
 
 
-def run_case(case: Case, world: axon_ps.World, steps: int, max_norm: float = MAX_NORM) -> Any:
+def run_case(world: axon_ps.World, case: Case, steps: int, max_norm: float = MAX_NORM) -> Any:
     """Final values and gradient norms."""
     model = wrap(case, world)
     optimizer = optimizer_of(case, model)
@@ -127,7 +106,7 @@ def run_case(case: Case, world: axon_ps.World, steps: int, max_norm: float = MAX
 # ---------------------------------------------------------------------- checkpoints
 
 
-def save_and_go_on(case: Case, world: axon_ps.World, uri: str, steps: int) -> Any:
+def save_and_go_on(world: axon_ps.World, case: Case, uri: str, steps: int) -> Any:
     """Values at the end of a run, of the same run resumed, and what the checkpoint said."""
     model = wrap(case, world)
     optimizer = optimizer_of(case, model)
@@ -140,7 +119,7 @@ def save_and_go_on(case: Case, world: axon_ps.World, uri: str, steps: int) -> An
     return first, values_of(model), (info.version, dict(info.extra), saved is not None)
 
 
-def go_on(case: Case, world: axon_ps.World, uri: str, steps: int) -> Any:
+def go_on(world: axon_ps.World, case: Case, uri: str, steps: int) -> Any:
     """Values at the end of a run that began from a checkpoint."""
     model = wrap(case, world)
     optimizer = optimizer_of(case, model)
@@ -149,7 +128,7 @@ def go_on(case: Case, world: axon_ps.World, uri: str, steps: int) -> Any:
     return values_of(model)
 
 
-def replace(case: Case, world: axon_ps.World, directory: str) -> Any:
+def replace(world: axon_ps.World, case: Case, directory: str) -> Any:
     """Values after they were replaced in every way, and whether training goes on from them."""
     model = wrap(case, world)
     optimizer = optimizer_of(case, model)
@@ -187,7 +166,7 @@ class Swapped(nn.Module):
         return self.norm(x)
 
 
-def diverge(case: Case, world: axon_ps.World) -> Any:
+def diverge(world: axon_ps.World, case: Case) -> Any:
     """What a worker is told whose node runs units in different orders; whether the job moved."""
     order = [0, 1, 2] if world.rank == 0 else [0, 2, 1]
     model = parallel.FSDP(
@@ -238,7 +217,7 @@ class Stack(nn.Module):
         return self.norm(self.layers(x))
 
 
-def measure(case: Case, world: axon_ps.World, adapter: bool) -> Any:
+def measure(world: axon_ps.World, case: Case, adapter: bool) -> Any:
     """Bytes that a step brings from the servers and sends there, memory as estimated and as measured."""
     model = parallel.FSDP(
         Stack(adapter),
@@ -262,21 +241,3 @@ def measure(case: Case, world: axon_ps.World, adapter: bool) -> Any:
         sent.append(world.statistics()["bytes_out"])  # all that it pushes has been summed
         optimizer.zero_grad()
     return received[-1] - received[-2], sent[-1] - sent[-2], dataclasses.asdict(model.memory_estimate()), memory
-
-
-# ---------------------------------------------------------------------- everything
-
-
-def run_all(tasks: Sequence[tuple[str, Case, tuple[Any, ...]]], addresses: Sequence[str]) -> list[Any]:
-    """What came of every task: the name of a function above, its case and arguments; None where we take no part."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    results: list[Any] = []
-    for (name, case, args), address in zip(tasks, addresses, strict=True):
-        if rank >= case.workers:
-            results.append(None)
-            continue
-        with joined(address, rank, case.workers, case.per_node) as world:
-            results.append(globals()[name](case, world, *args))
-            world.barrier("done")
-    return results

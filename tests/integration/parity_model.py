@@ -101,6 +101,7 @@ def train_plain(kind: str, options: Mapping[str, Any], replicas: int, steps: int
 
 
 def train_sharded(
+    world: axon_ps.World,
     kind: str,
     options: Mapping[str, Any],
     strategy: str,
@@ -109,29 +110,53 @@ def train_sharded(
     max_norm: float = MAX_NORM,
 ) -> tuple[Values, list[float], dict[str, float]]:
     """One worker's part of the same; final values, gradient norms, statistics."""
-    torch.set_num_threads(1)
     options = dict(options)
-    with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            sharding_strategy=parallel.ShardingStrategy[strategy],
-            mixed_precision=parallel.MixedPrecision(**(precision or {})),
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-        )
-        optimizer = getattr(parallel, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
-        norms = []
-        for step in range(steps):
-            model(batch(step, world.replica)).backward()
-            if max_norm:
-                model.clip_grad_norm(max_norm)
-            result = optimizer.step()
-            assert result.committed, result.reason
-            assert result.version == step + 1
-            norms.append(result.grad_norm)
-            optimizer.zero_grad()
-        values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
-        statistics = model.statistics()
-        world.barrier("done")
-        return values, norms, statistics
+    model = parallel.FSDP(
+        build(),
+        world.default_group,
+        sharding_strategy=parallel.ShardingStrategy[strategy],
+        mixed_precision=parallel.MixedPrecision(**(precision or {})),
+        unit_types={Block},
+        plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
+    )
+    optimizer = getattr(parallel, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
+    norms = []
+    for step in range(steps):
+        model(batch(step, world.replica)).backward()
+        if max_norm:
+            model.clip_grad_norm(max_norm)
+        result = optimizer.step()
+        assert result.committed, result.reason
+        assert result.version == step + 1
+        norms.append(result.grad_norm)
+        optimizer.zero_grad()
+    values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    statistics = model.statistics()
+    return values, norms, statistics
+
+
+class Linear(torch.nn.Module):
+    """A sum of products: its gradients are the data, exact in any order of summation when the data are integers."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return (self.weight * data).sum()
+
+
+def integers(step: int, replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randint(-8, 9, (1000,), generator=generator).float()
+
+
+def train_lion(world: axon_ps.World) -> Any:
+    """The weight of a `Linear` after 20 steps of Lion."""
+    options = PlanOptions(chunk_numel=100, min_slice_numel=64)
+    model = parallel.FSDP(Linear(1000), world.default_group, plan_options=options)
+    optimizer = parallel.Lion(model, lr=1e-2, weight_decay=0.1)
+    for step in range(20):
+        model(integers(step, world.replica)).backward()
+        assert optimizer.step().committed
+    return model.state_dict()["weight"].numpy().copy()

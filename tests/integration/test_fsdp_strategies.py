@@ -6,18 +6,15 @@ training in it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from axon_ps.testing.workers import WorkerProcess, results_of
-from fsdp_worker import BLOCKS, DECAY, OPTIONS, PRECISIONS, WIDTH, Case, run_all
-from job_services import JobServices
+from fsdp_worker import BLOCKS, DECAY, OPTIONS, PRECISIONS, WIDTH, Case
+from job_worker import Job
+from many_jobs import run_jobs
 from parity_model import Values, train_plain
 
 STEPS, RESUMED = 4, 2
@@ -73,23 +70,6 @@ MEASURED = [
 ]
 
 
-def run_workers(target: Callable[..., Any], args: Sequence[Any], workers: int, logs: Path) -> list[Any]:
-    """`target` in as many processes; what each returned."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("AXON_PS_")} | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        WorkerProcess(
-            rank,
-            target,
-            args,
-            {},
-            environment=environment | {"RANK": str(rank)},
-            log=logs / f"worker-{rank}.log",
-        )
-        for rank in range(workers)
-    ]
-    return [r.value for r in results_of(processes, timeout_s=100.0, check=True)]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
     """Per kind of task, per task, what each of its workers returned."""
@@ -108,11 +88,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
         "uninterrupted": [("run_case", two("FULL_SHARD"), (4, 0.0))],
         "measure": [("measure", case, (adapter,)) for case, adapter in MEASURED],
     }
-    tasks = [task for kind in kinds.values() for task in kind]
-    with JobServices([(case.workers, case.servers) for _, case, _ in tasks]) as services:
-        workers = run_workers(run_all, (tasks, services.addresses), 4, directory)
-    by_task = iter([[w[i] for w in workers if w[i] is not None] for i in range(len(tasks))])
-    return {kind: [next(by_task) for _ in made] for kind, made in kinds.items()}
+    jobs = [
+        Job(
+            function=f"fsdp_worker:{name}",
+            args=(case, *args),
+            workers=case.workers,
+            servers=case.servers,
+            per_node=case.per_node,
+        )
+        for kind in kinds.values()
+        for name, case, args in kind
+    ]
+    by_job = iter(run_jobs(jobs, directory))
+    return {kind: [next(by_job) for _ in made] for kind, made in kinds.items()}
 
 
 def distance(values: Values, expected: Values) -> float:

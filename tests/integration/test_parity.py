@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-import axon_ps
-from axon_ps import parallel
-from axon_ps.sharding.plan import PlanOptions
-from axon_ps.testing import LocalCluster
-from parity_model import STEPS, Values, train_plain, train_sharded
+from job_worker import Job
+from many_jobs import run_jobs
+from parity_model import STEPS, Linear, Values, integers, train_plain
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.5, "weight_decay": 0.01}),
@@ -58,86 +56,72 @@ def assert_close(values: Values, expected: Values, relative: float) -> None:
         assert difference <= relative * float(np.linalg.norm(value)), f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize(("strategy", "workers", "servers", "optimizer"), CASES)
-def test_equals_plain_torch_on_the_joined_batch(strategy: str, workers: int, servers: int, optimizer: str) -> None:
-    kind, options = OPTIMIZERS[optimizer]
-    with LocalCluster(shards=servers, world_size=workers) as cluster:
-        results = cluster.run_workers(train_sharded, args=(kind, options, strategy))
-    expected, norms = train_plain(kind, options, workers)
-    for result in results:
-        values, got_norms, _ = result.value
+AHEAD: list[dict[str, torch.dtype]] = [{}, {"wire_dtype": torch.bfloat16}]
+"""Precisions whose gathering ahead of the decision is looked at."""
+
+pytestmark = pytest.mark.timeout(120)  # all of the work is in one fixture
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
+    """Per kind of job, per job, what each of its workers returned."""
+    twice = ("AdamW", {"lr": 3e-3}, "FULL_SHARD", {"wire_dtype": torch.bfloat16})
+    kinds = {
+        "parity": [train(workers, servers, *OPTIMIZERS[name], s) for s, workers, servers, name in CASES],
+        "twice": [train(3, 2, *twice), train(3, 2, *twice)],
+        "ahead": [
+            train(2, 2, "Adam", {"lr": 3e-3}, strategy, precision, STEPS, 0.0)
+            for precision in AHEAD
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        ],
+        "lion": [Job(function="parity_model:train_lion", workers=2, servers=2)],
+    }
+    by_job = iter(run_jobs([job for jobs in kinds.values() for job in jobs], tmp_path_factory.mktemp("parity")))
+    return {kind: [next(by_job) for _ in jobs] for kind, jobs in kinds.items()}
+
+
+def train(workers: int, servers: int, *args: Any) -> Job:
+    """A job of `train_sharded`."""
+    return Job(function="parity_model:train_sharded", args=args, workers=workers, servers=servers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_plain_torch_on_the_joined_batch(
+    results: dict[str, list[list[Any]]], case: tuple[str, int, int, str]
+) -> None:
+    _, workers, _, optimizer = case
+    expected, norms = train_plain(*OPTIMIZERS[optimizer], workers)
+    of_workers = results["parity"][CASES.index(case)]
+    assert len(of_workers) == workers
+    for values, got_norms, _ in of_workers:
         np.testing.assert_allclose(got_norms, norms, rtol=1e-5)
         assert_close(values, expected, 1e-5)
 
 
-def test_the_same_job_twice_gives_the_same_bits() -> None:
-    runs = []
-    for _ in range(2):
-        with LocalCluster(shards=2, world_size=3) as cluster:
-            results = cluster.run_workers(
-                train_sharded,
-                args=("AdamW", {"lr": 3e-3}, "FULL_SHARD", {"wire_dtype": torch.bfloat16}),
-            )
-        runs.append([(result.value[0], result.value[1]) for result in results])
-    first = runs[0][0]
-    for values, norms in (*runs[0], *runs[1]):
-        assert norms == first[1]
-        assert all(np.array_equal(values[name], value) for name, value in first[0].items())
+def test_the_same_job_twice_gives_the_same_bits(results: dict[str, list[list[Any]]]) -> None:
+    runs = results["twice"]
+    first, norms, _ = runs[0][0]
+    for values, got_norms, _ in (*runs[0], *runs[1]):
+        assert got_norms == norms
+        assert all(np.array_equal(values[name], value) for name, value in first.items())
 
 
-@pytest.mark.parametrize("precision", [{}, {"wire_dtype": torch.bfloat16}], ids=["f32", "bf16 wire"])
-def test_gathering_ahead_of_the_decision_changes_no_bit(precision: dict[str, torch.dtype]) -> None:
-    runs = []
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        with LocalCluster(shards=2, world_size=2) as cluster:
-            results = cluster.run_workers(
-                train_sharded, args=("Adam", {"lr": 3e-3}, strategy, precision), kwargs={"max_norm": 0.0}
-            )
-        runs += [result.value for result in results]
-    first_values, first_norms, _ = runs[0]
-    for values, norms, _ in runs[1:]:
+@pytest.mark.parametrize("number", range(len(AHEAD)), ids=["f32", "bf16 wire"])
+def test_gathering_ahead_of_the_decision_changes_no_bit(results: dict[str, list[list[Any]]], number: int) -> None:
+    full, grad_op = results["ahead"][2 * number : 2 * number + 2]
+    first_values, first_norms, _ = full[0]
+    for values, norms, _ in (*full, *grad_op):
         assert norms == first_norms
         assert all(np.array_equal(values[name], value) for name, value in first_values.items())
-    for _, _, statistics in runs[2:]:  # each step but the first gathered ahead, and gathered nothing again
+    for _, _, statistics in grad_op:  # each step but the first gathered ahead, and gathered nothing again
         assert statistics["gathers"] == 3 + 3 * STEPS
 
 
-class Linear(torch.nn.Module):
-    """A sum of products: its gradients are the data, exact in any order of summation when the data are integers."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, numel))
-
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return (self.weight * data).sum()
-
-
-def integers(step: int, replica: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randint(-8, 9, (1000,), generator=generator).float()
-
-
-def train_lion() -> Any:
-    with axon_ps.World.init(timeout_s=60.0) as world:
-        options = PlanOptions(chunk_numel=100, min_slice_numel=64)
-        model = parallel.FSDP(Linear(1000), world.default_group, plan_options=options)
-        optimizer = parallel.Lion(model, lr=1e-2, weight_decay=0.1)
-        for step in range(20):
-            model(integers(step, world.replica)).backward()
-            assert optimizer.step().committed
-        value = model.state_dict()["weight"].numpy().copy()
-        world.barrier("done")
-        return value
-
-
-def test_lion_equals_its_paper_on_identical_gradients() -> None:
-    with LocalCluster(shards=2, world_size=2) as cluster:
-        results = cluster.run_workers(train_lion)
+def test_lion_equals_its_paper_on_identical_gradients(results: dict[str, list[list[Any]]]) -> None:
     weight, momentum = Linear(1000).weight.detach(), torch.zeros(1000)
     for step in range(20):  # Chen et al. 2023, algorithm 2
         grad = (integers(step, 0) + integers(step, 1)) / 2
         weight = weight * (1 - 1e-2 * 0.1) - 1e-2 * torch.sign(0.9 * momentum + (1 - 0.9) * grad)
         momentum = 0.99 * momentum + (1 - 0.99) * grad
-    for result in results:
-        np.testing.assert_allclose(result.value, weight.numpy(), rtol=1e-5, atol=1e-6)
+    for value in results["lion"][0]:
+        np.testing.assert_allclose(value, weight.numpy(), rtol=1e-5, atol=1e-6)
