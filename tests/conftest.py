@@ -10,6 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from axon_ps.testing import preloaded
+
+WORKERS_IMPORT = ("torch", "torch.distributed.tensor", "axon_ps.parallel", "axon_ps.collectives.world")
+"""What nearly every worker of a test imports; one process does it for all of them."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_are_forks() -> Iterator[None]:
+    """Workers of clusters begin with torch imported."""
+    with preloaded(WORKERS_IMPORT):
+        yield
+
 
 def _left(directory: Path, pattern: str) -> set[Path]:
     return set(directory.glob(pattern)) if directory.is_dir() else set()

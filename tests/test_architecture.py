@@ -100,7 +100,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
     # and torch.distributed's entry to us does the same.
     readers = ("cli/settings.py", "collectives/environment.py", "collectives/world.py", "testing/cluster.py")
-    readers += ("parallel/c10d/register.py",)
+    readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py")
     reading = {"os.environ", "os.getenv", "os.environb"}
     assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []
 

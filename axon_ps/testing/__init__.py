@@ -1,6 +1,6 @@
 """What users need to test programs that use axon_ps: a cluster of real processes on this machine."""
 
 from axon_ps.testing.cluster import LocalCluster
-from axon_ps.testing.workers import WorkerFailed, WorkerResult
+from axon_ps.testing.workers import WorkerFailed, WorkerResult, preloaded
 
-__all__ = ["LocalCluster", "WorkerFailed", "WorkerResult"]
+__all__ = ["LocalCluster", "WorkerFailed", "WorkerResult", "preloaded"]

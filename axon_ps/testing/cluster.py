@@ -307,7 +307,7 @@ class LocalCluster:
 
     def _spawn(self, name: str, command: str, options: Sequence[str]) -> tuple[ChildProcess, LinePipe]:
         pipe = LinePipe()
-        process = ChildProcess(
+        process = ChildProcess.start(
             name,
             [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options, "--ready-fd", str(pipe.fd)],
             environment=self._process_environment(self._common_environment() | self._service_environment()),

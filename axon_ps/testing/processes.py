@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from axon_ps.testing.fork_server import ForkedProcess
 from axon_ps.transport.children import tethered
 
 _SHOWN_BYTES = 16 << 10
@@ -26,15 +27,19 @@ class ChildProcess:
 
     Args:
         name: what messages call it: "shard 1".
-        command: the command, found on the path.
-        environment: all of its environment.
+        process: the process, leader of a process group of its own.
         log: file that its standard output and error are appended to.
-        pass_fds: descriptors that it inherits.
-        stdin: None, or PIPE to be able to `tell` it something.
     """
 
-    def __init__(
-        self,
+    def __init__(self, name: str, process: subprocess.Popen[bytes] | ForkedProcess, log: Path) -> None:
+        self.name = name
+        self.log_path = log
+        self.was_signalled = False
+        self._process = process
+
+    @classmethod
+    def start(
+        cls,
         name: str,
         command: Sequence[str],
         *,
@@ -42,12 +47,19 @@ class ChildProcess:
         log: Path,
         pass_fds: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
-    ) -> None:
-        self.name = name
-        self.log_path = log
-        self.was_signalled = False
+    ) -> ChildProcess:
+        """Start a program.
+
+        Args:
+            name: what messages call it.
+            command: the command, found on the path.
+            environment: all of its environment.
+            log: file that its standard output and error are appended to.
+            pass_fds: descriptors that it inherits.
+            stdin: None, or PIPE to be able to `tell` it something.
+        """
         with open(log, "ab") as output:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 tethered(command, signal.SIGKILL),
                 env=dict(environment),
                 stdin=stdin,
@@ -56,6 +68,7 @@ class ChildProcess:
                 pass_fds=tuple(pass_fds),
                 process_group=0,
             )
+        return cls(name, process, log)
 
     @property
     def pid(self) -> int:

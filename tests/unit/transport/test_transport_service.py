@@ -413,8 +413,11 @@ def test_messages_over_the_limit_are_refused_in_both_directions(monkeypatch: pyt
     async def kv(request: Any, context: Any) -> coordinator_pb2.KVReply:
         return coordinator_pb2.KVReply(value=too_long)
 
+    async def session(context: Any) -> None:
+        await context.read()
+
     async def main() -> None:
-        async with serving(COORDINATOR, kv=kv) as s:
+        async with serving(COORDINATOR, kv=kv, session=session) as s:
             with pytest.raises(InvalidRequest, match="too large"):
                 await s.stub.call("KV", coordinator_pb2.KVRequest(value=too_long), timeout_s=10)
             with pytest.raises(InvalidRequest, match="too large"):

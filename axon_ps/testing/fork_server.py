@@ -1,0 +1,187 @@
+"""Worker processes that begin with modules already imported: forks of a small process that has done nothing else.
+
+Importing torch takes seconds of CPU, so a test suite with a hundred small clusters would do little else. A fork is safe
+as long as nothing has started a thread or opened a channel, which imports do not; a process that holds gRPC channels,
+such as the test itself, must not fork.
+
+Owns: the server process, the requests to it, and the handle on a fork. Refuses: to know what a fork does.
+
+Invariants:
+- The server is tied to the thread that made it, and forks are tied to the server: a killed test leaves nothing behind.
+- Only the server reaps a fork, and only when asked for its exit code, so a process id stays the fork's until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axon_ps.errors import InternalError
+from axon_ps.transport.children import tethered
+
+_SERVE = "import sys; from axon_ps.testing.fork_server import main; sys.exit(main(sys.argv[1:]))"
+_PR_SET_PDEATHSIG = 1
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+class ForkServer:
+    """A process that forks. Any thread may ask it.
+
+    Args:
+        modules: what it imports first; none of them may start a thread.
+        environment: all of its environment; what a module reads when it is imported is read there.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(
+                tethered(command, signal.SIGKILL),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
+
+    def fork(self, environment: Mapping[str, str], log: Path, fd: int) -> ForkedProcess:
+        """A process that serves one call of `worker_main` on the pipe `fd`.
+
+        Args:
+            environment: all of its environment.
+            log: file that its standard output and error are appended to.
+            fd: a descriptor; the fork has one of its own.
+
+        Raises:
+            InternalError: the server has died; what it printed says why.
+        """
+        with open(log, "ab") as output:
+            request = {"environment": dict(environment)}
+            pid = self._ask(request, (fd, output.fileno()))
+        return ForkedProcess(self, pid)
+
+    def exit_code(self, pid: int) -> int:
+        """The exit code of a fork that has ended, negative for a signal; reaps it."""
+        return self._ask({"reap": pid})
+
+    def close(self) -> None:
+        """End it, and every fork that still runs."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> int:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+                reply = self._socket.recv(64)
+            except OSError as error:
+                raise InternalError(f"the fork server does not answer: {error}") from error
+        if not reply:
+            raise InternalError(f"the fork server has ended with exit code {self._process.poll()}")
+        return int(reply)
+
+
+class ForkedProcess:
+    """A fork, as `subprocess.Popen` shows a child.
+
+    Attributes:
+        pid: its process id.
+        stdin: None; it has none.
+    """
+
+    stdin: None = None
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._exit_code: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self._exit_code is None and select.select([self._pidfd], [], [], 0.0)[0]:
+            self._exit_code = self._server.exit_code(self.pid)
+            os.close(self._pidfd)
+        return self._exit_code
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        if self._exit_code is None:
+            select.select([self._pidfd], [], [])
+        exit_code = self.poll()
+        assert exit_code is not None
+        return exit_code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; harmless when it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve requests on the socket `argv[0]` with the modules `argv[1:]` imported; in a fork, one call."""
+    for module in argv[1:]:
+        importlib.import_module(module)
+    with socket.socket(fileno=int(argv[0])) as requests:
+        fd = _serve(requests)
+    if fd is None:
+        return 0
+    from axon_ps.testing import worker_main
+
+    return worker_main.main(fd)
+
+
+def _serve(requests: socket.socket) -> int | None:
+    """Fork and reap until nobody asks any more; in a fork, the pipe it is to serve."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
+        if not message:
+            return None
+        request = json.loads(message)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            requests.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(server, request["environment"], log=fds[1])
+            return fds[0]
+        for fd in fds:
+            os.close(fd)
+        _wait_for_group(pid)
+        requests.send(str(pid).encode())
+
+
+def _wait_for_group(pid: int) -> None:
+    """Until a fork leads a process group of its own, so that whoever is told its id can end all of it."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # it did so itself, or is gone
+        os.setpgid(pid, pid)
+
+
+def _become_worker(server: int, environment: Mapping[str, str], log: int) -> None:
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:
+        raise SystemExit(f"axon-ps: process {server}, which made this fork, is gone")
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
