@@ -14,6 +14,7 @@ BENCHMARKS = (
     "data_plane",
     "collectives",
     "whole_step",
+    "overlap",
     "ddp",
     "pipeline",
 )

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,25 +26,42 @@ CLASSES = 64
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
+class Device(torch.autograd.Function):
+    """An emulated accelerator: the thread waits, using no processor, in forward and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
 class Block(nn.Module):
     """A residual MLP block of 2 x width^2 parameters: a transformer's layer without its attention."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, device_s: float) -> None:
         super().__init__()
+        self.device_s = device_s
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, width, bias=False)
         self.down = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return Device.apply(x, self.device_s) if self.device_s else x
 
 
 class ResidualMLP(nn.Module):
     """`blocks` blocks and a small classifier; 8 x 1024 wide are 16.9 million parameters."""
 
-    def __init__(self, width: int, blocks: int) -> None:
+    def __init__(self, width: int, blocks: int, device_s: float = 0.0) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, device_s / blocks / 3) for _ in range(blocks)))
         self.head = nn.Linear(width, CLASSES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,6 +77,7 @@ class Side:
     step: Step  # forward, backward, optimizer step; returns the loss
     barrier: Callable[[], None]
     close: Callable[[], None]
+    trace: Any = None  # a step_trace.Trace, on the side axon if asked for
 
 
 def fsdp2(options: argparse.Namespace) -> Side:
@@ -71,7 +90,7 @@ def fsdp2(options: argparse.Namespace) -> Side:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     dtype = getattr(torch, options.dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    model = ResidualMLP(options.width, options.blocks)
+    model = ResidualMLP(options.width, options.blocks, options.device_s)
     reshard = options.strategy == "full_shard"
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -95,11 +114,16 @@ def axon(options: argparse.Namespace) -> Side:
     import axon_ps
     from axon_ps.parallel import AdamW, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
+    trace = None
+    if options.trace:
+        from step_trace import Trace
+
+        trace = Trace()
     world = axon_ps.World.init()
     dtype = getattr(torch, options.dtype)
     wire = options.wire or dtype
     model = FullyShardedDataParallel(
-        ResidualMLP(options.width, options.blocks),
+        ResidualMLP(options.width, options.blocks, options.device_s),
         world.default_group,
         sharding_strategy=ShardingStrategy[options.strategy.upper()],
         mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=wire),
@@ -117,7 +141,7 @@ def axon(options: argparse.Namespace) -> Side:
         optimizer.zero_grad()
         return loss.detach()
 
-    return Side(world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close)
+    return Side(world.rank, world.world_size, step, lambda: void(world.gather_json(None)), world.close, trace)
 
 
 def void(_: Any) -> None:
@@ -148,11 +172,18 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
         if number >= 0:
             now_s = time.perf_counter()
             times_s.append(now_s - last_s)
+            if side.trace is not None:
+                side.trace.step(last_s, now_s)
             last_s = now_s
         losses.append(round(float(loss), 4))
     whole_s = time.perf_counter() - begin_s
     ask(side, "DONE")
-    return {
+    traced = {}
+    if side.trace is not None:
+        traced = {"trace": {name: round(value, 4) for name, value in side.trace.summary().items()}}
+        if side.rank == 0:
+            side.trace.write(options.trace)
+    return traced | {
         "rank": side.rank,
         "median_s": statistics.median(times_s),
         "mean_s": whole_s / options.steps,
@@ -163,7 +194,7 @@ def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
 
 def compute_only(options: argparse.Namespace) -> float:
     """Seconds of this process's forward and backward alone, nothing else running in the loop."""
-    model = ResidualMLP(options.width, options.blocks).to(getattr(torch, options.dtype))
+    model = ResidualMLP(options.width, options.blocks, options.device_s).to(getattr(torch, options.dtype))
     times_s = []
     for _ in range(5):
         x = torch.randn(options.tokens, options.width, dtype=getattr(torch, options.dtype))
@@ -187,6 +218,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--device-s", type=float, default=0.0, help="seconds a step that an emulated accelerator takes")
+    parser.add_argument("--trace", type=Path, help="side axon: write rank 0's spans here")
     return parser.parse_args()
 
 

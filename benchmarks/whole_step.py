@@ -3,9 +3,9 @@
 Three places: loopback, and four worker hosts plus four server hosts (network namespaces, see netns.py) whose cards
 carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards after forward, SHARD_GRAD_OP FSDP2 that does
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
-same dtype, and what travels is int8 blocks with error feedback. Runs of the sides take turns. A step's time is the
-median over the timed steps of all rounds; CPU seconds are of all processes of a side, workers and servers; bytes are
-what one card received and sent per step, workers' and servers' cards apart.
+same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
+sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
+side, workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Figures:
     worker_mib: tuple[float, float] = (0.0, 0.0)
     server_mib: tuple[float, float] = (0.0, 0.0)
     losses: list[float] = field(default_factory=list)
+    trace: dict[str, float] = field(default_factory=dict)
 
     @property
     def median_s(self) -> float:
@@ -154,6 +155,7 @@ def measure(
         results.append(json.loads(output.strip().splitlines()[-1]))
     into.times_s += results[0]["times_s"]
     into.losses = results[0]["losses"]
+    into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
     into.worker_mib = after.per_step(before, steps, worker_hosts())
     into.server_mib = after.per_step(before, steps, server_hosts())
@@ -171,6 +173,7 @@ def compute_s(dtype: str, options: argparse.Namespace) -> float:
 def shape(options: argparse.Namespace) -> list[str]:
     """The arguments that fix the model and its batch."""
     return [
+        *("--device-s", str(getattr(options, "device_s", 0.0))),
         *("--width", str(options.width), "--blocks", str(options.blocks), "--tokens", str(options.tokens)),
         *("--steps", str(options.steps), "--warmup", str(options.warmup), "--clip", str(options.clip)),
     ]
@@ -195,6 +198,7 @@ def row(place: str, dtype: str, strategy: str, side: str, figures: Figures, peer
         "server_tx_mib": round(figures.server_mib[1], 1),
         "steps": len(figures.times_s),
         "last_loss": figures.losses[-1],
+        "trace": figures.trace,
         "times_s": [round(t, 3) for t in figures.times_s],
     }
 
@@ -209,6 +213,8 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
             for side, into in figures.items():
                 begin_s = time.perf_counter()
                 command = [sys.executable, str(HERE / "step_worker.py"), *SIDES[side], *arguments]
+                if side != "fsdp2":
+                    command += ["--trace", f"{options.traces}/{name}-{strategy}-{dtype}-{side}.json".replace(" ", "-")]
                 one_run(place, command, options.steps, into, served=side != "fsdp2")
                 say = f"{name} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
                 print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
@@ -231,6 +237,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="rows of each worker's batch")
     parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
+    parser.add_argument("--traces", default="/tmp/axon-ps-traces", help="a directory for rank 0's traces, of ours")
     parser.add_argument("--quick", action="store_true", help="500 Mbit/s only, one round, three steps")
     options = parser.parse_args()
     if options.quick:
@@ -244,9 +251,16 @@ COLUMNS = (
 )
 
 
+BREAKDOWN_OF = ("place", "dtype", "strategy", "side")
+BREAKDOWN = (
+    *("step_s", "compute_s", "blocked_gather_s", "blocked_push_s", "blocked_decision_s", "communication_s", "hidden"),
+)
+
+
 def main() -> None:
     """Run every place; where namespaces cannot be made, say so and go on with what can."""
     options = parse()
+    Path(options.traces).mkdir(parents=True, exist_ok=True)
     alone = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}
     hosts, rows = worker_hosts() + server_hosts(), []
     for place in options.places:
@@ -258,6 +272,12 @@ def main() -> None:
         except NetworkUnavailable as error:
             print(f"left out {place}: {error}", file=sys.stderr)
     _report.table("Whole step", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    traced = [r for r in rows if r["trace"]]
+    _report.table(
+        "Where rank 0's step goes, of ours (see step_trace.py)",
+        (*BREAKDOWN_OF, *BREAKDOWN),
+        [[*(r[c] for c in BREAKDOWN_OF), *(round(r["trace"].get(c, 0.0), 3) for c in BREAKDOWN)] for r in traced],
+    )
     print(f"Forward and backward of one worker alone: {alone} s; {WORKERS} workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
     _report.write("whole_step", rows, compute_alone_s=alone, settings=settings)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from axon_ps.testing import preloaded
+from tables import shown
 
 WORKERS_IMPORT = ("torch", "torch.distributed.tensor", "axon_ps.parallel", "axon_ps.collectives.world")
 """What nearly every worker of a test imports; one process does it for all of them."""
@@ -21,6 +22,13 @@ def workers_are_forks() -> Iterator[None]:
     """Workers of clusters begin with torch imported."""
     with preloaded(WORKERS_IMPORT):
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The tables that the tests have filled."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    for line in shown(p for r in reports if r.when == "call" for p in r.user_properties):
+        terminalreporter.write_line(line)
 
 
 def _left(directory: Path, pattern: str) -> set[Path]:

@@ -213,8 +213,14 @@ class StepClient:
                 return value is not None
 
             if not self._changed.wait_for(check, timeout_s):
-                raise Timeout(f"{what()} after {timeout_s:g} s")
+                raise Timeout(f"{what()} after {timeout_s:g} s{self._waiting_for()}")
             return result[0]
+
+    def _waiting_for(self) -> str:
+        """What the job is waiting for, to be added to what timed out; empty when it has all members."""
+        if self._membership is None or self._membership.complete:
+            return ""
+        return f"; the job is waiting for {self._membership.waiting_for}"
 
     def wait_complete(self, timeout_s: float | None = None) -> Membership:
         """Block until the job has the members it needs.
@@ -226,10 +232,7 @@ class StepClient:
         return self._wait(
             lambda: self._membership if self._membership is not None and self._membership.complete else None,
             self.timeout_s if timeout_s is None else timeout_s,
-            lambda: (
-                "the job is still waiting for "
-                + (self._membership.waiting_for if self._membership else "the coordinator's first word")
-            ),
+            lambda: "the job is not complete" if self._membership else "the coordinator has said nothing",
         )
 
     def wait_generation(self, generation: int, timeout_s: float) -> None:
@@ -373,9 +376,9 @@ class StepClient:
         try:
             return await call
         except Timeout as error:
-            if self._membership is None or self._membership.complete:
+            if not (reason := self._waiting_for()):
                 raise
-            raise Timeout(f"{error}; the job is waiting for {self._membership.waiting_for}") from error
+            raise Timeout(f"{error}{reason}") from error
 
     def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> LoopWork[int]:
         """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.

@@ -123,7 +123,7 @@ def test_a_coordinator_that_is_killed_and_comes_back_costs_nothing(tmp_path: Pat
 
 def lose_a_server(pipes: Path) -> str:
     """Train until a step is impossible; what it says then."""
-    with axon_ps.World.init(timeout_s=20.0) as world:  # longer than the lease, after which the loss is certain
+    with axon_ps.World.init(timeout_s=5.0) as world:
         model = parallel.FSDP(nn.Linear(4, 4), world.default_group)
         optimizer = parallel.SGD(model, lr=0.1)
         model(torch.ones(1, 4)).sum().backward()
@@ -142,7 +142,7 @@ def lose_a_server(pipes: Path) -> str:
 def test_a_shard_server_that_is_lost_with_its_parameters_is_named_and_what_to_do(tmp_path: Path) -> None:
     for name in ("to-test", "from-test"):
         os.mkfifo(tmp_path / name)
-    with LocalCluster(shards=1, world_size=1) as cluster:
+    with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
         (worker,) = cluster.start_workers(lose_a_server, args=(tmp_path,))
         with open(tmp_path / "to-test", "rb"):
             pass

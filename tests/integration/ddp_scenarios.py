@@ -290,10 +290,10 @@ def warm_up() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Every scenario on the first 1, 2, ... ranks, two of which share a node; writes differences over tolerances.
+    """Every scenario on the first 1, 2, ... ranks, two of which share a node; writes differences and tolerances.
 
     Args:
-        arguments: how many ranks there are, and the directory for this rank's {name: difference over tolerance}.
+        arguments: how many ranks there are, and the directory for this rank's rows: name, ranks, difference, tolerance.
     """
     largest, directory, rank = int(arguments[0]), Path(arguments[1]), os.environ["RANK"]
     torch.set_num_threads(1)
@@ -301,23 +301,24 @@ def main(arguments: list[str]) -> None:
     with axon_ps.World.init(timeout_s=40.0) as world:
         dist.init_process_group("gloo", init_method="axon://")
         try:
-            found: dict[str, float] = {}
+            found: list[tuple[str, int, float, float]] = []
             for size in range(1, largest + 1):
                 ours, theirs = world.new_group(list(range(size))), dist.new_group(list(range(size)))
                 if world.rank < size:
                     assert ours.backend == ("hierarchical" if size > 2 else "shm")
-                    found |= {f"{name} on {size}": v for name, v in _compare(ours, theirs).items()}
+                    found += _compare(ours, theirs)
         finally:
             dist.destroy_process_group()
     (directory / f"{rank}.json").write_text(json.dumps(found))
 
 
-def _compare(ours: ProcessGroup, theirs: Any) -> dict[str, float]:
-    found = {}
+def _compare(ours: ProcessGroup, theirs: Any) -> list[tuple[str, int, float, float]]:
+    found = []
     for name, (scenario, tolerance) in SCENARIOS.items():
         mine = scenario(Side(ours, None, ours.rank, ours.size))
         expected = scenario(Side(None, theirs, ours.rank, ours.size))
-        found[name] = max(_difference(a, b) for a, b in zip(mine, expected, strict=True)) / tolerance
+        difference = max(_difference(a, b) for a, b in zip(mine, expected, strict=True))
+        found.append((name, ours.size, difference, tolerance))
     return found
 
 

@@ -18,6 +18,7 @@ from parity_model import MAX_NORM, Block, Values, batch, build, groups
 
 OPTIONS = {"lr": 3e-3}
 DECAY = 0.05
+SERVER_MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes")
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {
     "f32": {},
     "bf16 wire": {"wire_dtype": torch.bfloat16},
@@ -240,4 +241,8 @@ def measure(world: axon_ps.World, case: Case, adapter: bool) -> Any:
         optimizer.step()
         sent.append(world.statistics()["bytes_out"])  # all that it pushes has been summed
         optimizer.zero_grad()
-    return received[-1] - received[-2], sent[-1] - sent[-2], dataclasses.asdict(model.memory_estimate()), memory
+    world.barrier("measured")
+    statistics = [world.server_statistics(shard.rank) for shard in world.membership.shards]
+    of_servers = int(sum(of_one[kind] for of_one in statistics for kind in SERVER_MEMORY))
+    traffic = int(received[-1] - received[-2]), int(sent[-1] - sent[-2])
+    return *traffic, dataclasses.asdict(model.memory_estimate()), memory, of_servers

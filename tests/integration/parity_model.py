@@ -86,6 +86,12 @@ def groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def distance(values: Values, expected: Values) -> float:
+    """The largest ||a - b|| / ||b|| over all tensors."""
+    assert sorted(values) == sorted(expected)
+    return max(float(np.linalg.norm(values[n].astype(np.float64) - e) / np.linalg.norm(e)) for n, e in expected.items())
+
+
 def train_plain(kind: str, options: Mapping[str, Any], replicas: int, steps: int = STEPS) -> tuple[Values, list[float]]:
     """Plain torch on the joined batch of all replicas; final values and gradient norms."""
     model = build()

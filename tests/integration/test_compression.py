@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 import axon_ps
+import tables
 from axon_ps import parallel
 from axon_ps.collectives.steps import StepClient
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
+from tables import Record
 
 STEPS, BAD_STEP, LAST = 60, 25, 10
 OPTIONS = PlanOptions(chunk_numel=512, min_slice_numel=128)
@@ -108,7 +110,7 @@ def payload_bytes(spec: JobSpec, unit: int, servers: int) -> int:
     )
 
 
-def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says() -> None:
+def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(record_property: Record) -> None:
     with LocalCluster(shards=2, world_size=2) as cluster:
         results = [r.value for r in cluster.run_workers(train_int8)]
     expected = np.mean(plain_losses(2)[-LAST:])
@@ -117,8 +119,18 @@ def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says() -> 
     for _, traffic, (gathers, pushes), memory, values, spec in results:
         units = range(len(spec.layout.units))
         assert pushes == dict.fromkeys(units, STEPS + 1)
-        assert traffic["wire_bytes_in"] == sum(n * payload_bytes(spec, u, 2) for u, n in gathers.items())
-        assert traffic["wire_bytes_out"] == sum(n * payload_bytes(spec, u, 2) for u, n in pushes.items())
+        expected_in = sum(n * payload_bytes(spec, u, 2) for u, n in gathers.items())
+        expected_out = sum(n * payload_bytes(spec, u, 2) for u, n in pushes.items())
+        tables.add(
+            record_property,
+            f"Payload bytes of a worker in {STEPS + 1} steps, int8 both ways",
+            received=int(traffic["wire_bytes_in"]),
+            by_formula=expected_in,
+            sent=int(traffic["wire_bytes_out"]),
+            by_the_formula=expected_out,
+        )
+        assert traffic["wire_bytes_in"] == expected_in
+        assert traffic["wire_bytes_out"] == expected_out
         assert memory == 8 * spec.layout.numel
         assert all(np.array_equal(value, results[0][4][name]) for name, value in values.items())
 

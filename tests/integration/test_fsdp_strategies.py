@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+import tables
 from fsdp_worker import BLOCKS, DECAY, OPTIONS, PRECISIONS, WIDTH, Case
 from job_worker import Job
 from many_jobs import run_jobs
-from parity_model import Values, train_plain
+from parity_model import Values, distance, train_plain
+from tables import Record
 
 STEPS, RESUMED = 4, 2
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -61,8 +63,10 @@ def two(strategy: str, offload: str = "NONE", precision: str = "f32", *, local: 
 PARITY = pairwise()
 RESUMERS = [*(two(s) for s in STRATEGIES), two("NO_SHARD", local=True)]
 MEASURED = [
-    *((two(s, o), False) for s in STRATEGIES for o in ("NONE", "PARAMS")),
+    *((two(s, o), False) for s in STRATEGIES for o in OFFLOADS),
     (two("FULL_SHARD", precision="bf16"), False),
+    (two("FULL_SHARD", precision="fp16"), False),
+    (two("SHARD_GRAD_OP", precision="bf16"), False),
     (two("HYBRID_SHARD", precision="bf16 wire"), False),
     (two("SHARD_GRAD_OP"), True),
     (two("FULL_SHARD", "PARAMS"), True),
@@ -103,42 +107,36 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
     return {kind: [next(by_job) for _ in made] for kind, made in kinds.items()}
 
 
-def distance(values: Values, expected: Values) -> float:
-    """The largest ||a - b|| / ||b|| over all tensors."""
-    assert list(values) == list(expected)
-    return max(float(np.linalg.norm(values[n].astype(np.float64) - e) / np.linalg.norm(e)) for n, e in expected.items())
-
-
 def assert_same_bits(values: Values, expected: Values) -> None:
     """Bit for bit."""
     assert list(values) == list(expected)
     assert not [name for name, value in expected.items() if not np.array_equal(values[name], value)]
 
 
-def test_every_strategy_equals_plain_torch_on_the_joined_batch(results: dict[str, list[list[Any]]]) -> None:
+def test_every_strategy_equals_plain_torch_on_the_joined_batch(
+    results: dict[str, list[list[Any]]], record_property: Record
+) -> None:
     torch.set_num_threads(1)
     plain = {n: train_plain("AdamW", {**OPTIONS, "weight_decay": DECAY}, n, STEPS) for n in range(1, 5)}
-    print("\n| strategy | offload | precision | workers | servers | parameters | gradient norms |")
-    print("|---|---|---|---|---|---|---|")
     for case, workers in zip(PARITY, results["parity"], strict=True):
         expected, norms = plain[case.workers]
         assert len(workers) == case.workers
-        for values, got in workers:
-            off = distance(values, expected)
-            norms_off = float(np.abs(np.array(got) / norms - 1).max())
-            assert off <= TOLERANCE[case.precision], case
-            assert norms_off <= TOLERANCE[case.precision], case
-            assert_same_bits(values, workers[0][0])
-        words = (
-            case.strategy,
-            case.offload,
-            case.precision,
-            case.workers,
-            case.servers,
-            f"{off:.1e}",
-            f"{norms_off:.1e}",
+        off = max(distance(values, expected) for values, _ in workers)
+        norms_off = max(float(np.abs(np.array(got) / norms - 1).max()) for _, got in workers)
+        tables.add(
+            record_property,
+            tables.PARITY,
+            wrapper=f"FSDP {case.strategy}",
+            setting=f"offload {case.offload}, {case.servers} servers",
+            precision=case.precision,
+            workers=case.workers,
+            off_by=f"{off:.1e}",
+            norms_off_by=f"{norms_off:.1e}",
+            allowed=f"{TOLERANCE[case.precision]:g}",
         )
-        print("| " + " | ".join(map(str, words)) + " |")
+        assert max(off, norms_off) <= TOLERANCE[case.precision], case
+        for values, _ in workers:
+            assert_same_bits(values, workers[0][0])
 
 
 def test_a_resumed_run_is_the_run_that_did_not_stop(results: dict[str, list[list[Any]]]) -> None:
@@ -179,35 +177,65 @@ def test_workers_of_a_node_that_run_other_units_are_told_and_nothing_moves(resul
 
 
 BLOCK, ADAPTER, ROOT = 2 * WIDTH * WIDTH + 2 * WIDTH, 8 * WIDTH, 2 * WIDTH
-BYTES = {"f32": (4, 4), "bf16": (2, 4), "bf16 wire": (2, 2)}
+BYTES = {"f32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "bf16 wire": (2, 2)}
 """Bytes of an element on its way from the servers, and to them."""
 
 
-def test_a_step_moves_the_bytes_of_the_formulas(results: dict[str, list[list[Any]]]) -> None:
+def test_a_step_moves_the_bytes_of_the_formulas(results: dict[str, list[list[Any]]], record_property: Record) -> None:
     for (case, adapter), workers in zip(MEASURED, results["measure"], strict=True):
         params = BLOCKS * BLOCK + ROOT
         trainable = BLOCKS * ADAPTER if adapter else params
         first = params + (BLOCKS * ADAPTER if adapter else 0)
-        gathered = {
-            ("FULL_SHARD", "NONE"): 2 * first - ROOT - BLOCK,  # the root stays, and the last block
-            ("FULL_SHARD", "PARAMS"): trainable,
-            ("SHARD_GRAD_OP", "NONE"): trainable,
-            ("SHARD_GRAD_OP", "PARAMS"): trainable,
-            ("HYBRID_SHARD", "NONE"): trainable,  # of the whole node
-            ("HYBRID_SHARD", "PARAMS"): trainable,
-        }.get((case.strategy, case.offload), 0)
+        gathered = trainable  # once for the whole node under HYBRID_SHARD
+        if case.strategy == "FULL_SHARD" and case.offload not in ("PARAMS", "FULL"):
+            gathered = 2 * first - ROOT - BLOCK  # the root stays, and the last block
+        if case.strategy == "NO_SHARD":
+            gathered = 0
         pushed = 0 if case.strategy == "NO_SHARD" else trainable
         nodes = 1 if case.strategy == "HYBRID_SHARD" else case.workers
         param_bytes, grad_bytes = BYTES[case.precision]
-        assert sum(w[0] for w in workers) == nodes * param_bytes * gathered, case
-        assert sum(w[1] for w in workers) == nodes * grad_bytes * pushed, case
+        received, sent = sum(w[0] for w in workers), sum(w[1] for w in workers)
+        expected_in, expected_out = nodes * param_bytes * gathered, nodes * grad_bytes * pushed
+        tables.add(
+            record_property,
+            "Payload bytes of a step, all workers together",
+            wrapper=f"FSDP {case.strategy}{' + adapter' if adapter else ''}",
+            offload=case.offload,
+            precision=case.precision,
+            received=received,
+            by_formula=expected_in,
+            sent=sent,
+            by_the_formula=expected_out,
+        )
+        assert received == expected_in, case
+        assert sent == expected_out, case
 
 
-def test_memory_is_what_was_estimated(results: dict[str, list[list[Any]]]) -> None:
-    for (case, _), workers in zip(MEASURED, results["measure"], strict=True):
-        for _, _, estimate, measured in workers:
+def test_memory_is_what_was_estimated(results: dict[str, list[list[Any]]], record_property: Record) -> None:
+    for (case, adapter), workers in zip(MEASURED, results["measure"], strict=True):
+        params = BLOCKS * (BLOCK + (ADAPTER if adapter else 0)) + ROOT
+        trainable = BLOCKS * ADAPTER if adapter else params
+        on_servers = case.strategy != "NO_SHARD"
+        # master 4, and one copy as it travels; of what is trained, the sum 4 and two moments 8
+        server = (4 + BYTES[case.precision][0]) * params + 12 * trainable if on_servers else 0
+        _, _, estimate, measured, servers = workers[0]
+        tables.add(
+            record_property,
+            "Memory at its peak, in bytes: by formula, and measured",
+            wrapper=f"FSDP {case.strategy}{' + adapter' if adapter else ''}",
+            offload=case.offload,
+            precision=case.precision,
+            parameters=estimate["param_memory_bytes"],
+            measured=int(measured["peak_param_memory_bytes"]),
+            gradients=estimate["grad_memory_bytes"],
+            were=int(measured["peak_grad_buffer_bytes"]),
+            servers=server,
+            have=servers,
+        )
+        for _, _, estimate, measured, servers in workers:
             assert measured["peak_param_memory_bytes"] == pytest.approx(estimate["param_memory_bytes"], rel=0.1), case
             assert measured["peak_grad_buffer_bytes"] == pytest.approx(estimate["grad_memory_bytes"], rel=0.1), case
             total = estimate["param_memory_bytes"] + estimate["grad_memory_bytes"]
             assert measured["peak_memory_mb"] == pytest.approx(total / (1 << 20), rel=0.1), case
             assert 0 <= measured["current_allocation_mb"] <= measured["peak_memory_mb"]
+            assert servers == pytest.approx(server, rel=0.1), case

@@ -1,0 +1,99 @@
+"""How much of a step's communication hides behind compute, from a trace, at 500 Mbit/s a card.
+
+Four worker hosts and four server hosts (network namespaces), the model of whole_step.py. A worker's compute is mostly
+an emulated accelerator that uses no processor, as a GPU would: all eight hosts share this machine's cores, which then
+stay free for what a worker's own processor would do, its communication. First a run without it says how long a step's
+communication takes, C; then runs whose accelerator takes 1 x C and 2 x C a step. *Alone* is the step of the same model
+without any communication, four workers at a time. The trace (see step_trace.py) is rank 0's.
+
+The acceptance: with compute >= communication, a step takes <= 1.15 x compute alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import _report
+import whole_step
+from netns import Network
+
+WORKER = [sys.executable, str(Path(__file__).with_name("step_worker.py"))]
+
+
+def alone_s(options: argparse.Namespace, dtype: str) -> float:
+    """Forward and backward without communication, as slow as the slowest of four workers at a time."""
+    command = [*WORKER, "compute", *whole_step.shape(options), "--dtype", dtype]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(whole_step.WORKERS)]
+    return max(float(json.loads(worker.communicate()[0])["compute_s"]) for worker in workers)
+
+
+def traced(place: Network, options: argparse.Namespace, dtype: str, strategy: str) -> dict[str, float]:
+    """What rank 0's trace says of one run."""
+    directory = Path(options.traces)
+    directory.mkdir(parents=True, exist_ok=True)
+    trace = directory / f"{strategy}-{dtype}-{options.device_s:.1f}s.json"
+    arguments = ["--dtype", dtype, "--strategy", strategy, "--trace", str(trace)]
+    into = whole_step.Figures()
+    command = [*WORKER, "axon", *whole_step.shape(options), *arguments]
+    whole_step.one_run(place, command, options.steps, into, served=True)
+    return into.trace | {"median_s": into.median_s}
+
+
+def bench(place: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All settings."""
+    rows: list[dict[str, Any]] = []
+    for dtype, strategy in itertools.product(options.dtypes, options.strategies):
+        options.device_s = 0.0
+        communication_s = traced(place, options, dtype, strategy)["communication_s"]
+        for times in options.compute:
+            options.device_s = times * communication_s
+            alone, found = alone_s(options, dtype), traced(place, options, dtype, strategy)
+            row = {"strategy": strategy, "dtype": dtype, "accelerator": f"{times:g} x C", "C_s": communication_s}
+            row |= {"alone_s": alone, "step_s": found["median_s"], "ratio": found["median_s"] / alone}
+            row |= {name: found.get(name, 0.0) for name in NAMES}
+            rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+NAMES = ("communication_s", "hidden", "blocked_gather_s", "blocked_push_s", "blocked_decision_s")
+COLUMNS = ("strategy", "dtype", "accelerator", "C_s", "alone_s", "step_s", "ratio", *NAMES)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate-mbit", type=float, default=500.0)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
+    parser.add_argument("--compute", nargs="+", type=float, default=[1.0, 2.0], help="accelerator's time, in C")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--traces", default="/tmp/axon-ps-traces", help="a directory for the traces, Chrome's format")
+    parser.add_argument("--quick", action="store_true", help="one setting, few steps, writes no file")
+    options = parser.parse_args()
+    if options.quick:
+        options.dtypes, options.strategies, options.compute, options.steps = ["bfloat16"], ["full_shard"], [1.0], 2
+    with Network(whole_step.worker_hosts() + whole_step.server_hosts(), rate_mbit=options.rate_mbit) as place:
+        rows = bench(place, options)
+    _report.table(f"Overlap at {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
+    if options.quick:
+        return
+    settings = {k: v for k, v in vars(options).items() if k not in ("device_s", "quick")}
+    _report.write("overlap", rows, settings=settings)
+
+
+if __name__ == "__main__":
+    main()
