@@ -4,7 +4,9 @@ As a program, a `grpc.aio` server with identity serializers, one process, that k
 `/raw/Pull` streams ready-made messages to the client, `/raw/Push` reads the client's messages and drops them,
 `/raw/PushCopy` also copies each into a buffer, as every receiver that keeps what it got must. It prints its port.
 
-As a module, a client of it: one channel, the same channel options as the data plane's.
+With `--client PORT` it is a client of such a server: one channel, the same channel options as the data plane's. For
+each line "pull", "pull copy", "push" or "push copy" that it reads it does that and prints the seconds it took. With
+`--keep-message-memory` malloc keeps freed messages, as our processes have it; nothing else knows of axon_ps.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -102,9 +105,37 @@ class RawClient:
         await self._channel.close()
 
 
-if __name__ == "__main__":
+async def obey(port: int, total_bytes: int, chunk_bytes: int) -> None:
+    """Do what standard input says until it ends."""
+    client = RawClient(port)
+    frames, buffer = make_frames(total_bytes, chunk_bytes), np.zeros(total_bytes, np.uint8)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        what, *copy = line.split()
+        begin_s = time.perf_counter()
+        if what == "pull":
+            await client.pull(buffer if copy else None)
+        else:
+            await client.push(frames, copy=bool(copy))
+        print(time.perf_counter() - begin_s, flush=True)
+    await client.close()
+
+
+def main() -> None:
+    """Be a server, or a client."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total-bytes", type=int, required=True)
     parser.add_argument("--chunk-bytes", type=int, required=True)
+    parser.add_argument("--client", type=int, metavar="PORT")
+    parser.add_argument("--keep-message-memory", action="store_true")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.total_bytes, arguments.chunk_bytes))
+    if arguments.keep_message_memory:
+        from axon_ps.shard.memory import keep_message_memory
+
+        keep_message_memory()
+    sizes = arguments.total_bytes, arguments.chunk_bytes
+    asyncio.run(serve(*sizes) if arguments.client is None else obey(arguments.client, *sizes))
+
+
+if __name__ == "__main__":
+    main()
