@@ -15,7 +15,7 @@ from pathlib import Path
 import _report
 from cluster import Loopback
 from netns import Network, NetworkUnavailable
-from whole_step import Figures, one_run, server_hosts, worker_hosts
+from whole_step import Figures, Team, one_run, server_hosts
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
 SIDES = {
@@ -49,7 +49,8 @@ def main() -> int:
     options = parse()
     figures = {side: Figures() for side in options.sides}
     arguments = ["--steps", str(options.steps), "--tokens", str(options.tokens)]
-    hosts = [*worker_hosts(), *server_hosts()]
+    team = Team.of(4)
+    hosts = [*team.hosts, *server_hosts()]
     try:
         with (
             Loopback(hosts) if options.place == "loopback" else Network(hosts, rate_mbit=float(options.place)) as place
@@ -58,7 +59,7 @@ def main() -> int:
                 for side, into in figures.items():
                     kind, hook = SIDES[side]
                     command = [sys.executable, str(WORKER), kind, "--hook", hook, *arguments]
-                    one_run(place, command, options.steps, into, served=kind == "axon")
+                    one_run(place, team, command, options.steps, into, served=kind == "axon")
     except NetworkUnavailable as error:
         print(f"skipped: {error}")
         return 0

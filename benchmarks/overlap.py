@@ -24,6 +24,7 @@ import _report
 import whole_step
 from netns import Network
 
+TEAM = whole_step.Team.of(4)
 WORKER = [sys.executable, str(Path(__file__).with_name("step_worker.py"))]
 
 
@@ -31,7 +32,7 @@ def alone_s(options: argparse.Namespace, dtype: str) -> float:
     """Forward and backward without communication, as slow as the slowest of four workers at a time."""
     command = [*WORKER, "compute", *whole_step.shape(options), "--dtype", dtype]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(whole_step.WORKERS)]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(TEAM.size)]
     return max(float(json.loads(worker.communicate()[0])["compute_s"]) for worker in workers)
 
 
@@ -43,7 +44,7 @@ def traced(place: Network, options: argparse.Namespace, dtype: str, strategy: st
     arguments = ["--dtype", dtype, "--strategy", strategy, "--trace", str(trace)]
     into = whole_step.Figures()
     command = [*WORKER, "axon", *whole_step.shape(options), *arguments]
-    whole_step.one_run(place, command, options.steps, into, served=True)
+    whole_step.one_run(place, TEAM, command, options.steps, into, served=True)
     return into.trace | {"median_s": into.median_s}
 
 
@@ -86,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.dtypes, options.strategies, options.compute, options.steps = ["bfloat16"], ["full_shard"], [1.0], 2
-    with Network(whole_step.worker_hosts() + whole_step.server_hosts(), rate_mbit=options.rate_mbit) as place:
+    with Network([*TEAM.hosts, *whole_step.server_hosts()], rate_mbit=options.rate_mbit) as place:
         rows = bench(place, options)
     _report.table(f"Overlap at {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
     if options.quick:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CLASSES = 64
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,11 +88,15 @@ def fsdp2(options: argparse.Namespace) -> Side:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape: tuple[int, ...] = (dist.get_world_size(),)
+    if options.strategy == "hybrid_shard":  # replicas are hosts
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        shape = (dist.get_world_size() // per_host, per_host)
+    mesh = init_device_mesh("cpu", shape)
     dtype = getattr(torch, options.dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model = ResidualMLP(options.width, options.blocks, options.device_s)
-    reshard = options.strategy == "full_shard"
+    reshard = options.strategy != "shard_grad_op"
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -208,7 +213,7 @@ def parse() -> argparse.Namespace:
     """The command line that whole_step.py writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("fsdp2", "axon", "compute"))
-    parser.add_argument("--strategy", choices=("full_shard", "shard_grad_op"), default="full_shard")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--wire", choices=("int8",), default=None, help="what travels, on the side axon; None: dtype")
     parser.add_argument("--width", type=int, default=1024)

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from cluster import Loopback, Place, axon_cluster, cpu_s, free_port
 from netns import Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
-WORKERS = SERVERS = 4
+SERVERS = 4
 SIDES = {"fsdp2": ["fsdp2"], "axon": ["axon"], "axon-int8": ["axon", "--wire", "int8"]}
 """Per side, what step_worker.py is told."""
 RUN_TIMEOUT_S = 180.0
@@ -72,9 +73,27 @@ class Figures:
         return statistics.median(self.times_s)
 
 
-def worker_hosts() -> list[str]:
-    """Names of the workers' hosts."""
-    return [f"worker{i}" for i in range(WORKERS)]
+@dataclass(frozen=True)
+class Team:
+    """The workers of a run.
+
+    Attributes:
+        hosts: names of their hosts.
+        per_host: how many are on each.
+    """
+
+    hosts: tuple[str, ...]
+    per_host: int = 1
+
+    @classmethod
+    def of(cls, workers: int, per_host: int = 1) -> Team:
+        """`workers` in all."""
+        return cls(tuple(f"worker{i}" for i in range(workers // per_host)), per_host)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.hosts) * self.per_host
 
 
 def server_hosts() -> list[str]:
@@ -82,13 +101,15 @@ def server_hosts() -> list[str]:
     return [f"server{i}" for i in range(SERVERS)]
 
 
-def launch(place: Place, command: Sequence[str], environment: dict[str, str]) -> list[subprocess.Popen[str]]:
+def launch(
+    place: Place, team: Team, command: Sequence[str], environment: dict[str, str]
+) -> list[subprocess.Popen[str]]:
     """Start the workers of one run."""
     workers = []
-    for rank, host in enumerate(worker_hosts()):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": "0", "AXON_PS_NODE": place.node(host)}
-        if isinstance(place, Loopback):
-            own["LOCAL_RANK"] = str(rank)
+    for rank in range(team.size):
+        host = team.hosts[rank // team.per_host]
+        local_rank = rank if isinstance(place, Loopback) else rank % team.per_host
+        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "AXON_PS_NODE": place.node(host)}
         workers.append(
             place.popen(host, command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         )
@@ -111,27 +132,28 @@ def go_on(worker: subprocess.Popen[str]) -> None:
     worker.stdin.flush()
 
 
-def one_run(place: Place, command: Sequence[str], steps: int, into: Figures, *, served: bool) -> None:
-    """Run one side's worker command on every worker host once, with a cluster if it is `served`; add its figures."""
+def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: Figures, *, served: bool) -> None:
+    """Run one side's worker command for the whole team once, with a cluster if it is `served`; add its figures."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(WORKERS),
-        "LOCAL_WORLD_SIZE": str(WORKERS if isinstance(place, Loopback) else 1),
-        "MASTER_ADDR": place.address(worker_hosts()[0]),
+        "WORLD_SIZE": str(team.size),
+        "LOCAL_WORLD_SIZE": str(team.size if isinstance(place, Loopback) else team.per_host),
+        "MASTER_ADDR": place.address(team.hosts[0]),
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo" if isinstance(place, Loopback) else "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
     if served:
-        with axon_cluster(place, server_hosts(), workers=WORKERS) as (servers, coordinator):
-            measure(place, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
+        with axon_cluster(place, server_hosts(), workers=team.size) as (servers, coordinator):
+            measure(place, team, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
     else:
-        measure(place, command, steps, environment, [], into)
+        measure(place, team, command, steps, environment, [], into)
 
 
 def measure(
     place: Place,
+    team: Team,
     command: Sequence[str],
     steps: int,
     environment: dict[str, str],
@@ -139,7 +161,7 @@ def measure(
     into: Figures,
 ) -> None:
     """Start the workers, read counters around their timed steps, collect their results."""
-    workers = launch(place, command, environment)
+    workers = launch(place, team, command, environment)
     processes, hosts = [*workers, *servers], place.hosts
     expect(workers[0], "READY")
     before = Sample.take(place, processes, hosts)
@@ -157,7 +179,7 @@ def measure(
     into.losses = results[0]["losses"]
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
-    into.worker_mib = after.per_step(before, steps, worker_hosts())
+    into.worker_mib = after.per_step(before, steps, team.hosts)
     into.server_mib = after.per_step(before, steps, server_hosts())
 
 
@@ -179,11 +201,14 @@ def shape(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def row(place: str, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None) -> dict[str, Any]:
+def row(
+    place: str, team: Team, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None
+) -> dict[str, Any]:
     """One line of the table."""
-    cards = (WORKERS if side == "fsdp2" else WORKERS + SERVERS) if place != "loopback" else 0
+    cards = (len(team.hosts) + (SERVERS if side != "fsdp2" else 0)) if place != "loopback" else 0
     return {
         "place": place,
+        "workers": f"{len(team.hosts)} x {team.per_host}" if team.per_host > 1 else str(team.size),
         "dtype": dtype,
         "strategy": strategy,
         "side": side,
@@ -206,7 +231,8 @@ def row(place: str, dtype: str, strategy: str, side: str, figures: Figures, peer
 def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All settings in one place, sides taking turns."""
     rows = []
-    for dtype, strategy in itertools.product(options.dtypes, options.strategies):
+    for workers, dtype, strategy in itertools.product(options.workers, options.dtypes, options.strategies):
+        team = Team.of(workers, options.per_host)
         arguments = [*shape(options), "--dtype", dtype, "--strategy", strategy]
         figures = {side: Figures() for side in options.sides}
         for _ in range(options.rounds):
@@ -214,12 +240,13 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
                 begin_s = time.perf_counter()
                 command = [sys.executable, str(HERE / "step_worker.py"), *SIDES[side], *arguments]
                 if side != "fsdp2":
-                    command += ["--trace", f"{options.traces}/{name}-{strategy}-{dtype}-{side}.json".replace(" ", "-")]
-                one_run(place, command, options.steps, into, served=side != "fsdp2")
-                say = f"{name} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
+                    trace = re.sub("[^a-z0-9]+", "-", f"{name}-{workers}-{strategy}-{dtype}-{side}".lower())
+                    command += ["--trace", f"{options.traces}/{trace}.json"]
+                one_run(place, team, command, options.steps, into, served=side != "fsdp2")
+                say = f"{name} {workers} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
                 print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
         peer = figures.get("fsdp2")
-        rows += [row(name, dtype, strategy, side, into, peer) for side, into in figures.items()]
+        rows += [row(name, team, dtype, strategy, side, into, peer) for side, into in figures.items()]
     return rows
 
 
@@ -229,6 +256,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", default=["loopback", "500", "1000"], help="loopback, or Mbit/s")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
+    parser.add_argument("--workers", type=int, nargs="+", default=[4])
+    parser.add_argument("--per-host", type=int, default=1, help="workers of a host; 2 with --strategies hybrid_shard")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
@@ -238,6 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="rows of each worker's batch")
     parser.add_argument("--clip", type=float, default=0.0, help="global gradient norm; 0: no clipping")
     parser.add_argument("--traces", default="/tmp/axon-ps-traces", help="a directory for rank 0's traces, of ours")
+    parser.add_argument("--write", default="whole_step", help="name of the file of results")
     parser.add_argument("--quick", action="store_true", help="500 Mbit/s only, one round, three steps")
     options = parser.parse_args()
     if options.quick:
@@ -246,12 +276,12 @@ def parse() -> argparse.Namespace:
 
 
 COLUMNS = (
-    *("place", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
+    *("place", "workers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
     *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib"),
 )
 
 
-BREAKDOWN_OF = ("place", "dtype", "strategy", "side")
+BREAKDOWN_OF = ("place", "workers", "dtype", "strategy", "side")
 BREAKDOWN = (
     *("step_s", "compute_s", "blocked_gather_s", "blocked_push_s", "blocked_decision_s", "communication_s", "hidden"),
 )
@@ -262,7 +292,7 @@ def main() -> None:
     options = parse()
     Path(options.traces).mkdir(parents=True, exist_ok=True)
     alone = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}
-    hosts, rows = worker_hosts() + server_hosts(), []
+    hosts, rows = [*Team.of(max(options.workers), options.per_host).hosts, *server_hosts()], []
     for place in options.places:
         try:
             on_loopback = place == "loopback"
@@ -278,9 +308,9 @@ def main() -> None:
         (*BREAKDOWN_OF, *BREAKDOWN),
         [[*(r[c] for c in BREAKDOWN_OF), *(round(r["trace"].get(c, 0.0), 3) for c in BREAKDOWN)] for r in traced],
     )
-    print(f"Forward and backward of one worker alone: {alone} s; {WORKERS} workers share {os.cpu_count()} cores.")
+    print(f"Forward and backward of one worker alone: {alone} s; the workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
-    _report.write("whole_step", rows, compute_alone_s=alone, settings=settings)
+    _report.write(options.write, rows, compute_alone_s=alone, settings=settings)
 
 
 if __name__ == "__main__":
