@@ -101,7 +101,7 @@ class FlatUnit:
         self._buffer: torch.Tensor | None = None
         self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._coming: tuple[int, int] | None = None  # of those under way
-        self._ahead: tuple[Pending, torch.Tensor] | None = None  # those of an undecided step
+        self._ahead: tuple[Pending, torch.Tensor | None] | None = None  # of an undecided step; None: into `flat`
         self._adopted = False  # whether what is under way was begun ahead
 
     @property
@@ -120,6 +120,26 @@ class FlatUnit:
     def nbytes(self) -> int:
         """Memory of the gathered unit."""
         return self._nbytes
+
+    @property
+    def vacant(self) -> bool:
+        """Whether it has memory of its own and holds nothing there, nor is anything on its way."""
+        return self._direct and not self._storage.nbytes() and self._work is None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the values of an undecided step are on their way."""
+        return self._ahead is not None
+
+    @property
+    def _ahead_in_place(self) -> bool:
+        """Whether the values of an undecided step are on their way into `flat`."""
+        return self._ahead is not None and self._ahead[1] is None
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory at the moment it becomes whole: itself, and what was gathered where that is something else."""
+        return self._nbytes + (0 if self._direct else self.unit.numel * self.wire.itemsize)
 
     @property
     def held_bytes(self) -> int:
@@ -147,6 +167,8 @@ class FlatUnit:
         """Begin to gather, unless the values are here or under way."""
         if self.fresh(steps) or self.coming(steps):
             return
+        if self._ahead_in_place:
+            self.drop_ahead(pool)
         self.abandon(pool)
         self._coming = self.wanted(steps)
         self._adopted = False
@@ -164,10 +186,16 @@ class FlatUnit:
         self._work = steps.gather(self.index, out)
 
     def start_ahead(self, steps: Foresight, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
-        """Begin to gather what this step will make of the unit, beside the values that count until it is decided."""
+        """Begin to gather what this step will make of the unit: in its own place, or beside values that are kept."""
         self.drop_ahead(pool)
-        buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
-        self._ahead = steps.gather_ahead(self.index, array_of(buffer, self.wire), ticket, hyper), buffer
+        if self._direct:
+            assert self.vacant, "nothing that counts is overwritten"
+            self._allocate()
+            buffer, out = None, _window(self.flat, self.wire)
+        else:
+            buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
+            out = array_of(buffer, self.wire)
+        self._ahead = steps.gather_ahead(self.index, out, ticket, hyper), buffer
 
     def adopt_ahead(self, steps: Steps, pool: BufferPool) -> None:
         """The step committed as foreseen: what was begun ahead is what is coming."""
@@ -180,10 +208,12 @@ class FlatUnit:
     def drop_ahead(self, pool: BufferPool) -> None:
         """The step was not decided as foreseen: forget what was begun ahead."""
         if self._ahead is not None:
-            work, buffer = self._ahead
+            (work, buffer), self._ahead = self._ahead, None
             work.cancel()
-            pool.give(buffer)
-            self._ahead = None
+            if buffer is not None:
+                pool.give(buffer)
+            else:
+                self.release()
 
     def unshard(self, steps: Steps, pool: BufferPool) -> None:
         """Block until the parameters hold current values."""
@@ -220,7 +250,7 @@ class FlatUnit:
     def free(self, pool: BufferPool) -> None:
         """Give the memory back, unless the values are to be kept."""
         self.abandon(pool)
-        if not self.resident:
+        if not self.resident and not self._ahead_in_place:
             self.release()
 
     def release(self) -> None:

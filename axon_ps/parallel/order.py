@@ -36,6 +36,10 @@ class GatherOrder:
         """The units expected after the last one visited, in order, repetitions included."""
         yield from self._expected[self._next :]
 
+    def first(self) -> Iterator[int]:
+        """The units expected in the next iteration, in order, repetitions included."""
+        yield from self._expected
+
     def finish(self) -> None:
         """The iteration is complete: what was seen is what to expect."""
         if self._seen:

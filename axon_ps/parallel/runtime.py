@@ -15,7 +15,8 @@ Note: [When memory may be freed in backward]
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
-    its memory plus what is held stays within two of the largest unit.
+    its memory plus what is held stays within two of the largest unit. What backward needs first, the units that forward
+    used last, is not freed in between if it fits, and so not gathered twice.
 
 Note: [Gathering ahead of the decision]
     Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
@@ -24,14 +25,15 @@ Note: [Gathering ahead of the decision]
     that the optimizer has now. `step()` adopts the buffers if the decision is what was assumed and drops them if not,
     so nobody ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they
     travel. It begins once a step went by without clipping.
+    Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
+    backward has freed them: straight into their own memory, which holds nothing that counts any more.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import nn
@@ -134,6 +136,7 @@ class Runtime:
         prefetch: bool = True,
     ) -> None:
         self.steps = self._steps = steps
+        self._foresight = steps if isinstance(steps, Foresight) else None
         self.units = tuple(units)
         self._grad_wire = grad_wire
         self.meter = meter
@@ -197,12 +200,21 @@ class Runtime:
             self._free(unit)
             if unit.is_root:
                 self._orders[False].finish()
-        elif not unit.is_root and self._next_needed() != unit.number:
+        elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
             self._free(unit)
         self._prefetch()
 
-    def _next_needed(self) -> int | None:
-        return next((n for n in self._orders[self._training].upcoming() if not self.units[n].is_root), None)
+    def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
+        """Whether it is among the upcoming units that there is room for; see Note: [Memory]."""
+        room = self._budget_bytes
+        for number in dict.fromkeys(upcoming):
+            other = self.units[number]
+            room -= 0 if other.is_root else sum(f.whole_bytes for f in other.flats)
+            if room < 0:
+                return False
+            if other is unit:
+                return True
+        return False
 
     # ------------------------------------------------------------------ backward
 
@@ -224,6 +236,7 @@ class Runtime:
             self._free(unit)
         if self.syncing and unit.uses <= 1:
             self._push(flat)
+            self._gather_ahead(unit, flat)
             unit.fired.clear()
         elif self._stage_grads and unit.uses <= 1:
             self._stage(flat)
@@ -250,6 +263,8 @@ class Runtime:
             unit.fired.clear()
             unit.uses = 0
             self._free(unit)
+            if flat is not None and flat.index in self._pushes:
+                self._gather_ahead(unit, flat)
         self._orders[True].finish()
 
     # ------------------------------------------------------------------ by hand
@@ -277,6 +292,7 @@ class Runtime:
             flat = unit.trainable
             if flat is not None and flat.index not in self._pushes and flat.has_grads:
                 self._push(flat)
+                self._gather_ahead(unit, flat)
 
     # ------------------------------------------------------------------ memory
 
@@ -349,9 +365,18 @@ class Runtime:
         self._pushes[flat.index] = self._steps.push(
             flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
         )
-        if flat.resident and self._hyper is not None:
-            self._count_gather(flat)
-            flat.start_ahead(cast(Foresight, self._steps), self.gather_buffers, ticket, self._hyper)
+
+    def _gather_ahead(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Behind its push, begin to gather what the step will make of a unit, if it is kept or needed first then."""
+        if self._foresight is None or self._hyper is None or self._ticket is None or flat.is_ahead:
+            return
+        if not flat.resident:
+            if not (self._eager and flat.vacant and self._needed_soon(unit, self._orders[True].first())):
+                return
+            if not unit.is_root and self._held_bytes() + flat.nbytes > self._budget_bytes:
+                return
+        self._count_gather(flat)
+        flat.start_ahead(self._foresight, self.gather_buffers, self._ticket, self._hyper)
 
     def _stage(self, flat: FlatUnit) -> None:
         """Gradients of `no_sync()` wait on the host."""
@@ -386,6 +411,7 @@ class Runtime:
                     continue
                 if flat.has_grads:
                     self._push(flat)
+                    self._gather_ahead(unit, flat)
                 else:
                     self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
             decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=self.max_norm, hyper=hyper)
@@ -424,6 +450,8 @@ class Runtime:
         self.prefetched = False
         for unit in self.units:
             unit.depth = 0
+            for flat in unit.flats:
+                flat.drop_ahead(self.gather_buffers)
             self._free(unit)
         self.gather_buffers.trim()
         self._out.trim()

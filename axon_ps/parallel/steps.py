@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from axon_ps.collectives.steps import Ticket
 from axon_ps.types import Array, Decision, Hyper, OptimizerSpec
@@ -49,6 +49,7 @@ class Steps(Protocol):
         """Block until a step can be made."""
 
 
+@runtime_checkable
 class Foresight(Steps, Protocol):
     """Steps whose result can be gathered before they are decided."""
 

@@ -114,6 +114,7 @@ def train_sharded(
     precision: Mapping[str, torch.dtype] | None = None,
     steps: int = STEPS,
     max_norm: float = MAX_NORM,
+    prefetch: bool = True,
 ) -> tuple[Values, list[float], dict[str, float]]:
     """One worker's part of the same; final values, gradient norms, statistics."""
     options = dict(options)
@@ -124,6 +125,7 @@ def train_sharded(
         mixed_precision=parallel.MixedPrecision(**(precision or {})),
         unit_types={Block},
         plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
+        prefetch=prefetch,
     )
     optimizer = getattr(parallel, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
     norms = []

@@ -70,9 +70,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
         "parity": [train(workers, servers, *OPTIMIZERS[name], s) for s, workers, servers, name in CASES],
         "twice": [train(3, 2, *twice), train(3, 2, *twice)],
         "ahead": [
-            train(2, 2, "Adam", {"lr": 3e-3}, strategy, precision, STEPS, 0.0)
+            train(2, 2, "Adam", {"lr": 3e-3}, strategy, precision, STEPS, 0.0, prefetch)
             for precision in AHEAD
-            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+            for strategy, prefetch in (("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", True))
         ],
         "lion": [Job(function="parity_model:train_lion", workers=2, servers=2)],
     }
@@ -108,9 +108,9 @@ def test_the_same_job_twice_gives_the_same_bits(results: dict[str, list[list[Any
 
 @pytest.mark.parametrize("number", range(len(AHEAD)), ids=["f32", "bf16 wire"])
 def test_gathering_ahead_of_the_decision_changes_no_bit(results: dict[str, list[list[Any]]], number: int) -> None:
-    full, grad_op = results["ahead"][2 * number : 2 * number + 2]
-    first_values, first_norms, _ = full[0]
-    for values, norms, _ in (*full, *grad_op):
+    plain, full, grad_op = results["ahead"][3 * number : 3 * number + 3]
+    first_values, first_norms, _ = plain[0]
+    for values, norms, _ in (*plain, *full, *grad_op):
         assert norms == first_norms
         assert all(np.array_equal(values[name], value) for name, value in first_values.items())
     for _, _, statistics in grad_op:  # each step but the first gathered ahead, and gathered nothing again
