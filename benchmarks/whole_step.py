@@ -30,7 +30,6 @@ from cluster import Loopback, Place, axon_cluster, cpu_s, free_port
 from netns import Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
-SERVERS = 4
 SIDES = {"fsdp2": ["fsdp2"], "axon": ["axon"], "axon-int8": ["axon", "--wire", "int8"]}
 """Per side, what step_worker.py is told."""
 RUN_TIMEOUT_S = 180.0
@@ -75,20 +74,23 @@ class Figures:
 
 @dataclass(frozen=True)
 class Team:
-    """The workers of a run.
+    """The workers of a run, and the shard servers of those sides that have some.
 
     Attributes:
         hosts: names of their hosts.
         per_host: how many are on each.
+        servers: names of the shard servers' hosts, one each.
     """
 
     hosts: tuple[str, ...]
-    per_host: int = 1
+    per_host: int
+    servers: tuple[str, ...]
 
     @classmethod
-    def of(cls, workers: int, per_host: int = 1) -> Team:
-        """`workers` in all."""
-        return cls(tuple(f"worker{i}" for i in range(workers // per_host)), per_host)
+    def of(cls, workers: int, per_host: int = 1, servers: int = 4) -> Team:
+        """`workers` and `servers` in all."""
+        hosts = tuple(f"worker{i}" for i in range(workers // per_host))
+        return cls(hosts, per_host, tuple(server_hosts(servers)))
 
     @property
     def size(self) -> int:
@@ -96,9 +98,9 @@ class Team:
         return len(self.hosts) * self.per_host
 
 
-def server_hosts() -> list[str]:
+def server_hosts(servers: int = 4) -> list[str]:
     """Names of the shard servers' hosts; the coordinator lives on the first."""
-    return [f"server{i}" for i in range(SERVERS)]
+    return [f"server{i}" for i in range(servers)]
 
 
 def launch(
@@ -145,7 +147,7 @@ def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: 
         "PYTHONUNBUFFERED": "1",
     }
     if served:
-        with axon_cluster(place, server_hosts(), workers=team.size) as (servers, coordinator):
+        with axon_cluster(place, team.servers, workers=team.size) as (servers, coordinator):
             measure(place, team, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
     else:
         measure(place, team, command, steps, environment, [], into)
@@ -180,7 +182,7 @@ def measure(
     into.trace = results[0].get("trace", {})
     into.cpu_s.append((after.cpu_s - before.cpu_s) / steps)
     into.worker_mib = after.per_step(before, steps, team.hosts)
-    into.server_mib = after.per_step(before, steps, server_hosts())
+    into.server_mib = after.per_step(before, steps, [host for host in team.servers if host in place.hosts])
 
 
 def compute_s(dtype: str, options: argparse.Namespace) -> float:
@@ -205,10 +207,11 @@ def row(
     place: str, team: Team, dtype: str, strategy: str, side: str, figures: Figures, peer: Figures | None
 ) -> dict[str, Any]:
     """One line of the table."""
-    cards = (len(team.hosts) + (SERVERS if side != "fsdp2" else 0)) if place != "loopback" else 0
+    cards = (len(team.hosts) + (len(team.servers) if side != "fsdp2" else 0)) if place != "loopback" else 0
     return {
         "place": place,
         "workers": f"{len(team.hosts)} x {team.per_host}" if team.per_host > 1 else str(team.size),
+        "servers": 0 if side == "fsdp2" else len(team.servers),
         "dtype": dtype,
         "strategy": strategy,
         "side": side,
@@ -232,7 +235,7 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
     """All settings in one place, sides taking turns."""
     rows = []
     for workers, dtype, strategy in itertools.product(options.workers, options.dtypes, options.strategies):
-        team = Team.of(workers, options.per_host)
+        team = Team.of(workers, options.per_host, options.servers)
         arguments = [*shape(options), "--dtype", dtype, "--strategy", strategy]
         figures = {side: Figures() for side in options.sides}
         for _ in range(options.rounds):
@@ -257,6 +260,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
     parser.add_argument("--workers", type=int, nargs="+", default=[4])
+    parser.add_argument("--servers", type=int, default=4, help="shard servers; on hosts of their own but on loopback")
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host; 2 with --strategies hybrid_shard")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
@@ -276,12 +280,12 @@ def parse() -> argparse.Namespace:
 
 
 COLUMNS = (
-    *("place", "workers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
+    *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
     *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib"),
 )
 
 
-BREAKDOWN_OF = ("place", "workers", "dtype", "strategy", "side")
+BREAKDOWN_OF = ("place", "workers", "servers", "dtype", "strategy", "side")
 BREAKDOWN = (
     *("step_s", "compute_s", "blocked_gather_s", "blocked_push_s", "blocked_decision_s", "communication_s", "hidden"),
 )
@@ -292,7 +296,7 @@ def main() -> None:
     options = parse()
     Path(options.traces).mkdir(parents=True, exist_ok=True)
     alone = {dtype: round(compute_s(dtype, options), 3) for dtype in options.dtypes}
-    hosts, rows = [*Team.of(max(options.workers), options.per_host).hosts, *server_hosts()], []
+    hosts, rows = [*Team.of(max(options.workers), options.per_host).hosts, *server_hosts(options.servers)], []
     for place in options.places:
         try:
             on_loopback = place == "loopback"

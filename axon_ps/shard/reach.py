@@ -25,6 +25,9 @@ from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 
 MakeContext = Callable[[], common_pb2.CallContext]
 
+MOST_LENT_BYTES = 16 << 20
+"""Lent in one message. Reading it is one call, in which an event loop does nothing else: a few milliseconds."""
+
 LEAST_LENT_BYTES = 32 << 10
 """Less is sent: reading a loan takes two system calls."""
 
@@ -111,7 +114,7 @@ class Callers:
             self._known[incarnation] = borrower
         return shard_pb2.IntroduceReply(introduction=_ours(), readable=borrower is not None)
 
-    def read(self, incarnation: str, loan: memory_pb2.Loan, most_bytes: int) -> memoryview:
+    def read(self, incarnation: str, loan: Loan, most_bytes: int) -> memoryview:
         """A copy of what a worker lends.
 
         Raises:
@@ -124,7 +127,7 @@ class Callers:
         if loan.size_bytes > most_bytes:
             raise InvalidRequest(f"a chunk of {loan.size_bytes} bytes was lent; at most {most_bytes} fit here")
         copy = np.empty(loan.size_bytes, np.uint8)
-        borrower.read(loan_from_proto(loan), copy)
+        borrower.read([loan], copy)
         return copy.data
 
 

@@ -8,6 +8,8 @@ Note: [Two kinds of first message]
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,14 +17,14 @@ import numpy as np
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.shard import collective_servicer
-from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, lend
+from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
 from axon_ps.shard.shell import ShardShell
 from axon_ps.shard.transfers import RESUME_KEY
-from axon_ps.transport.direct_memory import address_of
+from axon_ps.transport.direct_memory import Lender, address_of
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,8 +51,9 @@ class ShardServicer:
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
-            for frame in engine.frames(request.unit, request.begin, request.end):
-                await self._serve(context, request, frame)
+            frames = engine.frames(request.unit, request.begin, request.end)
+            for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
+                await self._serve(context, request, some)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype)
@@ -67,19 +70,27 @@ class ShardServicer:
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
             frame = await self._shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
-            await self._serve(context, request, frame)
+            await self._serve(context, request, (frame,))
 
-    async def _serve(self, context: Context, request: shard_pb2.AllGatherRequest, frame: bytes) -> None:
-        """Send a frame that the slice keeps, or lend its payload to a caller that can read our memory."""
-        self._count("out", len(frame))
+    async def _serve(self, context: Context, request: shard_pb2.AllGatherRequest, frames: Sequence[bytes]) -> None:
+        """Send a frame that the slice keeps, or lend the payloads of several to a caller that can read our memory."""
+        for frame in frames:
+            self._count("out", len(frame))
+        frame = frames[0]
         if request.lend and len(frame) >= LEAST_LENT_BYTES:
-            header, payload = decode_chunk(frame)
             lender = self._engine.slice_of(request.unit).lender
-            address = address_of(np.frombuffer(payload, np.uint8))
-            header.loan.CopyFrom(lend(lender, address, payload.nbytes))
-            self._engine.counters["lent_bytes_out"] += payload.nbytes
+            header, payload = decode_chunk(frame)
+            header.loans.append(self._lent(lender, payload))
+            for other in frames[1:]:
+                next_header, payload = decode_chunk(other)
+                header.numel += next_header.numel
+                header.loans.append(self._lent(lender, payload))
             frame = encode_chunk(header, None)
         await context.write(frame)
+
+    def _lent(self, lender: Lender, payload: memoryview) -> memory_pb2.Loan:
+        self._engine.counters["lent_bytes_out"] += payload.nbytes
+        return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 
     async def reduce_scatter(self, context: Context) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
@@ -102,11 +113,13 @@ class ShardServicer:
             while message is not grpc.aio.EOF:
                 if (header.step, header.unit, header.replica) != (step, unit, replica):
                     raise InvalidRequest("a stream of gradients is of one step, one unit and one replica")
-                if header.HasField("loan"):
-                    payload = self._borrowed(member, header)
-                self._count("in", len(message) + header.loan.size_bytes)
+                self._count("in", len(message))
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
+                elif header.loans:
+                    for payload in self._borrowed(member, header):
+                        dtype, grad = self._gradient(header, payload)
+                        summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 else:
                     dtype, grad = self._gradient(header, payload)
                     summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
@@ -154,18 +167,45 @@ class ShardServicer:
         sizes = None if compressor is None else compressor.compressed_bytes
         return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
 
-    def _borrowed(self, member: Member, header: common_pb2.Chunk) -> memoryview:
-        """A gradient chunk's payload from its sender's memory."""
+    def _borrowed(self, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
+        """Payloads of the chunks that a gradient is, from its sender's memory; `header` becomes that of each."""
         assert self._engine.spec is not None
-        most_bytes = self._engine.spec.options.chunk_numel * MOST_ELEMENT_BYTES
-        payload = self._shell.callers.read(member.incarnation, header.loan, most_bytes)
-        self._engine.counters["lent_bytes_in"] += payload.nbytes
-        return payload
+        chunk_numel = self._engine.spec.options.chunk_numel
+        loan = loan_from_proto(header.loans[0])
+        element_bytes, rest = divmod(loan.size_bytes, max(1, header.numel))
+        if len(header.loans) > 1 or rest:
+            raise InvalidRequest(f"{header.numel} elements were lent as {len(header.loans)} x {loan.size_bytes} bytes")
+        end = header.offset + header.numel
+        while header.offset < end:
+            header.numel = min(chunk_numel, end - header.offset)
+            size_bytes = header.numel * element_bytes
+            part = dataclasses.replace(loan, size_bytes=size_bytes)
+            payload = self._shell.callers.read(member.incarnation, part, chunk_numel * MOST_ELEMENT_BYTES)
+            self._engine.counters["lent_bytes_in"] += payload.nbytes
+            self._engine.counters["bytes_in"] += payload.nbytes
+            yield payload
+            loan = dataclasses.replace(loan, address=loan.address + size_bytes)
+            header.offset += header.numel
 
     def _count(self, direction: str, message_bytes: int) -> None:
         counters = self._engine.counters
         counters[f"chunks_{direction}"] += 1
         counters[f"bytes_{direction}"] += message_bytes
+
+
+def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Frames in groups that are lent in one message each; one that is too small to be lent is alone."""
+    group: list[bytes] = []
+    group_bytes = 0
+    for frame in frames:
+        small = min(len(frame), len(group[0])) < LEAST_LENT_BYTES if group else False
+        if small or (group and group_bytes + len(frame) > MOST_LENT_BYTES):
+            yield tuple(group)
+            group, group_bytes = [], 0
+        group.append(frame)
+        group_bytes += len(frame)
+    if group:
+        yield tuple(group)
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:

@@ -14,7 +14,15 @@ import numpy as np
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, Access, Servers, lend, loan_from_proto
+from axon_ps.shard.reach import (
+    LEAST_LENT_BYTES,
+    MOST_ELEMENT_BYTES,
+    MOST_LENT_BYTES,
+    Access,
+    Servers,
+    lend,
+    loan_from_proto,
+)
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.direct_memory import Borrower, Lender, address_of
@@ -140,14 +148,14 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
     try:
         while (data := await stream.read()) is not grpc.aio.EOF:
             header, payload = decode_chunk(data)
-            if header.HasField("loan") and borrower is not None:
-                payload = _borrow(header, t, borrower)
-                counters["lent_bytes_in"] += payload.nbytes
             if header.offset != position or header.numel > stop - position:
                 raise InvalidRequest(
                     f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected were "
                     f"those from {position} up to {stop} of unit {s.unit}"
                 )
+            if header.loans and borrower is not None:
+                payload = _borrow(header, t, borrower)
+                counters["lent_bytes_in"] += payload.nbytes
             _copy(header, payload, t.array, t)
             mixed |= header.version != version and version >= 0
             version = max(version, header.version)
@@ -231,15 +239,18 @@ async def _send(
     counters: Counter[str],
     lender: Lender | None = None,
 ) -> None:
-    """Write the chunks of [begin, end), one message at a time; lend them instead if there is a lender."""
-    for offset in range(begin, end, t.chunk_numel):
-        stop = min(offset + t.chunk_numel, end)
+    """Write the chunks of [begin, end), one message at a time; if there is a lender lend many together instead."""
+    numel = t.chunk_numel
+    if lender is not None:
+        numel *= max(1, MOST_LENT_BYTES // (t.chunk_numel * t.dtype.itemsize))
+    for offset in range(begin, end, numel):
+        stop = min(offset + numel, end)
         header.offset, header.numel = offset, stop - offset
         payload = t.payload(offset, stop)
         if lender is not None and payload.nbytes >= LEAST_LENT_BYTES:
-            header.loan.CopyFrom(lend(lender, address_of(payload), payload.nbytes))
+            header.loans.append(lend(lender, address_of(payload), payload.nbytes))
             await stream.write(encode_chunk(header, None))
-            header.ClearField("loan")
+            header.ClearField("loans")
             counters["lent_bytes_out"] += payload.nbytes
         else:
             await stream.write(encode_chunk(header, payload))
@@ -251,14 +262,16 @@ async def _send(
 def _borrow(header: common_pb2.Chunk, t: Transfer, borrower: Borrower) -> memoryview:
     """What a server lends, read into its place where it can go there as it is."""
     position, numel = header.offset, header.numel
+    loans = [loan_from_proto(loan) for loan in header.loans]
+    size_bytes = sum(loan.size_bytes for loan in loans)
     assert t.array is not None
     if t.compressor is None and position >= t.begin and position + numel <= t.end:
         out = t.array[position - t.begin : position - t.begin + numel]
-    elif header.loan.size_bytes <= t.chunk_numel * MOST_ELEMENT_BYTES:
-        out = np.empty(header.loan.size_bytes, np.uint8)
+    elif size_bytes <= numel * MOST_ELEMENT_BYTES:
+        out = np.empty(size_bytes, np.uint8)
     else:
-        raise InvalidRequest(f"a server lends a chunk of {header.loan.size_bytes} bytes, too many for {numel} elements")
-    borrower.read(loan_from_proto(header.loan), out)
+        raise InvalidRequest(f"a server lends {size_bytes} bytes, too many for {numel} elements")
+    borrower.read(loans, out)
     return out.view(np.uint8).data
 
 

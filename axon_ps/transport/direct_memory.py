@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,24 +102,28 @@ class Borrower:
         if len(introduction.secret) != SECRET_BYTES or found.tobytes() != introduction.secret:
             raise Broken(f"process {introduction.pid} of this host is not the one that introduced itself so")
 
-    def read(self, loan: Loan, out: Array) -> None:
-        """Copy what was lent.
+    def read(self, loans: Sequence[Loan], out: Array) -> None:
+        """Copy what was lent, one after the other.
 
         Args:
-            loan: what and where.
-            out: any contiguous array of loan.size_bytes bytes.
+            loans: what and where; at least one, all of one lender at one moment.
+            out: any contiguous array of as many bytes.
 
         Raises:
-            InvalidRequest: it is of another size.
+            InvalidRequest: it is of another size, or they are of several lenders.
             Broken: it was taken back, or the process is gone.
 
         After an error: `out` holds anything.
         """
-        if out.nbytes != loan.size_bytes or not out.flags.c_contiguous:
-            raise InvalidRequest(f"a loan has {loan.size_bytes} bytes; the array for them has {out.nbytes}")
-        self._reader.read(self._pid, loan.address, address_of(out), loan.size_bytes)
-        self._reader.read(self._pid, loan.number_address, address_of(self._number), self._number.nbytes)
-        if int(self._number[0]) != loan.number:
+        size_bytes = sum(loan.size_bytes for loan in loans)
+        if out.nbytes != size_bytes or not out.flags.c_contiguous:
+            raise InvalidRequest(f"{size_bytes} bytes are lent; the array for them has {out.nbytes}")
+        first = loans[0]
+        if any((loan.number_address, loan.number) != (first.number_address, first.number) for loan in loans):
+            raise InvalidRequest("what is read together must have been lent together")
+        self._reader.read_pieces(self._pid, [(loan.address, loan.size_bytes) for loan in loans], address_of(out))
+        self._reader.read(self._pid, first.number_address, address_of(self._number), self._number.nbytes)
+        if int(self._number[0]) != first.number:
             raise Broken(f"process {self._pid} took back what it lent before it was read")
 
 

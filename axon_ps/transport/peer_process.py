@@ -14,6 +14,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def _function(name: str) -> Any:
         )  # fmt: skip
     return function
 
+
+_MOST_PIECES = 1024  # IOV_MAX
 
 _readv = _function("process_vm_readv")
 
@@ -111,6 +114,27 @@ class MemoryReader:
                     continue
                 raise Broken(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
             local, remote, size_bytes = local + got, remote + got, size_bytes - got
+
+    def read_pieces(self, pid: int, remotes: Sequence[tuple[int, int]], local: int) -> None:
+        """Copy (address, bytes) pieces of a process, one after the other, to our address `local`.
+
+        Raises:
+            Broken: the process has gone, the memory is not there, or the kernel refuses.
+        """
+        for first in range(0, len(remotes), _MOST_PIECES):
+            some = remotes[first : first + _MOST_PIECES]
+            total = sum(size for _, size in some)
+            pieces = (_Iovec * len(some))(*(_Iovec(*piece) for piece in some))
+            self._local.base, self._local.size = local, total
+            got = -1
+            if _readv is not None:
+                got = _readv(pid, self._local_address, 1, ctypes.addressof(pieces), len(some), 0)
+            if got != total:  # interrupted, or an error that reading piece by piece tells
+                at = local
+                for remote, size in some:
+                    self.read(pid, remote, at, size)
+                    at += size
+            local += total
 
     def readable(self, pid: int, remote: int, size_bytes: int) -> bool:
         """Whether the first and the last byte of a range can be read."""
