@@ -92,7 +92,7 @@ def fsdp2(options: argparse.Namespace) -> Side:
     if options.strategy == "hybrid_shard":  # replicas are hosts
         per_host = int(os.environ["LOCAL_WORLD_SIZE"])
         shape = (dist.get_world_size() // per_host, per_host)
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     dtype = getattr(torch, options.dtype)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model = ResidualMLP(options.width, options.blocks, options.device_s)

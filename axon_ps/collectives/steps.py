@@ -380,14 +380,25 @@ class StepClient:
                 raise
             raise Timeout(f"{error}{reason}") from error
 
-    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> LoopWork[int]:
+    def gather_ahead(
+        self,
+        unit: int,
+        out: Array,
+        ticket: Ticket,
+        hyper: Sequence[Hyper],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[int]:
         """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
 
         Args:
             unit: its number.
-            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            out: wire[end - begin]; must stay alive and untouched until the work is done.
             ticket: the step.
             hyper: per parameter group, the hyperparameters this worker will vote for.
+            begin: first element wanted, counted from the unit's start.
+            end: one past the last element wanted; None = the unit's end.
 
         Returns:
             A handle; what was gathered is the next version's only if the decision is a commit with clip factor 1 and
@@ -404,6 +415,8 @@ class StepClient:
                 hyper=tuple(hyper),
                 context=lambda: self._context_of(ticket),
                 timeout_s=self.timeout_s,
+                begin=begin,
+                end=end,
             ),
             f"gathering unit {unit} ahead of step {ticket.step}",
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,14 @@ class _Part:
         self.values = torch.empty(self.end - self.begin, dtype=dtype, pin_memory=pinned)
         self.held: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None
+        self.ahead = False  # whether what is under way is of a step that is not decided
+        self.adopted = False  # whether it was, and the step was decided so
+
+    def drop(self) -> None:
+        """Forget what is here or under way."""
+        if self.work is not None:
+            self.work.cancel()
+        self.held, self.work, self.ahead, self.adopted = None, None, False, False
 
 
 class NodeSteps:
@@ -107,6 +116,8 @@ class NodeSteps:
         meter.add(self.part_bytes)
         self._done = hashlib.sha256()
         self._failure: AxonError | None = None
+        self._assumed: Sequence[Hyper] | None = None
+        self._pulling = threading.RLock()  # parts are pulled ahead on the lane's thread, and else on the caller's
         self.epoch, self.version = steps.epoch, steps.version
 
     @property
@@ -168,6 +179,9 @@ class NodeSteps:
         self._pull(unit)
 
         def run() -> int:
+            with self._pulling:
+                if part.ahead:  # used once more after its push, which went through this lane before us
+                    self._pull(unit)
             self._wait(unit)
             parts = array_of(part.values, self._wire).view(np.uint8)
             itemsize = self._wire.itemsize
@@ -193,29 +207,62 @@ class NodeSteps:
 
     def _pull(self, unit: int) -> None:
         part = self._parts[unit]
-        if part.held == self._wanted(unit):
-            return
-        if part.work is not None:
-            part.work.cancel()
-        part.held, part.work = self._wanted(unit), None
+        with self._pulling:
+            if part.held != self._wanted(unit):
+                part.drop()
+                part.held = self._wanted(unit)
+                self._begin_pull(unit)
+
+    def _begin_pull(self, unit: int) -> None:
+        part = self._parts[unit]
+        part.adopted = False
         if part.end > part.begin:
             out = array_of(part.values, self._wire)
             part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
+
+    def _pull_ahead(self, unit: int, ticket: NodeTicket) -> None:
+        """Behind its push, begin to pull what the step will make of our part: nobody needs what it was any more."""
+        part = self._parts[unit]
+        with self._pulling:
+            if self._assumed is not None and part.end > part.begin:
+                part.drop()
+                part.ahead = True
+                out = array_of(part.values, self._wire)
+                part.work = self._steps.gather_ahead(
+                    unit, out, ticket.shared, self._assumed, begin=part.begin, end=part.end
+                )
+
+    def _settle(self, decision: Decision | None) -> None:
+        """Keep what was pulled ahead if the step was decided as assumed."""
+        foreseen = (
+            decision is not None
+            and decision.outcome is Outcome.COMMIT
+            and (decision.clip_factor, decision.hyper) == (1.0, self._assumed)
+        )
+        with self._pulling:
+            for part in self._parts:
+                if part.ahead and decision is not None and foreseen:
+                    part.held, part.ahead, part.adopted = (self.epoch, decision.version), False, True
+                elif part.ahead:
+                    part.drop()
+            self._assumed = None
 
     def _wait(self, unit: int) -> None:
         part = self._parts[unit]
         while (work := part.work) is not None:
             try:
                 work.wait()
-            except StepAborted:  # restored to an older version meanwhile
-                if part.work is work:
-                    out = array_of(part.values, self._wire)
-                    part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
-                continue
             except Closed:
                 if part.work is work:
                     raise
                 continue  # it was given up for a newer one
+            except AxonError as error:
+                # restored to an older version meanwhile; or begun ahead: pull in the ordinary way
+                if not (part.adopted or isinstance(error, StepAborted)):
+                    raise
+                if part.work is work:
+                    self._begin_pull(unit)
+                continue
             if part.work is work:
                 part.work = None
 
@@ -243,7 +290,9 @@ class NodeSteps:
                 if part.end == part.begin:
                     return None
                 started = True
-                return self._steps.push(unit, mine, ticket.shared, done, begin=part.begin, end=part.end)
+                pushing = self._steps.push(unit, mine, ticket.shared, done, begin=part.begin, end=part.end)
+                self._pull_ahead(unit, ticket)
+                return pushing
             finally:
                 if not started and done is not None:
                     done()
@@ -265,6 +314,17 @@ class NodeSteps:
             Disagreement: they have not; nobody has voted, and the step will not commit.
         """
         assert isinstance(ticket, NodeTicket)
+        decision = None
+        try:
+            decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper)
+        finally:
+            self._settle(decision)
+        if decision.outcome is Outcome.COMMIT:
+            self.version = decision.version
+            self.pull()
+        return decision
+
+    def _vote(self, ticket: NodeTicket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         digest, self._done = self._done.digest(), hashlib.sha256()
         number = int.from_bytes(digest[:8], "little", signed=True)
         if len({int(row[0]) for row in self._exchange([number])}) > 1:
@@ -272,11 +332,11 @@ class NodeSteps:
                 "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "
                 "they must run the same modules in the same order, since each of them holds a part of every unit"
             )
-        decision = self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper)
-        if decision.outcome is Outcome.COMMIT:
-            self.version = decision.version
-            self.pull()
-        return decision
+        return self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper)
+
+    def assume(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+        self._assumed = None if hyper is None else tuple(hyper)
 
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """As `StepClient.wait_complete`."""

@@ -44,7 +44,7 @@ from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
-from axon_ps.parallel.steps import Foresight, Pending, Steps
+from axon_ps.parallel.steps import Assuming, Foresight, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _BUFFERS = 2
@@ -388,6 +388,8 @@ class Runtime:
         if self._ticket is None:
             self._ticket = self._steps.ticket()
             self._hyper = self.foresee() if self.foresee is not None and self._unclipped else None
+            if isinstance(self._steps, Assuming):
+                self._steps.assume(self._hyper)
         return self._ticket
 
     # ------------------------------------------------------------------ the step

@@ -50,6 +50,14 @@ class Steps(Protocol):
 
 
 @runtime_checkable
+class Assuming(Steps, Protocol):
+    """Steps that gather by themselves what a step will make of units, before it is decided."""
+
+    def assume(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+
+
+@runtime_checkable
 class Foresight(Steps, Protocol):
     """Steps whose result can be gathered before they are decided."""
 

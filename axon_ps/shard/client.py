@@ -160,16 +160,20 @@ class ShardGroup:
         hyper: tuple[Hyper, ...],
         context: MakeContext,
         timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
         Args:
             unit: its number.
-            out: wire[unit_numel] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
+            out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
             step: the undecided step attempt.
             hyper: per parameter group, the hyperparameters it is taken to have.
             context: gives job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element wanted, counted from the unit's start.
+            end: one past the last element wanted; None = the unit's end.
 
         Returns:
             The version this would be.
@@ -185,7 +189,7 @@ class ShardGroup:
         """
         deadline = Deadline(timeout_s)
         spec, slices = await self._peers.owners(unit, deadline)
-        begin, end = _range(spec, unit, 0, None, out)
+        begin, end = _range(spec, unit, begin, end, out)
         transfer = Transfer(
             begin=begin,
             end=end,
@@ -209,7 +213,7 @@ class ShardGroup:
             stub = await self._peers.stub(s.server, _GATHER_LANE, deadline)
             return await transfers.pull(stub, s, transfer, self._counters)
 
-        return max(await _together([pull(s) for s in slices]))
+        return max(await _together([pull(s) for s in slices if transfer.touches(s)]))
 
     async def reduce_scatter(
         self,

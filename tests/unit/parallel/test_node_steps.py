@@ -19,7 +19,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.parts import even_options, part_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
-from axon_ps.types import Array, DType
+from axon_ps.types import Array, DType, Outcome
 from parallel_fakes import FakeSteps, FakeWork
 
 UNITS = (1000, 70, 3)
@@ -40,6 +40,12 @@ class PartSteps(FakeSteps):
 
     def gather(self, unit: int, out: Array, *, exact: bool = False, begin: int = 0, end: int | None = None) -> FakeWork:
         self.log.append(("gather", unit))
+        return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
+
+    def gather_ahead(
+        self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
+    ) -> FakeWork:
+        self.log.append(("ahead", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
     def push(
@@ -168,3 +174,45 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
         parts = [b - a for a, b in itertools.pairwise(bounds)]
         assert options.chunk_numel <= PlanOptions().chunk_numel
         assert max(parts) <= 1.02 * layout.numel / count, (servers, count, parts)
+
+
+@pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
+def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_so(surprise: str | None) -> None:
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        def values_of(unit: int) -> Array:
+            out = np.empty(UNITS[unit], np.float32)
+            mine.gather(unit, out).wait()
+            return out
+
+        mine.agree()
+        before = [values_of(unit) for unit in range(3)]
+        ticket = mine.ticket()
+        mine.assume(({"lr": 1.0},))
+        pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
+        for push in pushes:
+            push.wait()
+        again = values_of(0)  # used once more after its push
+        steps.outcome = Outcome.SKIP if surprise == "skipped" else Outcome.COMMIT
+        steps.clip_factor = 0.5 if surprise == "clipped" else 1.0
+        steps.log.clear()
+        steps.values = {unit: value + 1.0 for unit, value in steps.values.items()}  # what the step makes of them
+        mine.vote(ticket, [], max_norm=0.0, hyper=({"lr": 2.0 if surprise == "other hyperparameters" else 1.0},))
+        return (
+            before,
+            again,
+            [values_of(unit) for unit in (0, 2)],
+            [unit for kind, unit in steps.log if kind == "gather"],
+        )
+
+    results = node(do)
+    for before, again, after, _ in results:
+        assert np.array_equal(again, before[0])
+        if surprise != "skipped":  # else nothing was pulled, or the old values again, which this fake no longer has
+            assert np.array_equal(after[0], before[0] + 1.0)
+            assert np.array_equal(after[1], before[2] + 1.0)
+    pulled = [unit for *_, log in results for unit in log]
+    if surprise is None:
+        assert pulled.count(2) == 0  # came ahead; unit 0 did not, being pulled again for its second use
+        assert pulled.count(0) == 3
+    elif surprise != "skipped":
+        assert (pulled.count(0), pulled.count(2) > 0) == (3, True)
