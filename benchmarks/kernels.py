@@ -8,6 +8,7 @@ copy, which goes to a scratch array of the thread; and with the frames that a se
 kept until the next step. torch's is its fused implementation where it has one for CPUs, else foreach; for Lion, which
 torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16 copy, the next
 one does, with `copy_` after the step.
+Both sides work on the same arrays: how fast memory is depends on the pages it happens to get, by a third here.
 Repetitions are interleaved, so a noisy neighbour hits all of them alike; the table and the ratios take the fastest of
 them, the file has the medians too.
 
@@ -90,11 +91,18 @@ class Pieces:
             yield slice(start, min(start + self.numel_of_one, self._numel))
 
 
-def ours(name: str, hyper: dict[str, float], param: Array, grad: Array, pieces: Pieces) -> Calls:
+def moments(name: str, hyper: dict[str, float], param: Array) -> dict[str, Array]:
+    """The state arrays of an optimizer, by torch's names. Both sides work on the same, so on the same pages."""
+    optimizer = create(name)
+    return {state: np.zeros_like(param) for state in optimizer.state_names([optimizer.validate(hyper)])}
+
+
+def ours(
+    name: str, hyper: dict[str, float], param: Array, grad: Array, memory: dict[str, Array], pieces: Pieces
+) -> Calls:
     """Our update alone, with the wire copy in the thread's scratch, and with the frames that are made of it."""
     optimizer = create(name)
-    values = optimizer.validate(hyper)
-    state = tuple(np.zeros_like(param) for _ in optimizer.state_names([values]))
+    values, state = optimizer.validate(hyper), tuple(memory.values())
     own = threading.local()
     frames: dict[int, bytes] = {}
     for dtype in (None, DType.BF16):
@@ -120,10 +128,12 @@ def ours(name: str, hyper: dict[str, float], param: Array, grad: Array, pieces: 
     }
 
 
-def torchs(name: str, hyper: dict[str, float], implementation: str, param: Array, grad: Array) -> Calls:
+def torchs(
+    name: str, hyper: dict[str, float], implementation: str, param: Array, grad: Array, memory: dict[str, Array]
+) -> Calls:
     """torch's update without and with a bf16 copy, as calls."""
     tensor = torch.from_numpy(param)
-    step = torch_step(name, hyper, implementation, tensor, grad)
+    step = torch_step(name, hyper, implementation, tensor, grad, memory)
     copy = torch.from_numpy(np.zeros(param.size, np.int16)).view(torch.bfloat16)
 
     def step_and_copy() -> None:
@@ -134,24 +144,32 @@ def torchs(name: str, hyper: dict[str, float], implementation: str, param: Array
 
 
 def torch_step(
-    name: str, hyper: dict[str, float], implementation: str, tensor: torch.Tensor, grad: Array
+    name: str,
+    hyper: dict[str, float],
+    implementation: str,
+    tensor: torch.Tensor,
+    grad: Array,
+    memory: dict[str, Array],
 ) -> Callable[[], object]:
-    """torch's update. Its moments lie in numpy's memory like ours, which has huge pages."""
+    """torch's update, of the same arrays as ours."""
     if name == "lion":
-        return torch_lion(tensor, torch.from_numpy(grad), **hyper)
+        return torch_lion(tensor, torch.from_numpy(grad), torch.from_numpy(memory["exp_avg"]), **hyper)
     options: dict[str, Any] = {k: bool(v) if k in ("nesterov", "amsgrad", "centered") else v for k, v in hyper.items()}
     tensor.requires_grad_()
     tensor.grad = torch.from_numpy(grad)
     optimizer = getattr(torch.optim, TORCH[name])([tensor], **{implementation: True}, **options)
     optimizer.step()
     state = optimizer.state[tensor]
-    state |= {k: torch.from_numpy(np.zeros_like(grad)) for k, v in state.items() if v is not None and v.ndim}
+    theirs = {k for k, v in state.items() if v is not None and v.ndim}
+    assert theirs == set(memory), f"torch keeps {theirs}, ours {set(memory)}"
+    state |= {k: torch.from_numpy(v) for k, v in memory.items()}
     return lambda: optimizer.step()
 
 
-def torch_lion(param: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float) -> Callable[[], None]:
+def torch_lion(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, lr: float, weight_decay: float
+) -> Callable[[], None]:
     """Lion with betas 0.9 and 0.99, the way torch's foreach optimizers are written."""
-    exp_avg = torch.from_numpy(np.zeros_like(param.numpy()))
 
     def step() -> None:
         direction = torch._foreach_mul([exp_avg], 0.9)
@@ -196,14 +214,16 @@ def optimizers(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str, A
     """One row per case of CASES."""
     rng = np.random.default_rng(0)
     param, grad = (rng.standard_normal(numel, dtype=np.float32) for _ in range(2))
-    their_param, rows = param.copy(), []
+    rows = []
     for name, hyper, implementation in CASES:
-        calls = ours(name, hyper, param, grad, pieces) | torchs(name, hyper, implementation, their_param, grad)
+        memory = moments(name, hyper, param)
+        calls = ours(name, hyper, param, grad, memory, pieces)
+        calls |= torchs(name, hyper, implementation, param, grad, memory)
         flags = [k for k in ("momentum", "nesterov", "amsgrad", "centered") if hyper.get(k)]
         label = " ".join([name, *flags])
         times = summary(measure(calls, repetitions), "torch")
         rows.append({"optimizer": label, "torch_implementation": implementation, **times})
-        del calls
+        del calls, memory
         gc.collect()  # moments of the next optimizer take their place
     return rows
 
