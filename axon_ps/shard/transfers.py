@@ -241,13 +241,15 @@ async def _send(
 ) -> None:
     """Write the chunks of [begin, end), one message at a time; if there is a lender lend many together instead."""
     numel = t.chunk_numel
+    if (end - begin) * t.dtype.itemsize < LEAST_LENT_BYTES:
+        lender = None
     if lender is not None:
         numel *= max(1, MOST_LENT_BYTES // (t.chunk_numel * t.dtype.itemsize))
     for offset in range(begin, end, numel):
         stop = min(offset + numel, end)
         header.offset, header.numel = offset, stop - offset
         payload = t.payload(offset, stop)
-        if lender is not None and payload.nbytes >= LEAST_LENT_BYTES:
+        if lender is not None:
             header.loans.append(lend(lender, address_of(payload), payload.nbytes))
             await stream.write(encode_chunk(header, None))
             header.ClearField("loans")

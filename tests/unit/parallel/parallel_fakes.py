@@ -76,7 +76,16 @@ class FakeSteps:
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
 
-    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> FakeWork:
+    def gather_ahead(
+        self,
+        unit: int,
+        out: Array,
+        ticket: Ticket,
+        hyper: Sequence[Hyper],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> FakeWork:
         self.log.append(("ahead", unit))
         _tensor(out).fill_(float("nan"))
         grad = self.grads[unit]
