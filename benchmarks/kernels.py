@@ -9,8 +9,9 @@ kept until the next step. torch's is its fused implementation where it has one f
 torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16 copy, the next
 one does, with `copy_` after the step.
 Both sides work on the same arrays: how fast memory is depends on the pages it happens to get, by a third here.
-Repetitions are interleaved, so a noisy neighbour hits all of them alike; the table and the ratios take the fastest of
-them, the file has the medians too.
+Calls take turns in rounds, so a noisy neighbour hits all of them alike: a ratio is the median over rounds of the ratio
+within a round, as memory is twice as fast here in some seconds as in others. The table has the median times, the file
+the fastest too.
 
 Also the server's gradient work: adding a bf16 chunk in f32, with and without the sum of squares, against torch.
 
@@ -201,11 +202,13 @@ def measure(calls: Calls, repetitions: int) -> dict[str, list[float]]:
 
 
 def summary(times: dict[str, list[float]], baseline: str) -> dict[str, float]:
-    """Minima, medians, and the ratios of the minima to the baseline's, rounded."""
+    """Minima, medians, and the ratios to the baseline, rounded: the median over rounds of a round's ratio."""
     row = {f"{name}_min_ms": round(min(t), 2) for name, t in times.items()}
     row |= {f"{name}_median_ms": round(statistics.median(t), 2) for name, t in times.items()}
     row |= {
-        f"{name}_ratio": round(min(t) / min(times[baseline]), 3) for name, t in times.items() if name.startswith("ours")
+        f"{name}_ratio": round(statistics.median(a / b for a, b in zip(t, times[baseline], strict=True)), 3)
+        for name, t in times.items()
+        if name.startswith("ours")
     }
     return row
 
@@ -272,17 +275,17 @@ def main() -> None:
     pieces = Pieces(numel, piece_numel)
     steps = optimizers(numel, pieces, repetitions)
     columns = {
-        "ours ms": "ours_min_ms",
-        "+ bf16 ms": "ours_bf16_min_ms",
-        "+ frames ms": "ours_frames_min_ms",
-        "torch ms": "torch_min_ms",
-        "torch + bf16 ms": "torch_bf16_min_ms",
+        "ours ms": "ours_median_ms",
+        "+ bf16 ms": "ours_bf16_median_ms",
+        "+ frames ms": "ours_frames_median_ms",
+        "torch ms": "torch_median_ms",
+        "torch + bf16 ms": "torch_bf16_median_ms",
         "ours/torch": "ours_ratio",
         "ours + bf16/torch": "ours_bf16_ratio",
         "ours + frames/torch": "ours_frames_ratio",
     }
     _report.table(
-        f"Optimizer step, {numel:,} parameters, {THREADS} threads, pieces of {piece_numel:,}, fastest of {repetitions}",
+        f"Optimizer step, {numel:,} parameters, {THREADS} threads, pieces of {piece_numel:,}, medians of {repetitions}",
         ["optimizer", "torch is", *columns],
         [[row["optimizer"], row["torch_implementation"], *(row[c] for c in columns.values())] for row in steps],
     )
