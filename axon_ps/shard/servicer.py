@@ -79,12 +79,10 @@ class ShardServicer:
         frame = frames[0]
         if request.lend and len(frame) >= LEAST_LENT_BYTES:
             lender = self._engine.slice_of(request.unit).lender
-            header, payload = decode_chunk(frame)
-            header.loans.append(self._lent(lender, payload))
-            for other in frames[1:]:
-                next_header, payload = decode_chunk(other)
-                header.numel += next_header.numel
-                header.loans.append(self._lent(lender, payload))
+            headers, payloads = zip(*map(decode_chunk, frames), strict=True)
+            header = headers[0]
+            header.numel = sum(h.numel for h in headers)
+            header.loans.extend(self._lent(lender, payload) for payload in payloads)
             frame = encode_chunk(header, None)
         await context.write(frame)
 
@@ -116,13 +114,10 @@ class ShardServicer:
                 self._count("in", len(message))
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
-                elif header.loans:
-                    for payload in self._borrowed(member, header):
-                        dtype, grad = self._gradient(header, payload)
-                        summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 else:
-                    dtype, grad = self._gradient(header, payload)
-                    summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
+                    for one in self._borrowed(member, header) if header.loans else (payload,):
+                        dtype, grad = self._gradient(header, one)
+                        summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = await context.read()
                 if message is not grpc.aio.EOF:
                     header, payload = decode_chunk(message)

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -30,9 +29,9 @@ from typing import Any
 
 from axon_ps.errors import InternalError
 from axon_ps.transport.children import tethered
+from axon_ps.transport.tether import tie
 
 _SERVE = "import sys; from axon_ps.testing.fork_server import main; sys.exit(main(sys.argv[1:]))"
-_PR_SET_PDEATHSIG = 1
 _MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -164,21 +163,19 @@ def _serve(requests: socket.socket) -> int | None:
             return fds[0]
         for fd in fds:
             os.close(fd)
-        _wait_for_group(pid)
+        _lead_group(pid)
         requests.send(str(pid).encode())
 
 
-def _wait_for_group(pid: int) -> None:
-    """Until a fork leads a process group of its own, so that whoever is told its id can end all of it."""
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # it did so itself, or is gone
+def _lead_group(pid: int) -> None:
+    """Let a fork lead a process group; server and fork both do it, so whoever is told its id can end all of it."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other one did so, or it is gone
         os.setpgid(pid, pid)
 
 
 def _become_worker(server: int, environment: Mapping[str, str], log: int) -> None:
-    with contextlib.suppress(PermissionError):
-        os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:
+    _lead_group(0)
+    if not tie(server, signal.SIGKILL):
         raise SystemExit(f"axon-ps: process {server}, which made this fork, is gone")
     for standard in (1, 2):
         os.dup2(log, standard)

@@ -16,14 +16,19 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(argv: list[str]) -> None:
-    """Tie this process to its parent and replace it by the command."""
-    parent, number, command = int(argv[1]), int(argv[2]), argv[3:]
+def tie(parent: int, number: int) -> bool:
+    """Have the kernel send signal `number` to us when our parent's thread is gone; False if `parent` is gone."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
+    return os.getppid() == parent
+
+
+def main(argv: list[str]) -> None:
+    """Tie this process to its parent and replace it by the command."""
+    parent, number, command = int(argv[1]), int(argv[2]), argv[3:]
+    if not tie(parent, number):
         sys.exit(f"axon-ps: process {parent}, which started {command[0]}, is gone")
     os.execvp(command[0], command)
 
