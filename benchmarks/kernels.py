@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--quick] [--piece-numel N]
 
-Per optimizer: 64M f32 parameters, 2 threads each. Ours runs as a shard server runs it: threads that take pieces (256K
-elements unless told, the server's chunk) until none are left. It is measured without a wire copy; with the bf16 wire
+Per optimizer: 64M f32 parameters, 2 threads each. Ours runs as a shard server runs it: threads that take pieces (1M
+elements unless told, the server's run of chunks) until none are left. It is measured without a wire copy; with the bf16 wire
 copy, which goes to a scratch array of the thread; and with the frames that a server makes of that, ready to be sent and
 kept until the next step. torch's is its fused implementation where it has one for CPUs, else foreach; for Lion, which
 torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16 copy, the next
@@ -36,6 +36,7 @@ import torch
 import _report
 from axon_ps.compress import cast
 from axon_ps.optim import create
+from axon_ps.shard.apply import RUN_NUMEL
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
 from axon_ps.types import Array, DType
@@ -117,15 +118,17 @@ def ours(
     def update(p: slice, copy: Array | None) -> None:
         optimizer.apply(param[p], grad[p], tuple(s[p] for s in state), copy, DType.BF16, values, 10, 0.5)
 
-    def with_frame(p: slice) -> None:
+    def with_frames(p: slice) -> None:
         copy = scratch(p.stop - p.start)
         update(p, copy)
-        frames[p.start] = encode_chunk(common_pb2.Chunk(offset=p.start), copy)
+        for begin in range(0, copy.size, DEFAULT_CHUNK_NUMEL):
+            header = common_pb2.Chunk(offset=p.start + begin)
+            frames[header.offset] = encode_chunk(header, copy[begin : begin + DEFAULT_CHUNK_NUMEL])
 
     return {
         "ours": lambda: pieces.run(lambda p: update(p, None)),
         "ours_bf16": lambda: pieces.run(lambda p: update(p, scratch(p.stop - p.start))),
-        "ours_frames": lambda: pieces.run(with_frame),
+        "ours_frames": lambda: pieces.run(with_frames),
     }
 
 
@@ -264,7 +267,7 @@ def accumulation(numel: int, pieces: Pieces, repetitions: int) -> list[dict[str,
 def main() -> None:
     """Runs, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--piece-numel", type=int, default=DEFAULT_CHUNK_NUMEL, help="elements per piece")
+    parser.add_argument("--piece-numel", type=int, default=RUN_NUMEL, help="elements per piece")
     parser.add_argument("--quick", action="store_true", help="4M parameters, few repetitions, writes no file")
     options = parser.parse_args()
     quick, piece_numel = options.quick, options.piece_numel

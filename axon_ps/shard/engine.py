@@ -2,7 +2,7 @@
 
 Events in: the job's spec and optimizer, first values, membership, gradient chunks, decisions. Out: whether a chunk was
 summed, is a duplicate or must wait, when the step is ready, which chunks must be applied, and frames to serve. The
-shell (`shard.shell`) performs: it waits, runs `apply_chunk` in threads and talks to the coordinator.
+shell (`shard.shell`) performs: it waits, runs `apply` in threads and talks to the coordinator.
 
 Invariants:
 - Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
@@ -403,7 +403,7 @@ class ShardEngine:
     def decide(self, decision: Decision) -> tuple[int, ...]:
         """Take the coordinator's word: the units to apply, in forward order (none unless it commits).
 
-        Run `apply_chunk` on every chunk of each, then `finish`. A decision known already changes nothing.
+        Run `apply` on every chunk of each, then `finish`. A decision known already changes nothing.
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
@@ -453,7 +453,7 @@ class ShardEngine:
         foreseen = decision.clip_factor == 1.0 and self._assumed is not None and self._assumed[0] == decision.hyper
         for unit, owned in self.slices.items():
             if unit in changed:
-                owned.begin_update(foreseen=foreseen, lane=lane)
+                self.counters["encodings"] += owned.begin_update(foreseen=foreseen, lane=lane)
             else:
                 owned.restart(lane)
                 owned.reached = decision.version
@@ -465,21 +465,19 @@ class ShardEngine:
         self.counters["steps_committed"] += 1
         return tuple(changed)
 
-    def scratch(self) -> Array:
-        """What a thread that calls `apply_chunk` brings along; see `OwnedSlice.scratch`."""
+    def scratch(self, chunks: int = 1) -> Array:
+        """What a thread that calls `apply` for at most so many chunks brings along; see `OwnedSlice.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
-        return np.empty(0, np.uint8) if any_slice is None else any_slice.scratch()
+        return np.empty(0, np.uint8) if any_slice is None else any_slice.scratch(chunks)
 
-    def apply_chunk(self, unit: int, index: int, scratch: Array) -> None:
-        """Update one chunk of a unit that `decide` named. Any thread; chunks in any order, each once."""
+    def apply(self, unit: int, first: int, last: int, scratch: Array) -> None:
+        """Update chunks [first, last) of a unit that `decide` named. Any thread; in any order, each chunk once."""
         assert self.updater is not None
-        self.updater.apply_chunk(self.slices[unit], index, self.version, scratch)
+        self.updater.apply(self.slices[unit], first, last, self.version, scratch)
 
     def finish(self, unit: int) -> None:
         """All chunks of `unit` have been applied: it is at the new version."""
-        owned = self.slices[unit]
-        owned.end_update(self.version)
-        self.counters["encodings"] += len(owned.frames)
+        self.slices[unit].end_update(self.version)
 
     # ------------------------------------------------------------------ parameters
 

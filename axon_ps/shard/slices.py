@@ -9,7 +9,7 @@ Invariants:
 - A gradient is summed in one of the slice's `sums`: in the first where all replicas step together, in its own where
   each replica steps alone.
 - `frames` is replaced as a whole, never changed, so whoever holds the tuple reads one version to its end.
-- While a slice is `applying`, only `apply_chunk` touches its arrays and the sum that is applied, each chunk from one
+- While a slice is `applying`, only `apply` touches its arrays and the sum that is applied, each chunk from one
   thread. Other sums may be added to meanwhile.
 
 Note: [Memory of a slice]
@@ -110,7 +110,7 @@ class OwnedSlice:
         keeps = params is not None and unit.trainable
         self.residual: Array | None = np.zeros(piece.numel, np.float32) if keeps else None
         self._updates_before = [0] * len(unit.parameters)
-        self._segments: tuple[tuple[Segment, ...], ...] = ()
+        self._segments: tuple[Segment, ...] = ()
         self._next_frames: list[bytes] = []
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
@@ -265,11 +265,14 @@ class OwnedSlice:
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
 
-    def scratch(self) -> Array:
-        """What a thread brings along to `apply_chunk`, to make a frame in: wire[chunk_numel], or compressed u8."""
+    def scratch(self, chunks: int = 1) -> Array:
+        """What a thread brings along to make the frames of so many chunks in: wire[chunks · chunk_numel].
+
+        Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)].
+        """
         if self._param_compressor is not None:
             return np.empty(self._param_compressor.compressed_bytes(self.chunk_numel), np.uint8)
-        return np.empty(self.chunk_numel, self._param_dtype.numpy)
+        return np.empty(chunks * self.chunk_numel, self._param_dtype.numpy)
 
     def encode(self, index: int, dtype: DType) -> bytes:
         """A frame of chunk `index` in a dtype that the job does not send by itself."""
@@ -320,8 +323,7 @@ class OwnedSlice:
         """Say which parameter is in which group; `group_of` covers the whole layout."""
         count = len(self._layout.parameters)
         groups = group_of[self._first_parameter : self._first_parameter + count]
-        segments = unit_segments(self._layout, groups, self._updates_before)
-        self._segments = tuple(cut(segments, begin, end) for begin, end in self.bounds)
+        self._segments = unit_segments(self._layout, groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
         """Set how many updates each parameter of the unit has had; `set_groups` must follow."""
@@ -357,18 +359,22 @@ class OwnedSlice:
             master = self.master[begin:end].copy()
             states = tuple(state[begin:end].copy() for state in self.state.values())
             owed = None if self.residual is None else self.residual[begin:end].copy()
-            self.ahead[index] = self._update(index, optimizer, hypers, 1.0, version, scratch, master, states, owed)
+            self._update(begin, optimizer, hypers, 1.0, self._wire(scratch, end - begin), master, states)
+            self.ahead[index] = self._updated_frame(index, version, scratch, scratch, master, owed)
             if all(self.ahead) and self._param_compressor is None and self.frames:
                 self.lender.take_back()
                 self.frames = ()
         return self.ahead[index]
 
-    def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> None:
-        """Freeze the summed gradient for `apply_chunk`; the counters start again for the next step.
+    def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> int:
+        """Freeze the summed gradient for `apply`; the counters start again for the next step.
 
         Args:
             foreseen: the frames in `ahead` are those of this update.
             lane: number of the sum.
+
+        Returns:
+            How many frames are yet to be made.
         """
         ahead = self.ahead if foreseen else []
         if foreseen:
@@ -381,51 +387,65 @@ class OwnedSlice:
         sums.restart()
         self.applying = True
         self._next_frames = list(ahead) or [b""] * len(self.bounds)
+        return self._next_frames.count(b"")
 
-    def apply_chunk(
+    def apply(
         self,
-        index: int,
+        first: int,
+        last: int,
         optimizer: ServerOptimizer,
         hypers: Sequence[Hyper],
         scale: float,
         version: int,
         scratch: Array,
     ) -> None:
-        """Update chunk `index` and encode its frame, in one pass. Any thread; one at a time per chunk.
+        """Update chunks [first, last) in one pass, and make their frames. Any thread; each chunk once.
 
         Args:
-            index: which chunk.
+            first: number of the first chunk.
+            last: one past the last.
             optimizer: its kernels.
             hypers: per parameter group, validated hyperparameters.
             scale: what the gradient is multiplied by.
             version: the version this leads to.
-            scratch: from `scratch()`, of the calling thread.
+            scratch: from `scratch(last - first)`, of the calling thread.
         """
-        begin, end = (bound - self.begin for bound in self.bounds[index])
+        begin, end = self.bounds[first][0] - self.begin, self.bounds[last - 1][1] - self.begin
+        master = self.master[begin:end]
         states = tuple(state[begin:end] for state in self.state.values())
-        owed = None if self.residual is None else self.residual[begin:end]
-        frame = self._update(index, optimizer, hypers, scale, version, scratch, self.master[begin:end], states, owed)
-        self._next_frames[index] = self._next_frames[index] or frame
+        foreseen = all(self._next_frames[first:last])
+        wire = None if foreseen else self._wire(scratch, end - begin)
+        self._update(begin, optimizer, hypers, scale, wire, master, states)
+        if foreseen and self.residual is None:
+            return
+        for index in range(first, last):
+            chunk = slice(*(bound - self.begin for bound in self.bounds[index]))
+            copied = scratch[chunk.start - begin : chunk.stop - begin]
+            owed = None if self.residual is None else self.residual[chunk]
+            frame = self._updated_frame(index, version, scratch, copied, self.master[chunk], owed)
+            self._next_frames[index] = self._next_frames[index] or frame
+
+    def _wire(self, scratch: Array, numel: int) -> Array | None:
+        """Where in `scratch` the optimizer writes its copy of so many elements; None where it makes none."""
+        copies = self._param_compressor is None and self._param_dtype is not DType.F32
+        return scratch[:numel] if copies else None
 
     def _update(
         self,
-        index: int,
+        start: int,
         optimizer: ServerOptimizer,
         hypers: Sequence[Hyper],
         scale: float,
-        version: int,
-        scratch: Array,
+        wire: Array | None,
         master: Array,
         states: tuple[Array, ...],
-        residual: Array | None,
-    ) -> bytes:
-        """Update a chunk's values, moments and residual, f32[c] each, by its summed gradient; the new frame."""
+    ) -> None:
+        """Update values and moments, f32[m] each, of the elements from `start` of the slice on; wire[m] gets a copy."""
         sums = self._applied if self.applying else self.sums[0]  # nothing is foreseen where replicas step alone
-        chunk_begin, chunk_end = self.bounds[index]
-        grad = sums.array[chunk_begin - self.begin : chunk_end - self.begin]
-        wire = None if self._param_dtype is DType.F32 else scratch[: chunk_end - chunk_begin]
-        for s in self._segments[index]:
-            part = slice(s.begin - chunk_begin, s.end - chunk_begin)
+        grad = sums.array[start : start + master.size]
+        begin = self.begin + start
+        for s in cut(self._segments, begin, begin + master.size):
+            part = slice(s.begin - begin, s.end - begin)
             out = None if wire is None else wire[part]
             if s.group < 0:
                 if out is not None:
@@ -441,9 +461,24 @@ class OwnedSlice:
                 s.updates + self.updates + 1,
                 scale,
             )
+
+    def _updated_frame(
+        self, index: int, version: int, scratch: Array, copied: Array, values: Array, residual: Array | None
+    ) -> bytes:
+        """The frame of a chunk that was updated.
+
+        Args:
+            index: which chunk.
+            version: the version it is of.
+            scratch: from `scratch()`; what is compressed is compressed there.
+            copied: the wire copy, if the optimizer made one; may be longer.
+            values: f32[c], the new values.
+            residual: f32[c]; becomes what compressing lost.
+        """
         if self._param_compressor is not None:
-            return self._compress(index, version, scratch, master, residual)
-        return self._frame(index, version, self._param_dtype, master if wire is None else wire)
+            return self._compress(index, version, scratch, values, residual)
+        payload = values if self._param_dtype is DType.F32 else copied[: values.size]
+        return self._frame(index, version, self._param_dtype, payload)
 
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""

@@ -81,9 +81,9 @@ class Updater:
                         self._complete(owned)
         self._scale = scale
 
-    def apply_chunk(self, owned: OwnedSlice, index: int, version: int, scratch: Array) -> None:
-        """Update one chunk. Any thread; see `OwnedSlice.apply_chunk`."""
-        owned.apply_chunk(index, self._kernels, self._hypers, self._scale, version, scratch)
+    def apply(self, owned: OwnedSlice, first: int, last: int, version: int, scratch: Array) -> None:
+        """Update chunks [first, last). Any thread; see `OwnedSlice.apply`."""
+        owned.apply(first, last, self._kernels, self._hypers, self._scale, version, scratch)
 
     def validate(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
         """Hyperparameters of a step that may come, for `foresee_chunk`.
@@ -108,8 +108,9 @@ class Updater:
         return owned.foresee_chunk(index, self._kernels, hypers, version, scratch)
 
     def warm_up(self, param_dtype: DType) -> None:
-        """Compile the kernels. Takes about a second the first time; any thread."""
-        self._kernels.warm_up(self._hypers, None if param_dtype is DType.F32 else param_dtype)
+        """Compile the kernels, with and without wire copy. Takes about a second the first time; any thread."""
+        for wire_dtype in {None, None if param_dtype is DType.F32 else param_dtype}:
+            self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _complete(self, owned: OwnedSlice) -> None:
         """Make the moments that are missing, and put all in the order the kernels take them."""

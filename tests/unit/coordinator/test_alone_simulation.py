@@ -120,7 +120,7 @@ class Server(Client):
             return False
         unit = self.units.pop(0)
         for index in range(len(self.engine.slices[unit].bounds)):
-            self.engine.apply_chunk(unit, index, self.engine.scratch())
+            self.engine.apply(unit, index, index + 1, self.engine.scratch())
         self.engine.finish(unit)
         if not self.units:
             self.report()

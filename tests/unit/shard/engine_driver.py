@@ -152,9 +152,10 @@ def commit_of(engine: ShardEngine, hyper: Sequence[Hyper] = (), clip_factor: flo
 
 
 def apply(engine: ShardEngine, decision: Decision) -> None:
-    """Take a decision and perform what follows from it."""
-    scratch = engine.scratch()
+    """Take a decision and perform what follows from it, two chunks at a time."""
+    scratch = engine.scratch(2)
     for unit in engine.decide(decision):
-        for index in range(len(engine.slices[unit].bounds)):
-            engine.apply_chunk(unit, index, scratch)
+        chunks = len(engine.slices[unit].bounds)
+        for first in range(0, chunks, 2):
+            engine.apply(unit, first, min(first + 2, chunks), scratch)
         engine.finish(unit)

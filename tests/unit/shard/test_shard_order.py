@@ -87,15 +87,15 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(order=st.permutations(range(12)), dtype=st.sampled_from([DType.F32, DType.BF16]))
-def test_chunks_may_be_applied_in_any_order(order: list[int], dtype: DType) -> None:
+@given(order=st.permutations(range(12)), length=st.integers(1, 8), dtype=st.sampled_from([DType.F32, DType.BF16]))
+def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length: int, dtype: DType) -> None:
     layout = layout_of([100, 20], [60])
     spec = job_of(layout, chunk_numel=16, param=dtype)
     rng = np.random.default_rng(3)
     first = [rng.standard_normal(u.numel).astype(np.float32) for u in layout.units]
     grads = [[rng.standard_normal(u.numel).astype(np.float32) for u in layout.units]]
     results = []
-    for shuffled in (list(range(12)), order):
+    for run in (length, 1):
         servers = Servers(spec, optimizer=one_group(layout, "adamw", lr=0.1))
         servers.upload(first)
         for unit in range(2):
@@ -104,8 +104,10 @@ def test_chunks_may_be_applied_in_any_order(order: list[int], dtype: DType) -> N
         units = engine.decide(commit_of(engine))
         chunks = [(unit, index) for unit in units for index in range(len(engine.slices[unit].bounds))]
         assert len(chunks) == 12
-        for number in shuffled:
-            engine.apply_chunk(*chunks[number], engine.scratch())
+        for unit, index in chunks if run > 1 else [chunks[number] for number in order]:
+            last = min(index + run, len(engine.slices[unit].bounds))
+            if index % run == 0:
+                engine.apply(unit, index, last, engine.scratch(run))
         for unit in units:
             engine.finish(unit)
         results.append([servers.values(unit).tobytes() for unit in range(2)])

@@ -316,7 +316,7 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     for unit in changed:
         assert not entries
         for index in range(len(engine.slices[unit].bounds)):
-            engine.apply_chunk(unit, index, engine.scratch())
+            engine.apply(unit, index, index + 1, engine.scratch())
         engine.finish(unit)
         gate.notify()
     writer.join()

@@ -212,7 +212,7 @@ def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     assert not engine.available(0, 1)
     assert engine.available(0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
-        engine.apply_chunk(0, index, engine.scratch())
+        engine.apply(0, index, index + 1, engine.scratch())
     engine.finish(0)
     assert engine.available(0, 1)
     assert not engine.available(1, 1)
@@ -236,7 +236,7 @@ def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply()
     engine.decide(commit_of(engine))
     assert push(engine, step=2) is Push.WAIT
     for index in range(4):
-        engine.apply_chunk(0, index, engine.scratch())
+        engine.apply(0, index, index + 1, engine.scratch())
     engine.finish(0)
     assert push(engine, step=2) is Push.SUMMED
     assert push(engine, unit=1, step=2) is Push.WAIT
@@ -355,7 +355,7 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     assert push(engine, step=3) is Push.WAIT
     for unit in units:
         for index in range(len(engine.slices[unit].bounds)):
-            engine.apply_chunk(unit, index, engine.scratch())
+            engine.apply(unit, index, index + 1, engine.scratch())
         engine.finish(unit)
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)
