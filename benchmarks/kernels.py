@@ -3,11 +3,11 @@
     python benchmarks/kernels.py [--quick] [--piece-numel N]
 
 Per optimizer: 64M f32 parameters, 2 threads each. Ours runs as a shard server runs it: threads that take pieces (1M
-elements unless told, the server's run of chunks) until none are left. It is measured without a wire copy; with the bf16 wire
-copy, which goes to a scratch array of the thread; and with the frames that a server makes of that, ready to be sent and
-kept until the next step. torch's is its fused implementation where it has one for CPUs, else foreach; for Lion, which
-torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16 copy, the next
-one does, with `copy_` after the step.
+elements unless told, the server's run of chunks) until none are left. It is measured without a wire copy; with the
+bf16 wire copy, which goes to a scratch array of the thread; and with the frames that a server makes of that, ready to
+be sent and kept until the next step. torch's is its fused implementation where it has one for CPUs, else foreach; for
+Lion, which torch lacks, it is the usual sequence of `torch._foreach_*` calls. The column "torch ms" makes no bf16
+copy, the next one does, with `copy_` after the step.
 Both sides work on the same arrays: how fast memory is depends on the pages it happens to get, by a third here.
 Calls take turns in rounds, so a noisy neighbour hits all of them alike: a ratio is the median over rounds of the ratio
 within a round, as memory is twice as fast here in some seconds as in others. The table has the median times, the file
