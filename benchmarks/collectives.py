@@ -1,7 +1,9 @@
 """Collectives of processes on one host: axon_ps over shared memory, beside gloo, Open MPI and a memory copy.
 
-All systems of a row are measured in turn, within the same seconds, `--rounds` times; a row has the medians. A time is
-that of the slowest rank, per operation, over several operations one after the other. Sizes are those of the full
+All systems of a row are measured in turn, within the same seconds, `--rounds` times, in arrays that are new in each
+round: pages differ in speed, and a process that got good ones would keep them. A row has the medians, and a ratio is
+the median of those within a round. A time is that of the slowest rank, per operation, over several operations one after
+the other. Sizes are those of the full
 buffer: what all_reduce works on, what all_gather makes, what reduce_scatter takes. "memcpy" is every rank copying the
 full buffer at the same time.
 
@@ -82,12 +84,12 @@ def measure(n: int, sizes: Sequence[int], rounds: int, mpi_python: str) -> list[
     rows = []
     with teams(n, mpi_python) as made:
         for size in sizes:
-            can = {what: team for team in made for what in map(tuple, team.say("prepare", size)[0])}
             seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
             cpu: dict[tuple[str, str], list[float]] = defaultdict(list)
             repetitions = max(2, min(500 if n < MANY else 50, (160 << 20) // (size * n + 4096)))
             warm = 2
             for _ in range(rounds):
+                can = {what: team for team in made for what in map(tuple, team.say("prepare", size)[0])}
                 for what, team in can.items():
                     answers = team.say("measure", *what, repetitions, warm)
                     seconds[what].append(max(s for s, _ in answers))
@@ -105,7 +107,8 @@ def measure(n: int, sizes: Sequence[int], rounds: int, mpi_python: str) -> list[
                 for ours in ("axon", "registered"):
                     for peer in ("gloo", "openmpi"):
                         if peer in medians:
-                            row[f"{ours}_times_{peer}"] = round(medians[peer] / medians[ours], 2)
+                            pairs = zip(seconds[peer, operation], seconds[ours, operation], strict=True)
+                            row[f"{ours}_times_{peer}"] = round(statistics.median(t / o for t, o in pairs), 2)
                 rows.append(row)
     return rows
 

@@ -25,7 +25,7 @@ from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
 from axon_ps.collectives.request import check_array, part_starts
 from axon_ps.collectives.shm_agreement import Agreement
 from axon_ps.collectives.shm_control import INLINE_BYTES
-from axon_ps.collectives.shm_exchange import Exchange, Reach
+from axon_ps.collectives.shm_exchange import Copy, Exchange, Reach
 from axon_ps.collectives.shm_mailbox import Mailbox
 from axon_ps.collectives.shm_meeting import meet
 from axon_ps.collectives.shm_registry import registry
@@ -38,10 +38,20 @@ _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SC
 _WHOLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 
 SLOT_BYTES = 1 << 20
-_CACHED_BYTES = 2 << 20  # up to here all-reduces through slots are faster than reading where arrays are
 _CACHE_BYTES = 1 << 20  # of blocks of all ranks that are combined at a time
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 512 << 10
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 2 << 20
+_GATHER_PIECE_BYTES = 2 << 20  # of every rank; what two copy at about the same time comes from memory once
+_STREAM_BYTES = 8 << 20  # results from here on are written past the caches, of which they would push out the sources
+
+
+def _copy_for(size_bytes: int) -> Copy:
+    """How to copy what is part of so large a result."""
+    if size_bytes < _STREAM_BYTES:
+        return np.copyto
+    from axon_ps.transport import stream_copy  # loading numba takes a while, and small groups need none
+
+    return stream_copy.copy
 
 
 class SharedMemoryBackend(Backend):
@@ -71,14 +81,15 @@ class SharedMemoryBackend(Backend):
         super().__init__(context)
         if slot_bytes < 64 * len(context.ranks):
             raise InvalidRequest(f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need 64 each")
-        self._control, self.direct, roomy = meet(context, direct=direct, directory=directory)
+        self._control, self.direct = meet(context, direct=direct, directory=directory)
         self._directory = directory
-        self._reach = Reach(self._control, self.direct, roomy, slot_bytes // 64 * 64, directory)
+        self._reach = Reach(self._control, self.direct, slot_bytes // 64 * 64, directory)
         self._mailbox = Mailbox(self._control, self.direct, self._reach.pids)
         self._closed = False
         self._agreement = Agreement(context, self._control, self._reach)
         blocks = _CACHE_BYTES // max(1, len(context.ranks) - 1)
-        self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, blocks // 4096 * 4096))
+        whole = 1 << blocks.bit_length() - 1  # a power of two, which pieces are multiples of
+        self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, whole))
         self._scratch: list[Array] = []
         if not self.direct:
             self._reach.slots(time.monotonic() + context.timeout_s)  # so that it is now that memory does not suffice
@@ -367,9 +378,8 @@ class SharedMemoryBackend(Backend):
         reach = self._reach
         reach.forget_freed()
         descriptors = reach.descriptors(parity)
-        cached = call.op is not None and len(call.counts) == 1
-        cached = cached and call.counts[0] * call.dtype.itemsize <= _CACHED_BYTES
-        slots = reach.choose_slots(descriptors, deadline, results=results, cached=cached)
+        parts = 0 if call.operation is Operation.SCATTER else max(len(b) for b in begins if b is not None)
+        slots = reach.choose_slots(descriptors, deadline, results=results, parts=parts)
         return Exchange(reach, descriptors, call.dtype, begins, longest, slots)
 
     def _published(self, exchange: Exchange, deadline: float) -> None:
@@ -378,9 +388,19 @@ class SharedMemoryBackend(Backend):
             self._control.gate(deadline)
 
     def _finish(self, exchange: Exchange, deadline: float) -> None:
-        """Wait until nobody reads our array any more. With slots nobody ever does."""
+        """Wait until nobody reads our array any more."""
+        self._done(exchange)
+        self._await_others(exchange, deadline)
+
+    def _done(self, exchange: Exchange) -> None:
+        """Say that we do not read anybody's array any more. With slots nobody ever does."""
         if not exchange.slots:
-            self._control.gate(deadline)
+            self._control.arrive()
+
+    def _await_others(self, exchange: Exchange, deadline: float) -> None:
+        """After `_done`: wait until nobody reads our array any more."""
+        if not exchange.slots:
+            self._control.await_gate(deadline)
 
     def _publish_parts(
         self,
@@ -412,19 +432,35 @@ class SharedMemoryBackend(Backend):
                     )
             return
         exchange = self._exchange(call, data, [[0]] * n, longest, deadline)
-        for lo, hi in exchange.windows():
-            exchange.publish(0, lo, min(hi, counts[rank]), data[lo:hi])
-            self._published(exchange, deadline)
-            if output is None:
-                continue
-            for r in ((rank + i) % n for i in range(n)):
-                end = min(hi, counts[r])
-                out = output[begins[r] + lo : begins[r] + end]
-                if r != rank:
-                    exchange.pull(r, 0, lo, end, out)
-                elif end > lo and address_of(out) != address_of(data[lo:end]):
-                    np.copyto(out, data[lo:end])
-        self._finish(exchange, deadline)
+        copy = _copy_for(0 if output is None else output.nbytes)
+        own = None if output is None else output[begins[rank] : begins[rank] + counts[rank]]
+        if own is not None and own.size and address_of(own) == address_of(data):
+            own = None  # it is there already
+
+        def pull_others(lo: int, hi: int) -> None:
+            if output is not None:
+                for r in ((rank + i) % n for i in range(1, n)):
+                    end = min(hi, counts[r])
+                    exchange.pull(r, 0, lo, end, output[begins[r] + lo : begins[r] + end], copy)
+
+        def copy_own(lo: int, hi: int) -> None:
+            if own is not None and own[lo:hi].size:
+                copy(own[lo:hi], data[lo:hi])
+
+        # Our own part is copied where we would else wait for the others.
+        for lo, hi in exchange.windows(_GATHER_PIECE_BYTES):
+            if exchange.slots:
+                exchange.publish(0, lo, min(hi, counts[rank]), data[lo:hi])
+                self._control.arrive()
+                copy_own(lo, hi)
+                self._control.await_gate(deadline)
+                pull_others(lo, hi)
+            else:
+                pull_others(lo, hi)
+                if hi == longest:
+                    self._done(exchange)
+                copy_own(lo, hi)
+        self._await_others(exchange, deadline)
 
     def _reduce_shares(
         self, call: Call, op: ReduceOp, data: Array, output: Array | None, readers: Sequence[int], deadline: float
@@ -460,20 +496,27 @@ class SharedMemoryBackend(Backend):
         piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, share_bytes // 8))
         done = self._control.progress
         behind: tuple[int, int] | None = None
+
+        def follow() -> None:
+            """Copy what the others made of the last piece: we stay one behind, so that nobody waits for anybody."""
+            nonlocal done
+            if behind is not None and output is not None:
+                done += 1
+                self._pull_shares(exchange, output, begins, counts, *behind, done, deadline)
+
         for lo, hi in exchange.windows(piece_bytes):
             self._publish_parts(exchange, data, begins, counts, lo, hi, but=rank)
-            self._published(exchange, deadline)
+            if exchange.slots:
+                follow()
+                self._control.gate(deadline)
             end = min(hi, counts[rank])
             self._reduce_piece(exchange, call.dtype, op, own, result, lo, end)
             exchange.publish(rank, lo, end, result[lo:end])
             self._control.advance()
-            # Where arrays are read in place we stay a piece behind, so that nobody waits for anybody.
-            ready = (lo, hi) if exchange.slots else behind
-            if ready is not None and output is not None:
-                self._pull_shares(exchange, output, begins, counts, *ready, done := done + 1, deadline)
+            if not exchange.slots:
+                follow()
             behind = (lo, hi)
-        if not exchange.slots and behind is not None and output is not None:
-            self._pull_shares(exchange, output, begins, counts, *behind, done + 1, deadline)
+        follow()
         self._finish(exchange, deadline)
 
     def _push_share(

@@ -156,18 +156,29 @@ class Control:
             MemberLost: one that did not come has died.
             AxonError: the group was aborted.
         """
-        u64 = self.u64
+        if not self.arrive():
+            self._wait_at_gate(self._gates, deadline)
+        futex.settle()
+
+    def arrive(self) -> bool:
+        """Come to the next gate without waiting there, which `await_gate` does; whether all others have come already.
+
+        What we wrote before is seen by whoever has passed the gate.
+        """
         self._gates = target = self._gates + 1
         futex.settle()
-        u64[self._arrived[self.rank]] = target
+        self.u64[self._arrived[self.rank]] = target
         futex.fence()
-        for index in self._others:
-            if u64[index] < target:
-                self._wait_at_gate(target, deadline)
-                break
-        else:
-            self.u32[GATE // 4] = target & _MASK
-            futex.wake(self.base + GATE)
+        if any(self.u64[index] < target for index in self._others):
+            return False
+        self.u32[GATE // 4] = target & _MASK
+        futex.wake(self.base + GATE)
+        return True
+
+    def await_gate(self, deadline: float) -> None:
+        """Wait until every rank has come to the gate to which we came last. Raises as `gate` does."""
+        if any(self.u64[index] < self._gates for index in self._others):
+            self._wait_at_gate(self._gates, deadline)
         futex.settle()
 
     def _wait_at_gate(self, target: int, deadline: float) -> None:

@@ -3,13 +3,20 @@
 Owns: the three ways, and which one a call takes. Refuses: to know what is done with the bytes.
 
     mapped   the array lies in a registered segment: the others map that and compute on it where it is
-    read     the array lies anywhere: the others copy from it with one system call (process_vm_readv), once
     slots    everybody copies what others need of its array into its slot of a shared segment, a window after the
-             other, and the others work on it there. For where the kernel refuses to read (another security context,
-             memory of devices); and for all-reduces of what caches hold, with a core for every rank, because there two
-             copies cost less than the kernel's one
+             other, and the others work on it there, in the cache. For all other arrays, whether the kernel lets us read
+             them or not (another security context, memory of devices)
+    read     the others copy from the array where it is with one system call (process_vm_readv), once. The kernel looks
+             up every page, so where those are of 4 KiB that takes as long as two copies through slots, and longer the
+             more ranks read; it serves where slots would be filled by one rank for all (scatter), or would hold so many
+             parts that the ranks spend their time waiting for each other
 
 All ranks of a call take slots, or none does: every rank sees everybody's descriptors and decides the same.
+
+Note: [Two windows]
+    A rank has two slots, for even and for odd windows. Between a window and the next but one, which lies in the same
+    slot, there is the gate of the one between: so whatever a rank does with a window, it does before it comes to the
+    gate of the next.
 
 Private memory is only ever pulled by the one who needs it, never written by others: whoever gives a call up may use
 its arrays at once, however late a stopped peer wakes up. Registered memory is written by others in an all-reduce, when
@@ -22,7 +29,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,9 +52,13 @@ from axon_ps.transport.peer_process import MemoryReader
 from axon_ps.transport.shared_memory import Segment, SegmentAddress, boot_id
 from axon_ps.types import Array, DType
 
+Copy = Callable[[Array, Array], object]
+"""out: T[n] becomes data: T[n]."""
+
 _NOTHING, _PRIVATE, _REGISTERED, _HIDDEN = range(4)
 _DESCRIPTOR = struct.Struct("<IiQQQQQ")  # kind, fd, address, address of the result, inode, size, offset
 _PULL_BYTES = 4 << 20  # how much is copied before we look whether the group was aborted
+_LEAST_WINDOW_BYTES = 128 << 10  # of a part; smaller ones cost more in waiting than the kernel's reading does
 _MADE, _FAILED = 1, 2
 
 
@@ -70,15 +81,13 @@ class Reach:
     Args:
         control: of the group.
         direct: whether all ranks can read each other's memory.
-        roomy: whether there is a core for every rank.
         slot_bytes: bytes of a slot; every rank has two.
         directory: a tmpfs to take the slots from; "" = the kernel's own memory.
     """
 
-    def __init__(self, control: Control, direct: bool, roomy: bool, slot_bytes: int, directory: str) -> None:
+    def __init__(self, control: Control, direct: bool, slot_bytes: int, directory: str) -> None:
         self.control = control
         self.direct = direct
-        self.roomy = roomy
         self.slot_bytes = slot_bytes
         self.reader = MemoryReader()
         self.bytes_read = 0
@@ -117,7 +126,7 @@ class Reach:
         ]
 
     def choose_slots(
-        self, descriptors: Sequence[Descriptor], deadline: float, *, results: bool, cached: bool
+        self, descriptors: Sequence[Descriptor], deadline: float, *, results: bool, parts: int
     ) -> list[list[Array]] | None:
         """The slots, if this call takes them.
 
@@ -125,11 +134,12 @@ class Reach:
             descriptors: of all ranks.
             deadline: of the call.
             results: whether results lie apart from the arrays, so in no registered memory.
-            cached: whether this is a reduction of arrays that stay in the caches.
+            parts: how many parts of an array a slot has to hold at a time; 0 = one rank fills slots for all.
         """
         kinds = {d.kind for d in descriptors}
         must = _HIDDEN in kinds or (not self.direct and (_PRIVATE in kinds or results))
-        if must or (cached and self.roomy and _PRIVATE in kinds):
+        pays = parts and self.slot_bytes // parts >= _LEAST_WINDOW_BYTES
+        if must or (pays and _PRIVATE in kinds):
             return self.slots(deadline, must)
         return None
 
@@ -280,8 +290,6 @@ class Exchange:
         self._dtype = dtype
         self._begins = begins
         self._longest = longest
-        self._lo = 0
-        self._parity = 1
         self._views: list[Array | None] = []
         if slots is None:
             self.mapped = all(d.kind == _REGISTERED for d in descriptors)
@@ -296,7 +304,9 @@ class Exchange:
         return max(1, self._reach.slot_bytes // parts // 64 * 64 // self._dtype.itemsize)
 
     def windows(self, piece_bytes: int = 0) -> Iterator[tuple[int, int]]:
-        """Positions [lo, hi) in every part, one window after the other; the current one can be published and pulled.
+        """Positions [lo, hi) in every part, one window after the other.
+
+        With slots, the current one and the one before can be pulled. See Note: [Two windows].
 
         Args:
             piece_bytes: how long windows are where there are no slots; 0 = as long as the parts.
@@ -306,8 +316,13 @@ class Exchange:
         else:
             step = max(1, piece_bytes // self._dtype.itemsize) if piece_bytes else max(1, self._longest)
         for lo in range(0, self._longest, step):
-            self._lo, self._parity = lo, self._parity ^ 1
             yield lo, min(lo + step, self._longest)
+
+    def _in_slot(self, rank: int, part: int, lo: int, hi: int) -> Array:
+        """Where [lo, hi) of a part of a rank's source is in its slots; it lies in one window."""
+        window, at = divmod(lo, self._window)
+        at += part * self._window
+        return self._slots[window & 1][rank][at : at + hi - lo]
 
     def view(self, rank: int, lo: int, hi: int) -> Array:
         """[lo, hi) of a rank's whole source, where it is; for exchanges that are `mapped`."""
@@ -318,14 +333,12 @@ class Exchange:
     def publish(self, part: int, lo: int, hi: int, data: Array) -> None:
         """Show the others data: T[hi - lo], which is [lo, hi) of a part of our source; nothing to do but with slots."""
         if self.slots and hi > lo:
-            at = part * self._window + lo - self._lo
-            np.copyto(self._slots[self._parity][self._reach.control.rank][at : at + hi - lo], data)
+            np.copyto(self._in_slot(self._reach.control.rank, part, lo, hi), data)
 
     def peek(self, rank: int, part: int, lo: int, hi: int, scratch: Array) -> Array:
         """[lo, hi) of a part of a rank's source: where it is, or copied to scratch: T[>= hi - lo]."""
         if self.slots:
-            at = part * self._window + lo - self._lo
-            return self._slots[self._parity][rank][at : at + hi - lo]
+            return self._in_slot(rank, part, lo, hi)
         view, begins = self._views[rank], self._begins[rank]
         if view is not None and begins is not None and not self._apart(rank, part):
             return view[begins[part] + lo : begins[part] + hi]
@@ -333,12 +346,12 @@ class Exchange:
         self._read(rank, part, lo, scratch)
         return scratch
 
-    def pull(self, rank: int, part: int, lo: int, hi: int, out: Array) -> None:
-        """out: T[hi - lo] becomes [lo, hi) of a part of a rank's source."""
+    def pull(self, rank: int, part: int, lo: int, hi: int, out: Array, copy: Copy = np.copyto) -> None:
+        """out: T[hi - lo] becomes [lo, hi) of a part of a rank's source, by `copy` where we see it."""
         if hi <= lo:
             return
         if self.slots or (self._views[rank] is not None and not self._apart(rank, part)):
-            np.copyto(out, self.peek(rank, part, lo, hi, out))
+            copy(out, self.peek(rank, part, lo, hi, out))
         else:
             self._read(rank, part, lo, out)
 

@@ -31,7 +31,6 @@ from axon_ps.transport.peer_process import MemoryReader, PeerProcess
 from axon_ps.transport.shared_memory import Segment, SegmentAddress, nonce
 
 _JOINED, _FAILED = 1, 2
-_DIRECT, _ROOMY = 1, 2
 _PROBE_BYTES = 16
 _POLL_S = 0.1
 
@@ -46,7 +45,7 @@ def joined_key(name: str, rank: int) -> str:
     return f"shm/{name}/joined/{rank}"
 
 
-def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Control, bool, bool]:
+def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Control, bool]:
     """Make or find the control segment. Every rank gets it, or every rank gets an error.
 
     Args:
@@ -55,7 +54,7 @@ def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Contro
         directory: a tmpfs to take the segment from; "" = the kernel's own memory.
 
     Returns:
-        The control segment; whether every rank can read every other's memory; whether there is a core for every rank.
+        The control segment, and whether every rank can read every other's memory.
 
     Raises:
         Unreachable: a rank is on another host, or in another container, or this machine is not Linux.
@@ -67,7 +66,7 @@ def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Contro
     layout = Layout(len(context.ranks))
     control = _first(context, layout, deadline, directory) if context.rank == 0 else _other(context, layout, deadline)
     try:
-        return control, *_introduce(control, direct, deadline)
+        return control, _introduce(control, direct, deadline)
     except BaseException:
         control.close()
         raise
@@ -178,7 +177,7 @@ def _await(
     futex.settle()
 
 
-def _introduce(control: Control, direct: bool, deadline: float) -> tuple[bool, bool]:
+def _introduce(control: Control, direct: bool, deadline: float) -> bool:
     """Everybody says which process it is and tries to read the others' memory."""
     n, layout = control.layout.world_size, control.layout
     probe = ctypes.create_string_buffer(nonce(), _PROBE_BYTES)
@@ -197,12 +196,10 @@ def _introduce(control: Control, direct: bool, deadline: float) -> tuple[bool, b
             direct = direct and copied.raw == expected
         except Broken:
             direct = False
-    roomy = n <= len(os.sched_getaffinity(0))
-    control.u32[(cell + VERDICT) // 4] = _DIRECT * direct + _ROOMY * roomy
+    control.u32[(cell + VERDICT) // 4] = direct
     control.gate(deadline)
     del probe  # nobody reads it any more
-    verdicts = [control.u32[(layout.cell(rank) + VERDICT) // 4] for rank in range(n)]
-    return all(v & _DIRECT for v in verdicts), all(v & _ROOMY for v in verdicts)
+    return all(control.u32[(layout.cell(rank) + VERDICT) // 4] for rank in range(n))
 
 
 def _check_machine() -> None:

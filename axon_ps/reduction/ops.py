@@ -21,7 +21,7 @@ import numpy as np
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, DType, ReduceOp
 
-BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 256 << 10
 """How much of each array `reduce_into` works on at a time, so that sums stay in a core's cache."""
 
 _Ufunc = Callable[..., Any]
@@ -94,6 +94,9 @@ def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType
     if len(sources) == 1:
         if out is not sources[0]:
             np.copyto(out, sources[0])
+        return
+    if len(sources) == 2 and dtype not in _HALVES:  # no intermediate sum to keep in a cache
+        _reduce_block(out, sources, op, dtype, out)
         return
     block = max(1, BLOCK_BYTES // dtype.itemsize)
     acc = np.empty(min(block, out.size), accumulator_dtype(dtype).numpy)

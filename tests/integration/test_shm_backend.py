@@ -61,6 +61,22 @@ def test_everything_is_right_to_the_bit_in_ordinary_memory(tmp_path: Path, n: in
     run(tmp_path, n, "everything", numels=NUMELS, **ALL)
 
 
+WAYS = {"slots": {}, "read": {"slot_bytes": 8192}, "registered": {}}
+
+
+def test_everything_is_right_where_slots_are_too_small(tmp_path: Path) -> None:
+    told = run(tmp_path, 3, "everything", numels=NUMELS, **ALL, backend=WAYS["read"])
+    assert all(t["bytes_read"] > 0 for t in told)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arrays_that_no_cache_holds(tmp_path: Path, way: str) -> None:
+    numels = [800_001]  # results are written past the caches, in many windows
+    of = {"dtypes": ["f32"], "ops": ["sum"], "registered": way == "registered", "backend": WAYS[way]}
+    told = run(tmp_path, 3, "everything", numels=numels, **of)
+    assert way != "read" or all(t["bytes_read"] > 0 for t in told)
+
+
 def test_everything_is_right_in_registered_memory(tmp_path: Path) -> None:
     run(tmp_path, 3, "everything", numels=[5, 40_000], registered=True, **ALL)
 
