@@ -17,6 +17,11 @@ Note: [Gates]
     that all have come rings. At least the last one does, by the fence between the two. Who finds somebody missing
     spins for a moment, giving up the processor each time, and then sleeps until it rings. So with many more ranks
     than cores a rank sleeps once per gate and burns nothing.
+
+Note: [Who sleeps]
+    Ringing is a system call, and mostly nobody sleeps. So a sleeper says so in its cell, fences, and looks once more
+    for what it waits for; who rings writes what is waited for, fences, and looks whether somebody says so. By the two
+    fences at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ _MASK = 0xFFFFFFFF
 # Offsets in bytes: in the head,
 NONCE, GATE, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
 # and in a cell.
-ARRIVED, PROGRESS, PROGRESS_BELL, DOORBELL = 0, 64, 72, 128
+ARRIVED, SLEEPS, PROGRESS, PROGRESS_BELL, DOORBELL = 0, 8, 64, 72, 128
 PID, PROBE_ADDRESS, PROBE_NONCE, VERDICT, CLOSED, FREED = 192, 200, 208, 224, 228, 232
 ABORT_FLAG, ABORT_KIND, ABORT_TEXT, FREED_RING = 256, 260, 320, 1536
 FREED_RING_ENTRIES = 64
@@ -142,6 +147,7 @@ class Control:
         self._arrived = [(layout.cell(r) + ARRIVED) // 8 for r in range(n)]
         self._progress = [(layout.cell(r) + PROGRESS) // 8 for r in range(n)]
         self._others = [self._arrived[r] for r in range(n) if r != rank]
+        self._sleeps = [(layout.cell(r) + SLEEPS) // 4 for r in range(n) if r != rank]
         self._rings = 0
         self._error: AxonError | None = None
         self._abort_lock = threading.Lock()
@@ -169,16 +175,19 @@ class Control:
         futex.settle()
         self.u64[self._arrived[self.rank]] = target
         futex.fence()
-        if any(self.u64[index] < target for index in self._others):
-            return False
-        self.u32[GATE // 4] = target & _MASK
-        futex.wake(self.base + GATE)
+        u64 = self.u64
+        for index in self._others:
+            if u64[index] < target:
+                return False
+        self._ring(GATE, target & _MASK)
         return True
 
     def await_gate(self, deadline: float) -> None:
         """Wait until every rank has come to the gate to which we came last. Raises as `gate` does."""
-        if any(self.u64[index] < self._gates for index in self._others):
-            self._wait_at_gate(self._gates, deadline)
+        for index in self._others:
+            if self.u64[index] < self._gates:
+                self._wait_at_gate(self._gates, deadline)
+                break
         futex.settle()
 
     def _wait_at_gate(self, target: int, deadline: float) -> None:
@@ -203,9 +212,7 @@ class Control:
         self.progress += 1
         futex.settle()
         self.u64[self._progress[self.rank]] = self.progress
-        bell = self.layout.cell(self.rank) + PROGRESS_BELL
-        self.u32[bell // 4] = self.progress & _MASK
-        futex.wake(self.base + bell)
+        self._ring(self.layout.cell(self.rank) + PROGRESS_BELL, self.progress & _MASK)
 
     def await_progress(self, rank: int, pieces: int, deadline: float) -> None:
         """Wait until a rank has done that many pieces, all calls together. Raises as `gate` does."""
@@ -223,8 +230,25 @@ class Control:
 
     # --- sleeping
 
+    def _ring(self, bell: int, value: int) -> None:
+        """Write a new value into a bell, and wake who sleeps on it. See Note: [Who sleeps]."""
+        self.u32[bell // 4] = value
+        futex.fence()
+        for index in self._sleeps:
+            if self.u32[index]:
+                futex.wake(self.base + bell)
+                return
+
     def _sleep_until(self, bell: int, missing: Callable[[], list[int]], deadline: float) -> None:
         """Sleep on a bell until nobody is missing."""
+        sleeps = (self.layout.cell(self.rank) + SLEEPS) // 4
+        self.u32[sleeps] = 1
+        try:
+            self._sleep(bell, missing, deadline)
+        finally:
+            self.u32[sleeps] = 0
+
+    def _sleep(self, bell: int, missing: Callable[[], list[int]], deadline: float) -> None:
         while True:
             seen = self.u32[bell // 4]
             futex.fence()
