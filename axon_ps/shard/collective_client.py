@@ -29,7 +29,7 @@ from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.mailbox import EAGER_BYTES
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
-from axon_ps.shard.pieces import Exchange, Piece, home_of, pieces_of, shares_of
+from axon_ps.shard.pieces import Exchange, Piece, home_of, owners_of, pieces_of, shares_of
 from axon_ps.shard.transfers import MakeContext
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
@@ -111,12 +111,16 @@ class CollectiveClient:
         keep_message_memory()
         self._peers = Peers(security, lanes=1)
         self._context = context
+        self._nodes: dict[str, str] = {}  # of workers, by incarnation
+        self._server_nodes: tuple[str, ...] = ()
         self.counters: Counter[str] = Counter(
             dict.fromkeys(("bytes_in", "bytes_out", "messages_in", "messages_out"), 0)
         )
 
     def set_members(self, membership: Membership) -> None:
-        """Take the current shard servers."""
+        """Take the current shard servers, and on which hosts everybody is."""
+        self._nodes = {worker.incarnation: worker.node for worker in membership.workers}
+        self._server_nodes = tuple(server.node for server in sorted(membership.shards, key=lambda s: s.rank))
         self._peers.set_members(membership)
 
     async def close(self) -> None:
@@ -141,6 +145,9 @@ class CollectiveClient:
     async def _all_shares(self, seating: Seating, call: Call, buffers: Buffers, deadline: Deadline) -> None:
         num_servers = await self._peers.num_servers(deadline)
         home, shares = home_of(seating.group, call.sequence, num_servers), shares_of(call, num_servers)
+        nodes = [self._nodes.get(incarnation, "") for incarnation in seating.incarnations]
+        known = self._server_nodes if len(self._server_nodes) == num_servers else ()
+        owners = owners_of(call, home, shares, nodes, known) if known else ()
         exchanges = [
             Exchange(
                 call=call,
@@ -148,6 +155,7 @@ class CollectiveClient:
                 world_size=len(seating.ranks),
                 share=share,
                 shares=shares,
+                owners=owners,
                 input_counts=buffers.input_counts,
                 output_counts=buffers.output_counts,
             )
@@ -160,6 +168,7 @@ class CollectiveClient:
     ) -> None:
         begin = self._begin(seating, deadline)
         begin.share, begin.shares = exchange.share, exchange.shares
+        begin.owners.extend(exchange.owners)
         begin.call.CopyFrom(call_to_proto(exchange.call))
         begin.input_counts.extend(buffers.input_counts)
         begin.output_counts.extend(buffers.output_counts)

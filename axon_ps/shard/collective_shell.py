@@ -248,6 +248,7 @@ def _opening(begin: CollectiveBegin) -> Opening:
         share=begin.share,
         shares=begin.shares,
         what=what,
+        owners=tuple(begin.owners),
         input_counts=tuple(begin.input_counts),
         output_counts=tuple(begin.output_counts),
     )

@@ -45,6 +45,7 @@ class Opening:
         timeout_s: seconds until it gives up.
         share: which share of the operation this is.
         shares: how many there are.
+        owners: by part, the share that has all of it; empty: each has a range of every part.
         what: a collective, or a message between two ranks.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
@@ -58,6 +59,7 @@ class Opening:
     share: int
     shares: int
     what: Call | Letter
+    owners: tuple[int, ...] = ()
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
 
@@ -218,6 +220,7 @@ class CollectiveEngine:
             world_size=len(opening.ranks),
             share=opening.share,
             shares=opening.shares,
+            owners=opening.owners,
             input_counts=opening.input_counts,
             output_counts=opening.output_counts,
         )
@@ -275,6 +278,11 @@ class CollectiveEngine:
             )
         if not 0 <= opening.share < opening.shares:
             raise InvalidRequest(f"there is no share {opening.share} of {opening.shares}")
+        if opening.owners and (len(opening.owners) != size or max(opening.owners) >= opening.shares):
+            raise InvalidRequest(
+                f"group {opening.group!r} came with owners {opening.owners[:32]} of its parts; {size} are needed, each "
+                f"below {opening.shares}"
+            )
         if not opening.timeout_s >= 0:
             raise InvalidRequest(f"timeout_s is {opening.timeout_s}; it must be 0 or more")
         if isinstance(opening.what, Letter):

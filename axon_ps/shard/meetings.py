@@ -153,7 +153,8 @@ class Meeting:
     def _everybody_is_here(self) -> None:
         exchanges = [self._exchanges[rank] for rank in range(len(self._ranks))]
         first = exchanges[0]
-        if any(e.call != first.call or (e.share, e.shares) != (first.share, first.shares) for e in exchanges):
+        spread = first.share, first.shares, first.owners
+        if any(e.call != first.call or (e.share, e.shares, e.owners) != spread for e in exchanges):
             if self._judges(0):
                 said = {world: str(e.call) for world, e in zip(self._ranks, exchanges, strict=True)}
                 self.fail(disagreement(said, self._what))

@@ -7,9 +7,11 @@ and the number of the call only: ranks that disagree about anything else still m
 
 What is reduced or broadcast as a whole is one part; else part r belongs to rank r. Of every part, share j has the j-th
 of m nearly equal ranges: so every rank talks to all m servers from the first moment to the last, in both directions,
-and no card of theirs waits for another. A rank's *uploads* on a share are cut into pieces; the first and last of
-them are smaller, since the way back starts when the first piece is complete and ends a piece after the way there. A
-rank that sends several parts sends pieces of them in turns, so that nobody gets all of his at the end.
+and no card of theirs waits for another. Where every rank has a server on its own host, an all-gather's part is whole
+on that one (`owners_of`): it goes up without touching a card, and from there to everybody. A rank's *uploads* on a
+share are cut into pieces; the first and last of them are smaller, since the way back starts when the first piece is
+complete and ends a piece after the way there. A rank that sends several parts sends pieces of them in turns, so that
+nobody gets all of his at the end.
 
 Invariants:
 - Reductions: all ranks upload the same pieces in the same order.
@@ -20,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +39,9 @@ TAPER_BYTES = 1 << 18
 
 SHARE_BYTES = 1 << 17
 """An operation gets another share for every so many bytes: opening a stream costs as much as sending these."""
+
+EVEN = 1.25
+"""Parts are about equal when the largest is at most so many times the mean."""
 
 REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
 """Operations in which every rank contributes to every element."""
@@ -64,6 +69,7 @@ class Exchange:
         world_size: n.
         share: which share.
         shares: m.
+        owners: by part, the share that has all of it; empty: every share has a range of every part.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
     """
@@ -73,6 +79,7 @@ class Exchange:
     world_size: int
     share: int
     shares: int
+    owners: tuple[int, ...] = ()
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
 
@@ -95,7 +102,7 @@ class Exchange:
             case Operation.SCATTER:
                 return self._numel(call.counts[rank]) if rank != call.root else 0
             case Operation.ALL_GATHER:
-                return sum(self._numel(count) for source, count in enumerate(call.counts) if source != rank)
+                return sum(self._numel(count, source) for source, count in enumerate(call.counts) if source != rank)
             case Operation.GATHER if rank == call.root:
                 return sum(self._numel(count) for source, count in enumerate(call.counts) if source != rank)
             case Operation.ALL_TO_ALL:
@@ -124,7 +131,7 @@ class Exchange:
             case Operation.BROADCAST if rank == call.root:
                 yield (0, *self._range(call.counts[0]))
             case Operation.ALL_GATHER:
-                yield (rank, *self._range(call.counts[rank]))
+                yield (rank, *self._range(call.counts[rank], rank))
             case Operation.GATHER if rank != call.root:
                 yield (rank, *self._range(call.counts[rank]))
             case Operation.REDUCE_SCATTER:
@@ -139,11 +146,14 @@ class Exchange:
                     part = (rank + distance) % self.world_size
                     yield (part, *self._range(self.input_counts[part]))
 
-    def _range(self, count: int) -> tuple[int, int]:
+    def _range(self, count: int, part: int = 0) -> tuple[int, int]:
+        """What this share has of `count` elements, which are those of a part."""
+        if self.owners:
+            return 0, count if self.owners[part] == self.share else 0
         return count * self.share // self.shares, count * (self.share + 1) // self.shares
 
-    def _numel(self, count: int) -> int:
-        begin, end = self._range(count)
+    def _numel(self, count: int, part: int = 0) -> int:
+        begin, end = self._range(count, part)
         return end - begin
 
 
@@ -153,6 +163,36 @@ def shares_of(call: Call, num_servers: int) -> int:
         return num_servers
     total_bytes = sum(call.counts) * call.dtype.itemsize
     return max(1, min(num_servers, total_bytes // SHARE_BYTES))
+
+
+def owners_of(call: Call, home: int, shares: int, nodes: Sequence[str], servers: Sequence[str]) -> tuple[int, ...]:
+    """By part of an all-gather, the share on a server of its rank's own host.
+
+    Args:
+        call: the collective.
+        home: the server of share 0.
+        shares: m.
+        nodes: by rank, its host; "" where it is not known.
+        servers: by server, its host.
+
+    Returns:
+        Nothing where that is no gain: another operation, a rank without a server on its host, a share too few, or parts
+        so unequal that the largest one's card would be waited for.
+    """
+    even = sum(call.counts) * EVEN >= max(call.counts, default=0) * len(call.counts)
+    if call.operation is not Operation.ALL_GATHER or shares < len(servers) or not even:
+        return ()
+    here: dict[str, list[int]] = {}
+    for server, node in enumerate(servers):
+        here.setdefault(node, []).append((server - home) % len(servers))
+    if not all(node and node in here for node in nodes):
+        return ()
+    before: Counter[str] = Counter()
+    owners = []
+    for node in nodes:  # the servers of a host take turns
+        owners.append(here[node][before[node] % len(here[node])])
+        before[node] += 1
+    return tuple(owners)
 
 
 def home_of(group: str, number: int, num_servers: int) -> int:

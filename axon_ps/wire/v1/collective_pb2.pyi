@@ -85,7 +85,7 @@ class Letter(_message.Message):
     def __init__(self, receive: bool = ..., peer: _Optional[int] = ..., tag: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., numel: _Optional[int] = ..., closes: bool = ...) -> None: ...
 
 class CollectiveBegin(_message.Message):
-    __slots__ = ("context", "group", "position", "ranks", "incarnations", "timeout_s", "share", "shares", "call", "letter", "input_counts", "output_counts")
+    __slots__ = ("context", "group", "position", "ranks", "incarnations", "timeout_s", "share", "shares", "call", "letter", "input_counts", "output_counts", "owners")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class CollectiveBegin(_message.Message):
     LETTER_FIELD_NUMBER: _ClassVar[int]
     INPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     group: str
     position: int
@@ -110,7 +111,8 @@ class CollectiveBegin(_message.Message):
     letter: Letter
     input_counts: _containers.RepeatedScalarFieldContainer[int]
     output_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., incarnations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    owners: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., incarnations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CollectiveChunk(_message.Message):
     __slots__ = ("begin", "matched", "source", "part", "offset", "payload")

@@ -76,6 +76,7 @@ class Servers:
             world_size=self.n,
             share=share,
             shares=opening.shares,
+            owners=opening.owners,
             input_counts=opening.input_counts,
             output_counts=opening.output_counts,
         )

@@ -18,7 +18,7 @@ from axon_ps.shard import pieces
 from axon_ps.shard.flows import LIVE_SUMS
 from axon_ps.shard.mailbox import MAIL_BYTES, Letter
 from axon_ps.shard.meetings import GRACE_S, TOMBSTONE_S
-from axon_ps.shard.pieces import PIECE_BYTES, Exchange, home_of, shares_of
+from axon_ps.shard.pieces import PIECE_BYTES, Exchange, home_of, owners_of, shares_of
 from axon_ps.shard.seats import QUEUE_PIECES
 from axon_ps.types import Array, DType, ReduceOp
 from collective_driver import Part, Servers, incarnations, placed
@@ -96,9 +96,12 @@ def one_operation(data: st.DataObject) -> None:
         values.append(rng.standard_normal(numel).astype(np.float32))
         sent.append(starts)
     streams = [(rank, share) for rank in range(n) for share in range(shares)]
+    whole = st.just(()) | st.tuples(*[st.integers(0, shares - 1)] * n)
+    owners = data.draw(whole, "owners") if operation is Operation.ALL_GATHER else ()
     for rank, share in data.draw(st.permutations(streams)):
         ins, outs = tuple(matrix[rank]), tuple(row[rank] for row in matrix)
         extra = {"input_counts": ins, "output_counts": outs} if operation is Operation.ALL_TO_ALL else {}
+        extra |= {"owners": owners}
         parts.append((servers.join(rank, call, values[rank], sent[rank], share, **extra), share))
         for part in parts:
             if data.draw(st.booleans()):
@@ -204,6 +207,31 @@ def test_pieces_of_all_shares_cover_everything_once(operation: Operation, counts
         assert sum(end - begin for begin, end in ranges) == count
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     assert all(0 < (p.end - p.begin) * 4 <= PIECE_BYTES for p in seen)
+
+
+def test_the_parts_of_an_all_gather_go_to_servers_of_their_own_hosts() -> None:
+    def owners(nodes: str, servers: str, counts: Sequence[int], home: int = 0) -> tuple[int, ...]:
+        return owners_of(call_of(Operation.ALL_GATHER, counts=tuple(counts)), home, len(servers), nodes, servers)
+
+    even = [1 << 20] * 3
+    assert owners("abc", "cab", even) == (1, 2, 0)
+    assert owners("abc", "cab", even, home=2) == (2, 0, 1)  # shares are counted from the server of share 0
+    assert owners("aab", "aba", even) == (0, 2, 1)  # servers of a host take turns
+    assert owners("abc", "abd", even) == ()  # c has none
+    assert owners("abc", "abc", [1 << 20, 1 << 20, 1 << 21]) == ()  # the last card would be waited for
+    gather = call_of(Operation.GATHER, counts=tuple(even))
+    assert owners_of(gather, 0, 3, "abc", "abc") == ()
+    assert owners_of(call_of(Operation.ALL_GATHER, counts=tuple(even)), 0, 2, "abc", "abc") == ()
+
+
+def test_ranks_that_see_other_servers_are_told() -> None:
+    servers, call = Servers(2, 2), call_of(Operation.ALL_GATHER, counts=(4, 4))
+    data = np.zeros(4, np.float32)
+    parts = [servers.join(rank, call, data, (0, 0), owners=(0, 1 - rank)) for rank in range(2)]
+    servers.run([(part, 0) for part in parts])
+    assert all(isinstance(part.error, Disagreement) for part in parts)
+    with pytest.raises(InvalidRequest, match="owners"):
+        servers.join(0, call_of(Operation.ALL_GATHER, counts=(4, 4)), data, (0, 0), owners=(0, 2))
 
 
 def test_small_operations_stay_on_one_server_and_homes_are_spread() -> None:
