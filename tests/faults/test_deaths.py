@@ -20,6 +20,7 @@ from axon_ps import parallel
 from axon_ps.errors import AxonError
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
+from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
 from parity_model import Block, Values, batch, build
 
@@ -101,6 +102,29 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_no_committed_step(
     assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
     assert aborted <= 1
     assert_close(values, plain(took_part))
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "step"])
+def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: str, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=4, min_workers=2) as cluster:
+        workers = [
+            *cluster.start_workers(train, ranks=(0, 1), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("a")),
+            *cluster.start_workers(train, ranks=(2, 3), args=("HYBRID_SHARD", 3, when, tmp_path), env=node("b")),
+        ]
+        results = results_of(workers, timeout_s=50.0, check=False)
+    *survivors, widow, victim = results
+    assert victim.exit_code == -signal.SIGKILL
+    assert "rank 3" in widow.error
+    for survivor in survivors:
+        assert not survivor.error, survivor.error
+        values, took_part, aborted = survivor.value
+        assert took_part == [2] * FATAL + [1] * (STEPS - FATAL)
+        assert aborted <= 2
+        assert_close(values, plain(took_part))
+
+
+def node(name: str) -> dict[str, str]:
+    return {"AXON_PS_NODE": name}
 
 
 def test_a_coordinator_that_is_killed_and_comes_back_costs_nothing(tmp_path: Path) -> None:
