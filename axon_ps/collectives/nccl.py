@@ -4,7 +4,9 @@ Owns: what NCCL lacks. Ranks compare their calls by a small all-gather before ea
 in minima and maxima, bool, and uneven counts are made of what NCCL has, in one group each. A bf16 array is uint16 here.
 
 Invariants:
-- A call is enqueued on the calling thread's current cupy stream and waited for; that stream must see the data.
+- A call first waits for the calling thread's current stream, which must see the data, and then runs on a stream of the
+  group's own and is waited for. On the caller's, calls of two groups could stand in one order here and in another
+  there, each before what the other rank waits for.
 - NCCL matches calls by their order only. So one collective at a time runs on the group's communicator, and messages,
   which have tags and come from any thread, have communicators of their own, one for each direction between two ranks;
   both ends agree in the group's store which message is next.
@@ -149,6 +151,8 @@ class NcclBackend(RequestBackend):
         self._sequence = -1
         self._comms: list[Any] = []
         self._comm = self._join(unique_id, world_size, rank)
+        with self._cupy.cuda.Device(device):
+            self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
         self._messages = Messages(self.context, self._pair, self.generate_unique_id)
         self._watchdog = Watchdog(f"axon-ps-nccl-{self.context.name}"[:60], self._async_error, self._expire)
 
@@ -249,9 +253,11 @@ class NcclBackend(RequestBackend):
     def _perform(self, request: Request, timeout_s: float) -> None:
         self._sequence = request.call.sequence
         with self._watched(timeout_s, str(request.call)):
-            matrix = self._agree(request)
-            _PERFORM[request.call.operation](self, request, matrix)
-            self._wait()
+            self._wait()  # the data is there
+            with self._own_stream:
+                matrix = self._agree(request)
+                _PERFORM[request.call.operation](self, request, matrix)
+                self._wait()
 
     @contextlib.contextmanager
     def _watched(self, timeout_s: float, what: str, peer: int = -1) -> Iterator[None]:
@@ -304,7 +310,7 @@ class NcclBackend(RequestBackend):
         return header.check(list(headers.get().reshape(self.world_size, -1)), request.call, self.context)
 
     def _wait(self) -> None:
-        """Return when what was enqueued is done."""
+        """Return when what was enqueued on the current stream is done."""
         self._cupy.cuda.get_current_stream().synchronize()
         if self._error is not None:
             raise self._error.with_traceback(None)

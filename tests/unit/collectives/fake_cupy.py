@@ -99,6 +99,7 @@ class NcclCommunicator:
         assert len(unique_id) == 128
         self._clique, self._n, self._rank = self.cliques[unique_id], world_size, rank
         self._number = itertools.count()
+        self._stream = 0
         with self._clique.changed:
             self._clique.joined += 1
             self._clique.changed.notify_all()
@@ -116,6 +117,10 @@ class NcclCommunicator:
         """Nothing fails by itself here."""
 
     def _meet(self, mine: Any, finish: Any) -> None:
+        stream = current_stream().ptr
+        assert stream, "collectives of several groups would wait for each other on the caller's stream"
+        assert self._stream in (0, stream), "one stream for all of a group's collectives"
+        self._stream = stream
         if _pending.group is not None:
             _pending.group.append(lambda: self._meet_now(mine, finish))
         else:
@@ -208,15 +213,32 @@ def group_end() -> None:
 
 
 class Stream:
-    """A stream on which everything is done at once."""
-
-    ptr = 0
+    """A stream on which everything is done at once; within `with` it is the current one."""
 
     def __init__(self, non_blocking: bool = False) -> None:
-        """As cupy's."""
+        self.ptr = next(_sequence) + 1 if non_blocking else 0
+
+    def __enter__(self) -> Stream:
+        _streams.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert _streams.stack.pop() is self
 
     def synchronize(self) -> None:
         """Everything is done."""
+
+
+class _Streams(threading.local):
+    def __init__(self) -> None:
+        self.stack = [Stream()]
+
+
+_streams = _Streams()
+
+
+def current_stream() -> Stream:
+    return _streams.stack[-1]
 
 
 @contextlib.contextmanager
@@ -230,7 +252,7 @@ def install(monkeypatch: pytest.MonkeyPatch, devices: int = 8) -> None:
     cupy, cuda, nccl, runtime = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "runtime"))
     cupy.cuda, cupy.asarray, cupy.empty = cuda, asarray, empty
     cuda.nccl, cuda.runtime, cuda.Device, cuda.Stream = nccl, runtime, device, Stream
-    cuda.get_current_stream = Stream
+    cuda.get_current_stream = current_stream
     runtime.getDeviceCount = lambda: devices
     nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd = NcclCommunicator, group_start, group_end
     nccl.get_unique_id = lambda: (*(b - 128 for b in next(_sequence).to_bytes(8, "big")), *range(-60, 60))
