@@ -25,10 +25,11 @@ from cluster import axon_cluster, cpu_s, free_port
 from collective_worker import OPERATIONS
 from netns import Network, NetworkUnavailable
 from raw_stream import RawClient, make_frames
-from whole_step import MIB, Sample, expect, go_on, server_hosts, worker_hosts
+from whole_step import MIB, Sample, Team, expect, go_on, server_hosts
 
 HERE = Path(__file__).parent
 WORKERS = 4
+HOSTS = list(Team.of(WORKERS).hosts)
 RUN_TIMEOUT_S = 120.0
 COLUMNS = (
     *("servers", "operation", "side", "median_s", "slowest_s", "ratio", "target", "cpu_s_per_gb", "gb_per_cpu_s"),
@@ -65,7 +66,7 @@ def run_side(network: Network, side: str, servers: str, options: argparse.Namesp
         "WORLD_SIZE": str(WORKERS),
         "LOCAL_WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": network.address(worker_hosts()[0]),
+        "MASTER_ADDR": network.address(HOSTS[0]),
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "eth0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -73,7 +74,7 @@ def run_side(network: Network, side: str, servers: str, options: argparse.Namesp
     }
     if side == "gloo":
         return measure(network, side, environment, [], options)
-    hosts = server_hosts() if servers == "dedicated" else worker_hosts()
+    hosts = server_hosts() if servers == "dedicated" else HOSTS
     with axon_cluster(network, hosts, workers=WORKERS) as (processes, coordinator):
         return measure(network, side, environment | {"AXON_PS_COORDINATOR": coordinator}, processes, options)
 
@@ -98,7 +99,7 @@ def measure(
             text=True,
             bufsize=1,
         )
-        for rank, host in enumerate(worker_hosts())
+        for rank, host in enumerate(HOSTS)
     ]
     processes, figures = [*workers, *servers], {}
     for operation in OPERATIONS:
@@ -110,7 +111,7 @@ def measure(
         go_on(workers[0])
         figures[operation] = {
             "cpu_s": (after.cpu_s - before.cpu_s) / options.rounds,
-            "worker_mib": after.per_step(before, options.rounds, worker_hosts()),
+            "worker_mib": after.per_step(before, options.rounds, HOSTS),
             "server_mib": after.per_step(before, options.rounds, server_hosts()),
         }
     times_s = []
@@ -207,7 +208,7 @@ def main() -> None:
     raw = round(raw_cpu_s_per_gb(), 2)
     rows: list[dict[str, Any]] = []
     try:
-        with Network(worker_hosts() + server_hosts(), rate_mbit=options.rate_mbit) as network:
+        with Network(HOSTS + server_hosts(), rate_mbit=options.rate_mbit) as network:
             for place in options.places:
                 sides: dict[str, list[dict[str, dict[str, Any]]]] = {side: [] for side in options.sides}
                 for _ in range(options.repeats):

@@ -26,12 +26,13 @@ class AxonRank:
 
     def __init__(self, rank: int, n: int, directory: str) -> None:
         import torch
-        import torch.distributed as dist
+        import torch.distributed
 
         from axon_ps.collectives.backend import GroupContext
         from axon_ps.collectives.shm import SharedMemoryBackend
         from axon_ps.types import Member, Role
 
+        dist: Any = torch.distributed  # does not say that it exports its stores
         torch.set_num_threads(1)
         self.rank, self.n, self.torch, self.dist = rank, n, torch, dist
         store = dist.FileStore(f"{directory}/store", n)
@@ -60,7 +61,7 @@ class AxonRank:
 
         def ours(full: Any, part: Any) -> dict[str, Operation]:
             parts = full[: share * n]
-            made = {
+            made: dict[str, Operation] = {
                 "all_reduce": lambda: backend.all_reduce(call(Op.ALL_REDUCE, (numel,), ReduceOp.SUM), full, TIMEOUT_S)
             }
             if share:

@@ -113,7 +113,8 @@ def ours(
     def scratch(numel: int) -> Array:
         if not hasattr(own, "scratch"):
             own.scratch = np.empty(pieces.numel_of_one, np.uint16)
-        return own.scratch[:numel]
+        array: Array = own.scratch
+        return array[:numel]
 
     def update(p: slice, copy: Array | None) -> None:
         optimizer.apply(param[p], grad[p], tuple(s[p] for s in state), copy, DType.BF16, values, 10, 0.5)

@@ -44,7 +44,7 @@ class Trace:
             begin(work, loop, coroutine, what)
             work.add_done_callback(lambda _: transfers.append((what, asked_s, time.perf_counter())))
 
-        LoopWork.__init__ = watched  # type: ignore[method-assign]
+        LoopWork.__init__ = watched  # type: ignore[method-assign, assignment]
 
     def _watch_waiting(self, of: type, method: str, kind: Callable[[Any], str]) -> None:
         wait = getattr(of, method)

@@ -44,7 +44,7 @@ from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Let
 SERVERS_WORD_S = 1.0
 """How long after a deadline a server may still say who did not come; it keeps the same deadline."""
 
-AHEAD_BYTES = 3 << 18
+AHEAD_BYTES = 3 << 17
 """How far an all-reduce's upload may be ahead of its download, on one server. See Note: [Ranks in step]."""
 
 FOREVER_S = 1e9

@@ -28,14 +28,14 @@ from dataclasses import dataclass
 
 from axon_ps.reduction.call import Call, Operation
 
-PIECE_BYTES = 1 << 18
-"""A piece's size, in the middle of a stream."""
+PIECE_BYTES = 1 << 17
+"""A piece's size, in the middle of a stream, where it is combined with the other ranks'."""
+
+RELAY_PIECE_BYTES = 1 << 19
+"""The same where it is passed on as it is: nobody waits for the others' then, and a message costs what it costs."""
 
 SMALL_PIECE_BYTES = 1 << 16
-"""A piece's size at its beginning and end."""
-
-TAPER_BYTES = 1 << 18
-"""How much of a stream's beginning and end travels in small pieces."""
+"""A piece's size at a stream's beginning and end. From there it doubles to the largest, and to the end it halves."""
 
 SHARE_BYTES = 1 << 17
 """An operation gets another share for every so many bytes: opening a stream costs as much as sending these."""
@@ -85,7 +85,8 @@ class Exchange:
 
     def uploads(self) -> list[Piece]:
         """The pieces that the rank sends, in order. `part` is whom they are for, or of, as `segments` says."""
-        return list(_cut(self._segments(), self.call.dtype.itemsize))
+        largest = PIECE_BYTES if self.call.operation in REDUCING else RELAY_PIECE_BYTES
+        return list(_cut(self._segments(), self.call.dtype.itemsize, largest))
 
     def download_numel(self) -> int:
         """Elements that the rank gets back: never its own data, except reduced."""
@@ -202,17 +203,17 @@ def home_of(group: str, number: int, num_servers: int) -> int:
 
 def pieces_of(numel: int, itemsize: int) -> list[Piece]:
     """A whole array in pieces, as it travels between two ranks."""
-    return list(_cut([(0, 0, numel)], itemsize))
+    return list(_cut([(0, 0, numel)], itemsize, RELAY_PIECE_BYTES))
 
 
-def _cut(segments: Iterable[tuple[int, int, int]], itemsize: int) -> Iterator[Piece]:
+def _cut(segments: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: int) -> Iterator[Piece]:
     """Pieces of parts in turns: whoever gets a part gets it from the beginning to the end of the operation."""
     left = deque(s for s in segments if s[1] < s[2])
-    small, large, taper = SMALL_PIECE_BYTES // itemsize, PIECE_BYTES // itemsize, TAPER_BYTES // itemsize
+    small, large = SMALL_PIECE_BYTES // itemsize, largest_bytes // itemsize
     total, done = sum(end - begin for _, begin, end in left), 0
     while left:
         part, begin, end = left.popleft()
-        size = large if done >= taper and total - done >= taper + large else small
+        size = min(large, max(small, min(done, (total - done) // 2)))
         stop = min(begin + size, end)
         yield Piece(part, begin, stop)
         done += stop - begin

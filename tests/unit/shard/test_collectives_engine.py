@@ -38,8 +38,8 @@ def starts_of(counts: Sequence[int]) -> list[int]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of four f32, so that small arrays have many."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    monkeypatch.setattr(pieces, "RELAY_PIECE_BYTES", 16)
     monkeypatch.setattr(pieces, "SMALL_PIECE_BYTES", 8)
-    monkeypatch.setattr(pieces, "TAPER_BYTES", 16)
 
 
 def reduce_all(values: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
@@ -70,8 +70,8 @@ def test_a_sum_is_in_rank_order_whatever_the_order_of_arrival(order: Sequence[in
 def test_every_interleaving_of_every_operation_gives_the_oracles_result(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "PIECE_BYTES", 16)
+        patch.setattr(pieces, "RELAY_PIECE_BYTES", 16)
         patch.setattr(pieces, "SMALL_PIECE_BYTES", 8)
-        patch.setattr(pieces, "TAPER_BYTES", 16)
         one_operation(data)
 
 
