@@ -55,12 +55,10 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
             dies = world.rank == victim and step == FATAL
             if dies and when == "forward":
                 os.kill(os.getpid(), signal.SIGKILL)
-            loss = model(batch(step, world.replica))
             if dies and when == "backward":
                 last = model.runtime.units[-1].module
                 last.register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-                loss = model(batch(step, world.replica))
-            loss.backward()
+            model(batch(step, world.replica)).backward()
             if dies and when == "step":
                 os.kill(os.getpid(), signal.SIGKILL)
             replicas = world.num_replicas
