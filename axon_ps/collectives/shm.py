@@ -546,11 +546,11 @@ class SharedMemoryBackend(Backend):
         deadline: float,
     ) -> None:
         """Copy [lo, hi) of every other rank's share as soon as it has done so many pieces."""
-        n, rank = self.world_size, self.rank
+        n, rank, copy = self.world_size, self.rank, _copy_for(output.nbytes)
         for r in ((rank + i) % n for i in range(1, n)):
             self._control.await_progress(r, pieces, deadline)
             end = min(hi, counts[r])
-            exchange.pull(r, r, lo, end, output[begins[r] + lo : begins[r] + end])
+            exchange.pull(r, r, lo, end, output[begins[r] + lo : begins[r] + end], copy)
 
     def _reduce_piece(
         self, exchange: Exchange, dtype: DType, op: ReduceOp, own: Array, out: Array, lo: int, hi: int
