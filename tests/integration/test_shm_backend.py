@@ -72,7 +72,7 @@ def test_everything_is_right_where_slots_are_too_small(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_arrays_that_no_cache_holds(tmp_path: Path, way: str) -> None:
     numels = [800_001]  # results are written past the caches, in many windows
-    of = {"dtypes": ["f32"], "ops": ["sum"], "registered": way == "registered", "backend": WAYS[way]}
+    of = {"dtypes": ["f32"], "ops": [], "registered": way == "registered", "backend": WAYS[way]}
     told = run(tmp_path, 3, "everything", numels=numels, **of)
     assert way != "read" or all(t["bytes_read"] > 0 for t in told)
 
