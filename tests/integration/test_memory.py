@@ -58,10 +58,12 @@ def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS
             torch.manual_seed(step)
             model(torch.randn(BATCH, WIDTH)).square().mean().backward()
             assert optimizer.step().committed
+        worker = model.statistics()
+        model.state_dict()  # comes when every unit has been updated; while one is, its frames are being exchanged
         world.barrier("trained")
         servers = [world.server_statistics(m.rank) for m in world.membership.shards]
         world.barrier("measured")
-        return {"worker": model.statistics(), "servers": servers}
+        return {"worker": worker, "servers": servers}
 
 
 @pytest.mark.parametrize(
