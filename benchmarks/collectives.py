@@ -2,10 +2,9 @@
 
 All systems of a row are measured in turn, within the same seconds, `--rounds` times, in arrays that are new in each
 round: pages differ in speed, and a process that got good ones would keep them. A row has the medians, and a ratio is
-the median of those within a round. A time is that of the slowest rank, per operation, over several operations one after
-the other. Sizes are those of the full
-buffer: what all_reduce works on, what all_gather makes, what reduce_scatter takes. "memcpy" is every rank copying the
-full buffer at the same time.
+the median of those within a round. A time is that of the slowest rank, per operation, over several operations one
+after the other. Sizes are those of the full buffer: what all_reduce works on, what all_gather makes, what
+reduce_scatter takes. "memcpy" is every rank copying the full buffer at the same time.
 
 Open MPI needs `mpirun` and a Python with mpi4py (`--mpi-python`); without them its column is empty.
 """

@@ -162,12 +162,11 @@ class Control:
             MemberLost: one that did not come has died.
             AxonError: the group was aborted.
         """
-        if not self.arrive():
-            self._wait_at_gate(self._gates, deadline)
-        futex.settle()
+        self.arrive()
+        self.await_gate(deadline)
 
-    def arrive(self) -> bool:
-        """Come to the next gate without waiting there, which `await_gate` does; whether all others have come already.
+    def arrive(self) -> None:
+        """Come to the next gate without waiting there, which `await_gate` does.
 
         What we wrote before is seen by whoever has passed the gate.
         """
@@ -178,9 +177,8 @@ class Control:
         u64 = self.u64
         for index in self._others:
             if u64[index] < target:
-                return False
+                return
         self._ring(GATE, target & _MASK)
-        return True
 
     def await_gate(self, deadline: float) -> None:
         """Wait until every rank has come to the gate to which we came last. Raises as `gate` does."""

@@ -95,7 +95,7 @@ def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length
     first = [rng.standard_normal(u.numel).astype(np.float32) for u in layout.units]
     grads = [[rng.standard_normal(u.numel).astype(np.float32) for u in layout.units]]
     results = []
-    for run in (length, 1):
+    for run, numbers in ((length, list(range(12))), (1, order)):
         servers = Servers(spec, optimizer=one_group(layout, "adamw", lr=0.1))
         servers.upload(first)
         for unit in range(2):
@@ -104,10 +104,9 @@ def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length
         units = engine.decide(commit_of(engine))
         chunks = [(unit, index) for unit in units for index in range(len(engine.slices[unit].bounds))]
         assert len(chunks) == 12
-        for unit, index in chunks if run > 1 else [chunks[number] for number in order]:
-            last = min(index + run, len(engine.slices[unit].bounds))
+        for unit, index in (chunks[number] for number in numbers):
             if index % run == 0:
-                engine.apply(unit, index, last, engine.scratch(run))
+                engine.apply(unit, index, min(index + run, len(engine.slices[unit].bounds)), engine.scratch(run))
         for unit in units:
             engine.finish(unit)
         results.append([servers.values(unit).tobytes() for unit in range(2)])
