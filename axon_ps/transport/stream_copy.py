@@ -9,28 +9,18 @@ read, such as the source, stays in the cache they share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from axon_ps.compress.kernels import compiled
 from axon_ps.types import Array
 
-_Loop = TypeVar("_Loop", bound=Callable[..., Any])
 _LINE = 64
 _LINE_TYPE = ir.VectorType(ir.IntType(64), _LINE // 8)
-
-
-def _compiled(function: _Loop) -> _Loop:
-    """Compiles at the first call, and keeps the code on disk where it can."""
-    try:
-        return cast(_Loop, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no directory to keep it in
-        return cast(_Loop, numba.njit(nogil=True)(function))
 
 
 @intrinsic
@@ -64,7 +54,7 @@ _store_line: Any = _line_stored  # as loops call them: without the typing contex
 _settle: Any = _settled
 
 
-@_compiled
+@compiled
 def _copy(out: Any, data: Any) -> None:
     size = data.size
     to, source = np.uint64(out.ctypes.data), np.uint64(data.ctypes.data)
