@@ -33,9 +33,10 @@ from axon_ps.coordinator.client import (
 )
 from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
 from axon_ps.shard.client import ShardGroup
+from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class StepClient:
         self._pace = Pace()
         self._pace_wait_s = 0.0
         self._pushes: set[asyncio.Task[None]] = set()
+        self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
 
     # ------------------------------------------------------------------ what the job looks like
 
@@ -370,6 +372,43 @@ class StepClient:
             compressed=not exact,
         )
         return LoopWork(self._loop, self._explained(gather), f"gathering unit {unit}")
+
+    def mapped(self, unit: int) -> MappedCopy | None:
+        """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
+
+        It says so without asking anybody. Whoever reads it must be done before this worker's next vote.
+        """
+        with self._changed:
+            known = self._mapped.get(unit)
+            if known is None or known[:2] != (self.membership.generation, self.epoch):
+                return None
+            if not known[2].holds(self._version):
+                return None
+        self._shards.count_mapped(known[2])
+        return known[2]
+
+    def map(self, unit: int, dtype: DType) -> LoopWork[MappedCopy | None]:
+        """Map the memory that a unit lies in, at this worker's version or later.
+
+        Args:
+            unit: its number.
+            dtype: what it is wanted as.
+
+        Returns:
+            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
+            be done before this worker's next vote.
+        """
+        return LoopWork(self._loop, self._explained(self._map(unit, dtype)), f"mapping unit {unit}")
+
+    async def _map(self, unit: int, dtype: DType) -> MappedCopy | None:
+        asked = self.membership.generation, self.epoch
+        copy = await self._shards.map(
+            unit, dtype=dtype, min_version=self.version, context=self._coordinator.context, timeout_s=self.timeout_s
+        )
+        with self._changed:
+            if copy is not None:
+                self._mapped[unit] = *asked, copy
+        return copy
 
     async def _explained(self, call: Coroutine[Any, Any, T]) -> T:
         """A call whose time-out says what the job is waiting for, if it is."""

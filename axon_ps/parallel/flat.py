@@ -12,6 +12,11 @@ Note: [Memory that comes and goes]
     `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through `_window`, a raw view of the
     memory that lives only while a gather is under way and the storage cannot be resized.
 
+Note: [Mapped units]
+    Where the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is
+    at the version wanted, and freeing hides it. Nothing is allocated or copied, and what autograd saved is whole all
+    the time. Another mapping comes only with another server, which has the same values at the same version.
+
 A unit gathers *directly* into `flat` when what travels is what is computed with, on the host, and the old values are
 not needed meanwhile; else into a host buffer that `unshard` copies (and casts) from.
 
@@ -31,7 +36,7 @@ from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.memory import BufferPool, Meter
-from axon_ps.parallel.steps import Foresight, Pending, Steps
+from axon_ps.parallel.steps import Foresight, Mapped, Mapping, Pending, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 
@@ -85,11 +90,13 @@ class FlatUnit:
         self.wire = wire
         self.resident = resident
         self._meter = meter
-        self.flat = torch.empty(unit.numel, dtype=dtype, device=device)
-        self._nbytes = self.flat.nbytes
-        self._storage = self.flat.untyped_storage()
         self._nan = torch.empty((), dtype=dtype, device=device)
-        self._views = [self.flat[p.offset : p.end].view(p.shape) for p in unit.parameters]
+        self._lie_in(torch.empty(unit.numel, dtype=dtype, device=device))
+        self._nbytes = self.flat.nbytes
+        self._shown = False
+        self._maps: Mapping | None = None  # who maps the unit; None = it is gathered
+        self._mapped: Mapped | None = None  # what `flat` is
+        self._seen: Mapped | None = None  # what it will be when it is needed; `_work` may have to say
         self._absent = [self._nan.expand(p.shape) for p in unit.parameters]
         self._hide()  # what they held before is let go
         self._host_copy = host_copy
@@ -121,10 +128,14 @@ class FlatUnit:
         """Memory of the gathered unit."""
         return self._nbytes
 
+    def may_map(self, steps: Mapping) -> None:
+        """From now on, map the unit where that can be had. See Note: [Mapped units]."""
+        self._maps = steps if self._direct else None
+
     @property
     def vacant(self) -> bool:
         """Whether it has memory of its own and holds nothing there, nor is anything on its way."""
-        return self._direct and not self._storage.nbytes() and self._work is None
+        return self._direct and self._maps is None and not self._storage.nbytes() and self._work is None
 
     @property
     def is_ahead(self) -> bool:
@@ -144,7 +155,9 @@ class FlatUnit:
     @property
     def held_bytes(self) -> int:
         """Memory of parameters that come and go: what `flat` takes now (0 when it is kept) plus what is under way."""
-        held = 0 if self.resident else self._storage.nbytes()
+        held = 0 if self.resident else self._taken_bytes
+        if self._maps is not None and self._coming is not None:
+            held = self._nbytes
         return held + (self._buffer.nbytes if self._buffer is not None else 0)
 
     def remote(self, steps: Steps) -> bool:
@@ -177,6 +190,11 @@ class FlatUnit:
                 return  # `unshard` copies
             self._copied = None
             out = array_of(self._host_copy, self.wire)
+        elif self._maps is not None:
+            self._seen = self._maps.mapped(self.index)
+            if self._seen is None:
+                self._work = self._maps.map(self.index, self.wire)
+            return
         elif self._direct:
             self._allocate()
             out = _window(self.flat, self.wire)
@@ -221,7 +239,9 @@ class FlatUnit:
             self.start_gather(steps, pool)
             try:
                 if self._work is not None:
-                    self._work.wait()
+                    found = self._work.wait()
+                    if self._maps is not None:
+                        self._seen = found
             except AxonError as error:
                 # restored to an older version meanwhile: gather that; begun ahead: gather in the ordinary way
                 again = self._adopted or (isinstance(error, StepAborted) and self._coming != self.wanted(steps))
@@ -233,7 +253,10 @@ class FlatUnit:
                 self.abandon(pool)
                 raise
             self._work = None
-            if self._host_copy is not None:
+            if self._maps is not None:
+                if not self._lie_mapped():
+                    continue
+            elif self._host_copy is not None:
                 self._copied = self._coming
                 self._allocate()
                 with torch.no_grad():
@@ -245,6 +268,7 @@ class FlatUnit:
                 pool.give(self._buffer)
                 self._buffer = None
             self._show(self._views)
+            self._shown = True
             self._held, self._coming = self._coming, None
 
     def free(self, pool: BufferPool) -> None:
@@ -256,7 +280,7 @@ class FlatUnit:
     def release(self) -> None:
         """Give the memory back whatever the strategy."""
         self._held = None
-        if self._storage.nbytes():
+        if self._taken_bytes:
             self._hide()
             self._meter.add(-self._nbytes)
 
@@ -294,7 +318,7 @@ class FlatUnit:
 
     def abandon(self, pool: BufferPool) -> None:
         """Stop a gather under way; its memory is not touched afterwards."""
-        self._coming = None
+        self._coming = self._seen = None
         if self._work is None:
             return
         self._work.cancel()
@@ -302,8 +326,35 @@ class FlatUnit:
         if self._buffer is not None:
             pool.give(self._buffer)
             self._buffer = None
-        elif self._direct:
+        elif self._direct and self._maps is None:
             self.release()
+
+    @property
+    def _taken_bytes(self) -> int:
+        """Memory of what the parameters are, mapped or our own."""
+        if self._mapped is not None:
+            return self._nbytes if self._shown else 0
+        return self._storage.nbytes()
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._storage = flat.untyped_storage()
+        self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+
+    def _lie_mapped(self) -> bool:
+        """Let `flat` be what was mapped; False, and never again, if nothing could be."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            self.release()
+            self._coming = self._maps = self._mapped = None
+            self._lie_in(torch.empty(self.unit.numel, dtype=self._nan.dtype))
+            self._storage.resize_(0)
+            return False
+        if seen is not self._mapped:
+            self._mapped = seen
+            self._lie_in(torch.from_numpy(seen.values).view(self._nan.dtype))
+        self._meter.add(0 if self._shown else self._nbytes)
+        return True
 
     def _allocate(self) -> None:
         if not self._storage.nbytes():
@@ -313,7 +364,11 @@ class FlatUnit:
     def _hide(self) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
         self._show(self._absent)
-        self._storage.resize_(0)
+        self._shown = False
+        if self._mapped is not None:
+            self._mapped.forget_writes()
+        else:
+            self._storage.resize_(0)
 
     def _show(self, values: Sequence[torch.Tensor]) -> None:
         """Let the parameters be `values`."""

@@ -44,7 +44,7 @@ from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
-from axon_ps.parallel.steps import Assuming, Foresight, Pending, Steps
+from axon_ps.parallel.steps import Assuming, Foresight, Mapping, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _BUFFERS = 2
@@ -148,6 +148,9 @@ class Runtime:
         largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._budget_bytes = _BUFFERS * largest
         flats = [f for u in self.units for f in u.flats]
+        if isinstance(steps, Mapping):
+            for flat in flats:
+                flat.may_map(steps)
         buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
         buffers_bytes += sum(f.gather_bytes for f in flats if f.resident and f.trainable)
         self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from axon_ps.collectives.steps import Ticket
-from axon_ps.types import Array, Decision, Hyper, OptimizerSpec
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
 
 
 class Pending(Protocol):
@@ -55,6 +55,28 @@ class Assuming(Steps, Protocol):
 
     def assume(self, hyper: Sequence[Hyper] | None) -> None:
         """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+
+
+class Mapped(Protocol):
+    """A unit in memory that its server writes and this process reads; see `shard.shared_copy`."""
+
+    @property
+    def values(self) -> Array:
+        """wire[unit_numel]; the same memory as long as the server lives."""
+
+    def forget_writes(self) -> None:
+        """Whatever was written to `values` here is gone."""
+
+
+@runtime_checkable
+class Mapping(Steps, Protocol):
+    """Steps whose parameters may lie in memory that can be mapped. Nobody reads it beyond the next vote."""
+
+    def mapped(self, unit: int) -> Mapped | None:
+        """A unit's current values, if they are mapped and there."""
+
+    def map(self, unit: int, dtype: DType) -> Pending:
+        """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -22,11 +23,12 @@ import numpy as np
 
 from axon_ps.compress.compressor import Compressor, compressor_of
 from axon_ps.compress.feedback import Feedback
-from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout
+from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
 from axon_ps.shard import transfers
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.reach import Servers
+from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.shard.transfers import MakeContext, Transfer
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
@@ -34,9 +36,10 @@ from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
 from axon_ps.types import Array, Compression, DType, Hyper, Membership
-from axon_ps.wire.v1 import shard_pb2
+from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _Stream = Callable[[Stub, Slice, Transfer, "Counter[str]"], Awaitable[T]]
 
 _GATHER_LANE, _PUSH_LANE = 0, 1
@@ -58,6 +61,7 @@ class ShardGroup:
         self._peers = Peers(security, lanes)
         self._reach = Servers(node)
         self._feedback = Feedback()
+        self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
         self._counters: Counter[str] = Counter(dict.fromkeys((*transfers.COUNTERS, "retries"), 0))
 
     def set_members(self, membership: Membership) -> None:
@@ -150,6 +154,62 @@ class ShardGroup:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._counters["retries"] += 1
+
+    async def map(
+        self, unit: int, *, dtype: DType, min_version: int, context: MakeContext, timeout_s: float | None
+    ) -> MappedCopy | None:
+        """The memory that a unit lies in on this host, once it is at `min_version` or later.
+
+        Args:
+            unit: its number.
+            dtype: what it is wanted as.
+            min_version: the oldest version that will do.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+
+        Returns:
+            None where it must be gathered: it lies on another host or on several servers, travels compressed or as
+            another dtype, or replicas step alone. See `shard.shared_copy`, Note: [When a mapped unit may change].
+
+        Raises:
+            InvalidRequest: there is no such unit.
+            Timeout: its owner did not answer, or was not there, or did not reach the version in time.
+            StepAborted: the job was restored to an older version meanwhile.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._peers.owners(unit, deadline)
+        precision = spec.precision
+        if len(slices) > 1 or spec.policy.alone or precision.param_compression or dtype is not precision.param:
+            return None
+        begin, end = _range(spec, unit, 0, None, None)
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=None,
+            dtype=dtype,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            min_version=min_version,
+            reach=self._reach,
+        )
+        mapping = await self._repeated(transfers.locate, _GATHER_LANE, slices[0], transfer)
+        if mapping is None:
+            return None
+        known = self._mapped.get(unit)
+        if known is None or known[0] != mapping:
+            try:
+                known = self._mapped[unit] = mapping, MappedCopy(mapping, end, dtype)
+            except Unreachable as error:
+                _logger.info("unit %d is gathered and not mapped: %s", unit, error)
+                return None
+        self.count_mapped(known[1])
+        return known[1]
+
+    def count_mapped(self, copy: MappedCopy) -> None:
+        """A unit was gathered without copying it."""
+        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
+            self._counters[name] += copy.values.nbytes
 
     async def gather_ahead(
         self,

@@ -30,6 +30,7 @@ import numpy as np
 from axon_ps.compress.compressor import Compressor, compressor_of
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.attempts import Attempt, Attempts
+from axon_ps.shard.shared_copy import SharedCopy
 from axon_ps.shard.slices import OwnedSlice
 from axon_ps.shard.updater import Updater
 from axon_ps.sharding.job import JobSpec
@@ -456,7 +457,7 @@ class ShardEngine:
                 self.counters["encodings"] += owned.begin_update(foreseen=foreseen, lane=lane)
             else:
                 owned.restart(lane)
-                owned.reached = decision.version
+                owned.unchanged(decision.version)
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
@@ -502,6 +503,16 @@ class ShardEngine:
         first, last = owned.range_of(begin, end)
         self.counters["encodings"] += owned.ensure_frames()
         return owned.frames if last - first == len(owned.bounds) else owned.frames[first:last]
+
+    def shared(self, unit: int) -> SharedCopy | None:
+        """A unit's wire copy in memory that workers of this host map; None where they must gather copies.
+
+        Only while the unit is `available`. See `shard.shared_copy`, Note: [When a mapped unit may change].
+        """
+        owned = self.slice_of(unit)
+        assert self.spec is not None
+        whole = owned.numel == self.spec.layout.units[unit].numel
+        return owned.share() if whole and not self.alone else None
 
     def foresee(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array) -> bytes | None:
         """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None: wait, not yet known.
@@ -556,7 +567,7 @@ class ShardEngine:
         Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; memory by kind (see
         `shard.slices`); generation, step, version and what is missing.
         """
-        memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes")
+        memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
         values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))
         values.update(self.counters)
         for owned in self.slices.values():

@@ -50,6 +50,9 @@ class ShardServicer:
         engine.counters["gathers"] += 1
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
+        if request.map:
+            await self._show(context, request, dtype)
+            return
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
             for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
@@ -59,6 +62,15 @@ class ShardServicer:
                 frame = await shell.encoded(request.unit, index, dtype)
                 await context.write(frame)
                 self._count("out", len(frame))
+
+    async def _show(self, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType) -> None:
+        """Where the caller can map the unit; nowhere, if it must gather a copy."""
+        owned, engine = self._engine.slice_of(request.unit), self._engine
+        shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
+        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
+        if shared is not None:
+            header.mapping.CopyFrom(shared.mapping)
+        await context.write(encode_chunk(header, None))
 
     async def _gather_ahead(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
         """Chunks of a range as an undecided step will make them, each as soon as it is known."""

@@ -13,9 +13,9 @@ Invariants:
   thread. Other sums may be added to meanwhile.
 
 Note: [Memory of a slice]
-    master f32[n] and one wire copy of it, the frames. A trainable slice adds the accumulator f32[n] (one per replica
-    where replicas step alone, each from its first gradient on) and the moments
-    f32[n] each; if parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new
+    master f32[n] and one wire copy of it, the frames or the shared copy. A trainable slice adds the accumulator f32[n]
+    (one per replica where replicas step alone, each from its first gradient on) and the moments f32[n] each; if
+    parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new
     frames of the unit, until they replace the old ones.
 
 Note: [Compressed parameters]
@@ -32,6 +32,10 @@ Note: [Frames ahead of the decision]
     encoded into `ahead`. Once every chunk is there the frames of the version that still counts are dropped (they are
     encoded again should anybody want them; compressed ones are small, and stay), so there is one wire copy still. If
     the step commits as assumed, `ahead` becomes the new frames; if not, it is forgotten.
+
+Note: [Mapped slices]
+    Where workers of this host map the slice (`shard.shared_copy`), its wire copy is the shared one, and an update
+    makes no frames; they are encoded when somebody else asks, and are a second wire copy then.
 """
 
 from __future__ import annotations
@@ -42,9 +46,10 @@ import numpy as np
 
 from axon_ps.compress import cast
 from axon_ps.compress.compressor import compressor_of
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.segments import Segment, cut, unit_segments
+from axon_ps.shard.shared_copy import ALWAYS, SharedCopy
 from axon_ps.shard.sums import GradientSum
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
@@ -73,6 +78,7 @@ class OwnedSlice:
         residual: f32[n], what the present frames lost; None when parameters are not compressed, or frozen.
         frames: per chunk, its encoded message; empty when they have to be encoded first.
         ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
+        shared: the wire copy that workers of this host map; None while nobody does.
         lender: lends `frames` and `ahead` to processes of this host; takes all back when some of them are dropped.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
@@ -95,6 +101,7 @@ class OwnedSlice:
         self.state: dict[str, Array] = {}
         self.frames: tuple[bytes, ...] = ()
         self.ahead: list[bytes] = []
+        self.shared: SharedCopy | None = None
         self.lender = Lender()
         self.reached = 0
         self.changed = 0
@@ -247,8 +254,11 @@ class OwnedSlice:
         self.changed = self.reached = version
         if self.residual is not None:
             self.residual.fill(0.0)
-        self.frames = self._encode_all()
         self.lacking = 0
+        if self.shared is not None:
+            self._fill_shared(self.shared)
+            return 0
+        self.frames = self._encode_all()
         return len(self.frames)
 
     def ensure_frames(self) -> int:
@@ -258,9 +268,43 @@ class OwnedSlice:
         self.frames = self._encode_all()
         return len(self.frames)
 
+    def share(self) -> SharedCopy | None:
+        """The present values in memory that workers of this host can map; None where there cannot be any.
+
+        Only while the slice has values and is not `applying`.
+        """
+        if self.shared is None and self._param_compressor is None:
+            try:
+                shared = SharedCopy(self.numel, self._param_dtype)
+            except Busy:
+                return None
+            self._fill_shared(shared)
+            self.shared = shared
+            self.lender.take_back()
+            self.frames = ()
+        return self.shared
+
+    def _fill_shared(self, shared: SharedCopy) -> None:
+        if self._param_dtype is DType.F32:
+            shared.values[:] = self.master
+        else:
+            cast.encode(self.master, shared.values, self._param_dtype)
+        self._say(shared)
+
+    def _say(self, shared: SharedCopy | None) -> None:
+        if shared is not None:
+            shared.say(self.reached if self.trainable else ALWAYS - 1)
+
+    def unchanged(self, version: int) -> None:
+        """A step led to `version`, and had no gradient for this slice."""
+        self.reached = version
+        self._say(self.shared)
+
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
         self.lender.take_back()
+        if self.shared is not None:
+            self.shared.withdraw()
         self.frames = ()
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
@@ -386,6 +430,10 @@ class OwnedSlice:
                 sums.array[begin - self.begin : end - self.begin] = 0
         sums.restart()
         self.applying = True
+        if self.shared is not None:
+            self.shared.withdraw()
+            self._next_frames = list(ahead)
+            return 0
         self._next_frames = list(ahead) or [b""] * len(self.bounds)
         return self._next_frames.count(b"")
 
@@ -413,6 +461,9 @@ class OwnedSlice:
         begin, end = self.bounds[first][0] - self.begin, self.bounds[last - 1][1] - self.begin
         master = self.master[begin:end]
         states = tuple(state[begin:end] for state in self.state.values())
+        if self.shared is not None:
+            self._update(begin, optimizer, hypers, scale, self.shared.values[begin:end], master, states)
+            return
         foreseen = all(self._next_frames[first:last])
         wire = None if foreseen else self._wire(scratch, end - begin)
         self._update(begin, optimizer, hypers, scale, wire, master, states)
@@ -488,6 +539,7 @@ class OwnedSlice:
         self.updates += 1
         self.reached = self.changed = version
         self.applying = False
+        self._say(self.shared)
 
     # ------------------------------------------------------------------ memory
 
@@ -499,4 +551,5 @@ class OwnedSlice:
             "state_bytes": sum(s.nbytes for s in self.state.values()),
             "residual_bytes": 0 if self.residual is None else self.residual.nbytes,
             "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
+            "shared_bytes": 0 if self.shared is None else self.shared.nbytes,
         }

@@ -30,7 +30,7 @@ from axon_ps.transport.service import Stream, Stub
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
-from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 
 DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
 """What an array of an element type holds."""
@@ -49,10 +49,12 @@ COUNTERS = (
     "gather_streams",
     "lent_bytes_in",
     "lent_bytes_out",
+    "mapped_bytes_in",
     "push_streams",
     "upload_streams",
 )
-"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket."""
+"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket, `mapped_` those that were
+not even copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,34 @@ async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int
     if mixed and t.one_version:
         raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
     return version
+
+
+async def locate(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> memory_pb2.Mapping | None:
+    """Where the whole of `s` can be mapped, once it is at the version; None where it cannot.
+
+    Raises:
+        Broken: the stream ended early.
+        AxonError: what the server raised.
+    """
+    if (await t.access(s, stub)).borrower is None:
+        return None
+    request = shard_pb2.AllGatherRequest(
+        context=t.context(),
+        unit=s.unit,
+        begin=s.begin,
+        end=s.end,
+        min_version=t.min_version,
+        dtype=dtype_to_proto(t.dtype),
+        map=True,
+    )
+    counters["gather_streams"] += 1
+    async with stub.open("AllGather", request, timeout_s=t.deadline.remaining()) as stream:
+        message = await stream.read()
+        if message is grpc.aio.EOF:
+            raise Broken(f"{stub.peer} ended its stream before it said where unit {s.unit} lies")
+        header, _ = decode_chunk(message)
+        await stream.read()  # its end
+    return header.mapping if header.HasField("mapping") else None
 
 
 async def push(stub: Stub, s: Slice, t: Transfer, counters: Counter[str], *, resume: bool) -> None:

@@ -34,6 +34,7 @@ _MAP_FIXED = 0x10
 _PUNCH_HOLE_KEEP_SIZE = 3
 _HUGE_BYTES = 2 << 20
 _NONCE_BYTES = 16
+_OF_FILE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)  # of a page, in /proc/PID/pagemap; in memory or swapped
 PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -124,8 +125,13 @@ class Segment:
         return cls(memory, fd, os.fstat(fd).st_ino)
 
     @classmethod
-    def open(cls, address: SegmentAddress) -> Segment:
+    def open(cls, address: SegmentAddress, *, private: bool = False) -> Segment:
         """Map a segment of another process.
+
+        Args:
+            address: where it is.
+            private: what is written here is seen by this process only, until `forget_writes`; what its owner writes is
+                seen here, except in pages that were written to.
 
         Raises:
             Unreachable: it cannot be reached from here, and why.
@@ -143,7 +149,7 @@ class Segment:
             found = os.fstat(fd)
             if (found.st_ino, found.st_size) != (address.inode, address.size_bytes):
                 raise Unreachable(f"{path} is another file here: its owner is in another process namespace, or gone")
-            memory = mmap.mmap(fd, address.size_bytes)
+            memory = mmap.mmap(fd, address.size_bytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         except (OSError, ValueError) as error:
             if isinstance(error, Unreachable):
                 raise
@@ -158,6 +164,11 @@ class Segment:
         return SegmentAddress(
             boot=boot_id(), pid=os.getpid(), fd=self.fd, inode=self._inode, size_bytes=self.size_bytes
         )
+
+    def forget_writes(self) -> None:
+        """Let a private mapping be again what its owner has written."""
+        if _has_own_pages(self.base(), self.size_bytes):
+            self.memory.madvise(mmap.MADV_DONTNEED)
 
     def bytes(self) -> Array:
         """u8[size_bytes]: the whole segment."""
@@ -251,6 +262,19 @@ def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
             if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EFAULT):  # old kernels; EFAULT: no space left
                 raise
     os.posix_fallocate(fd, 0, size_bytes)
+
+
+def _has_own_pages(base: int, size_bytes: int) -> bool:
+    """Whether a page of a private mapping was written to, and so is a copy; true where the kernel does not tell.
+
+    Asking takes a tenth of what it costs to have every page of the mapping found again.
+    """
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            entries = np.fromfile(file, np.uint64, size_bytes // PAGE_BYTES, offset=base // PAGE_BYTES * 8)
+    except OSError:
+        return True
+    return entries.size * PAGE_BYTES != size_bytes or bool(np.any((entries & _OF_FILE == 0) & (entries & _THERE != 0)))
 
 
 def _no_room(size_bytes: int, available: int, directory: str) -> Busy:

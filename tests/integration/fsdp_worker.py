@@ -18,7 +18,7 @@ from parity_model import MAX_NORM, Block, Values, batch, build, groups
 
 OPTIONS = {"lr": 3e-3}
 DECAY = 0.05
-SERVER_MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes")
+SERVER_MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {
     "f32": {},
     "bf16 wire": {"wire_dtype": torch.bfloat16},

@@ -25,3 +25,17 @@ class Loan(_message.Message):
     number_address: int
     number: int
     def __init__(self, address: _Optional[int] = ..., size_bytes: _Optional[int] = ..., number_address: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Mapping(_message.Message):
+    __slots__ = ("boot", "pid", "fd", "inode", "size_bytes")
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    INODE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    boot: str
+    pid: int
+    fd: int
+    inode: int
+    size_bytes: int
+    def __init__(self, boot: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., inode: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...

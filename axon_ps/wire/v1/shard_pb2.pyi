@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype", "compressed", "lend", "step", "assumed")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "dtype", "compressed", "map", "lend", "step", "assumed")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class AllGatherRequest(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
     LEND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_FIELD_NUMBER: _ClassVar[int]
@@ -28,10 +29,11 @@ class AllGatherRequest(_message.Message):
     min_version: int
     dtype: _common_pb2.DType
     compressed: bool
+    map: bool
     lend: bool
     step: int
     assumed: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., lend: bool = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., map: bool = ..., lend: bool = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks")
