@@ -1,0 +1,149 @@
+"""FULL_SHARD on a server of the workers' own host: parameters are read where they lie, and nobody can tell."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.testing import LocalCluster
+from axon_ps.types import Role
+from parity_model import train_sharded
+
+WIDTH = 64
+
+
+class Layer(nn.Sequential):
+    """A unit."""
+
+
+def model_of(world: axon_ps.World, dtype: torch.dtype = torch.float32) -> parallel.FSDP:
+    torch.manual_seed(0)
+    layers = [Layer(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return parallel.FSDP(
+        nn.Sequential(*layers),
+        world.default_group,
+        mixed_precision=parallel.MixedPrecision(param_dtype=dtype),
+        unit_types={Layer},
+    )
+
+
+def step(model: parallel.FSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    assert optimizer.step().committed
+    optimizer.zero_grad()
+
+
+def values_of(model: parallel.FSDP) -> dict[str, Any]:
+    return {name: value.float().numpy().copy() for name, value in model.state_dict().items()}
+
+
+def train(precision: dict[str, torch.dtype], direct: str) -> Any:
+    os.environ["AXON_PS_DIRECT_MEMORY"] = direct
+    with axon_ps.World.init() as world:
+        values, _, _ = train_sharded(world, "AdamW", {"lr": 3e-3}, "FULL_SHARD", precision, steps=4)
+        return values, world.statistics()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["f32", "bf16"])
+def test_training_on_mapped_parameters_gives_the_same_bits(dtype: torch.dtype | None) -> None:
+    precision = {} if dtype is None else {"param_dtype": dtype}
+    found = []
+    for direct in ("1", "0"):
+        with LocalCluster(shards=1, world_size=2) as cluster:
+            found.append([result.value for result in cluster.run_workers(train, args=(precision, direct))])
+    for (mapped, counted), (copied, sent) in zip(*found, strict=True):
+        assert counted["mapped_bytes_in"] > 0
+        assert sent["mapped_bytes_in"] == 0
+        assert list(mapped) == list(copied)
+        for name, value in mapped.items():
+            np.testing.assert_array_equal(value, copied[name])
+
+
+def write_to_parameters() -> Any:
+    with axon_ps.World.init() as world:
+        model = model_of(world)
+        optimizer = parallel.SGD(model, lr=0.1)
+        step(model, optimizer, 0)
+        before = values_of(model)
+
+        def spoil(module: nn.Module, *_: Any) -> None:
+            if world.rank == 0:
+                with torch.no_grad():
+                    for param in module.parameters():
+                        param.mul_(3.0)
+                        param.data.add_(1.0)
+
+        hooks = [module.register_forward_hook(spoil) for module in model.modules() if isinstance(module, nn.Linear)]
+        with torch.no_grad():
+            spoiled = model(torch.ones(1, WIDTH)).numpy().copy()
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            again = model(torch.ones(1, WIDTH)).numpy().copy()
+        world.barrier("written")
+        return before, values_of(model), spoiled, again
+
+
+def test_what_is_written_to_a_gathered_parameter_is_lost_and_reaches_nobody() -> None:
+    with LocalCluster(shards=1, world_size=2) as cluster:
+        results = [result.value for result in cluster.run_workers(write_to_parameters)]
+    for before, after, spoiled, again in results:
+        np.testing.assert_array_equal(again, results[1][2])  # the hook came behind the module's own use of them
+        np.testing.assert_array_equal(again, spoiled)
+        for name, value in before.items():
+            np.testing.assert_array_equal(after[name], value)
+
+
+def meet(path: Path) -> None:
+    """Wait for the process at the other end of a named pipe."""
+    with open(path, "ab" if "to-test" in path.name else "rb"):
+        pass
+
+
+def lose_the_server(pipes: Path, uri: str) -> Any:
+    """Two steps, a checkpoint, two steps, another server in between; and the same without."""
+    with axon_ps.World.init(timeout_s=30.0) as world:
+        model = model_of(world)
+        optimizer = parallel.AdamW(model, lr=1e-2)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        model.save_checkpoint(uri, optimizer)
+        for seed in range(2, 4):
+            step(model, optimizer, seed)
+        expected = values_of(model)
+        meet(pipes / "to-test")
+        meet(pipes / "from-test")
+        epoch = world.steps.epoch
+        world.restore_checkpoint(uri)
+        world.steps.wait_epoch(epoch + 1)
+        for seed in range(2, 4):
+            step(model, optimizer, seed)
+        return expected, values_of(model), world.statistics()
+
+
+def test_another_server_is_mapped_when_the_first_is_lost(tmp_path: Path) -> None:
+    for name in ("to-test", "from-test"):
+        os.mkfifo(tmp_path / name)
+    with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
+        (worker,) = cluster.start_workers(lose_the_server, args=(tmp_path, (tmp_path / "checkpoint").as_uri()))
+        with open(tmp_path / "to-test", "rb"):
+            pass
+        cluster.kill(Role.SHARD)
+        cluster.restart(Role.SHARD)
+        with open(tmp_path / "from-test", "ab"):
+            pass
+        result = worker.result()
+    assert not result.error, result.error
+    expected, values, statistics = result.value
+    assert statistics["mapped_bytes_in"] > 0
+    for name, value in expected.items():
+        np.testing.assert_array_equal(values[name], value)

@@ -1,0 +1,184 @@
+"""A unit's wire copy in shared memory: what it holds when, and what becomes of frames."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from axon_ps.errors import Busy, Unreachable
+from axon_ps.shard import slices
+from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.shared_copy import MappedCopy, SharedCopy
+from axon_ps.sharding.policy import BoundedStaleness
+from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
+from axon_ps.wire.v1 import memory_pb2
+from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
+
+N, FROZEN = 300, 100
+LAYOUT = layout_of([N - 20, 20], [FROZEN], frozen=[1])
+WIRE = [DType.F32, DType.BF16, DType.F16]
+
+
+def servers(param: DType = DType.F32, num_servers: int = 1) -> Servers:
+    made = Servers(job_of(LAYOUT, param=param), num_servers, optimizer=one_group(LAYOUT, "adamw", lr=0.1))
+    rng = np.random.default_rng(1)
+    made.upload([rng.random(u.numel, np.float32) for u in LAYOUT.units])
+    return made
+
+
+def mapped(engine: ShardEngine, unit: int = 0) -> MappedCopy:
+    shared = engine.shared(unit)
+    assert shared is not None
+    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.param_dtype)
+
+
+def grad(seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(N).astype(np.float32)
+
+
+@pytest.mark.parametrize("param", WIRE)
+def test_what_is_mapped_is_what_would_be_gathered_at_every_version(param: DType) -> None:
+    made, plain = servers(param), servers(param)
+    copy = mapped(made.engines[0])
+    for step in range(3):
+        np.testing.assert_array_equal(copy.values, plain.values(0))
+        assert copy.holds(step)
+        assert not copy.holds(step + 1)
+        for one in (made, plain):
+            one.train_step([[grad(step), None]])
+    np.testing.assert_array_equal(made.values(0), plain.values(0))  # who cannot map it gathers the same
+    assert mapped(made.engines[0]).values.tobytes() == copy.values.tobytes()
+
+
+def test_while_a_step_is_applied_it_holds_no_version() -> None:
+    made = servers()
+    (engine,) = made.engines
+    copy = mapped(engine)
+    made.push(0, 0, grad(0))
+    before = copy.values.copy()
+    assert copy.holds(0)
+    decision = commit_of(engine)
+    (unit,) = engine.decide(decision)
+    assert not copy.holds(0)
+    assert not copy.holds(1)
+    np.testing.assert_array_equal(copy.values, before)
+    engine.apply(unit, 0, len(engine.slices[0].bounds), engine.scratch(8))
+    engine.finish(unit)
+    assert copy.holds(1)
+    assert np.all(copy.values != before)
+
+
+def test_a_step_that_is_not_committed_or_has_no_gradient_for_it_changes_nothing() -> None:
+    made = servers()
+    copy = mapped(made.engines[0])
+    before = copy.values.copy()
+    made.push(0, 0, grad(0))
+    made.end(Outcome.ABORT)
+    assert copy.holds(0)
+    made.push(0, 0, None)
+    apply(made.engines[0], commit_of(made.engines[0]))
+    assert copy.holds(1)
+    np.testing.assert_array_equal(copy.values, before)
+
+
+def test_a_frozen_unit_is_at_every_version() -> None:
+    made = servers()
+    copy = mapped(made.engines[0], 1)
+    assert copy.holds(0)
+    made.train_step([[grad(0), None]])
+    assert copy.holds(1)
+    assert copy.holds(17)
+
+
+def test_frames_are_made_only_for_those_who_ask() -> None:
+    made = servers()
+    (engine,) = made.engines
+    mapped(engine)
+    assert engine.statistics()["frame_bytes"] < 4 * (N + FROZEN)  # the frozen unit's
+    before = engine.statistics()["encodings"]
+    made.train_step([[grad(0), None]])
+    assert engine.statistics()["encodings"] == before
+    made.values(0)
+    made.values(0)
+    assert engine.statistics()["encodings"] == before + len(engine.slices[0].bounds)
+    assert engine.statistics()["shared_bytes"] > 4 * N
+
+
+def test_foreseen_frames_are_served_beside_it() -> None:
+    made, plain = servers(), servers()
+    (engine,) = made.engines
+    copy = mapped(engine)
+    for one in (made, plain):
+        one.push(0, 0, grad(0))
+    hyper = ({"lr": 0.1},)
+    chunks = range(len(engine.slices[0].bounds))
+    foreseen = tuple(engine.foresee(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
+    assert copy.holds(0)
+    for one in (made, plain):
+        one.commit(hyper)
+    assert foreseen == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    np.testing.assert_array_equal(copy.values, plain.values(0))
+
+
+def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
+    made = servers()
+    (engine,) = made.engines
+    copy, owned = mapped(engine), engine.slices[0]
+    owned.withdraw()
+    assert not copy.holds(0)
+    other = np.arange(N, dtype=np.float32)
+    for index, (begin, end) in enumerate(owned.bounds):
+        owned.store(index, other[begin:end])
+    assert not copy.holds(0)
+    owned.publish(7)
+    assert copy.holds(7)
+    np.testing.assert_array_equal(copy.values, other)
+
+
+def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [engine.shared(0) for engine in servers(num_servers=2).engines] == [None, None]
+    for spec in (
+        replace(job_of(LAYOUT), precision=WirePrecision(param_compression=Int8())),
+        replace(job_of(LAYOUT), policy=BoundedStaleness(max_staleness=2)),
+    ):
+        other = Servers(spec)
+        other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
+        assert other.engines[0].shared(0) is None
+
+    def no_room(*_: object) -> SharedCopy:
+        raise Busy("a shared-memory segment needs more than there is")
+
+    monkeypatch.setattr(slices, "SharedCopy", no_room)
+    full = servers()
+    assert full.engines[0].shared(0) is None
+    assert len(full.engines[0].frames(0, 0, N)) == len(full.engines[0].slices[0].bounds)
+
+
+def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:
+    shared = SharedCopy(5000, DType.F32)
+    shared.values[:] = 1.0
+    shared.say(0)
+    ours, theirs = (MappedCopy(shared.mapping, 5000, DType.F32) for _ in range(2))
+    ours.values[3000] = 5.0
+    assert (ours.values[3000], theirs.values[3000], shared.values[3000]) == (5.0, 1.0, 1.0)
+    shared.values[:] = 2.0
+    shared.say(1)
+    assert (ours.values[3000], ours.values[10], theirs.values[3000]) == (5.0, 2.0, 2.0)
+    assert ours.holds(1)
+    ours.forget_writes()
+    assert np.all(ours.values == 2.0)
+    shared.close()
+    assert np.all(theirs.values == 2.0)  # what is mapped stays
+
+
+def test_what_is_not_there_or_too_small_is_not_mapped() -> None:
+    shared = SharedCopy(10, DType.F32)
+    with pytest.raises(Unreachable, match="2000 f32 are not in a segment"):
+        MappedCopy(shared.mapping, 2000, DType.F32)
+    gone = memory_pb2.Mapping()
+    gone.CopyFrom(shared.mapping)
+    shared.close()
+    with pytest.raises(Unreachable):
+        MappedCopy(gone, 10, DType.F32)
