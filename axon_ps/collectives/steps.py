@@ -400,6 +400,10 @@ class StepClient:
         """
         return LoopWork(self._loop, self._explained(self._map(unit, dtype)), f"mapping unit {unit}")
 
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
+        return self._shards.buffer(size_bytes)
+
     async def _map(self, unit: int, dtype: DType) -> MappedCopy | None:
         asked = self.membership.generation, self.epoch
         copy = await self._shards.map(

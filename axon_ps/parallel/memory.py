@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
+
+from axon_ps.types import Array
 
 
 class Meter:
@@ -29,11 +32,15 @@ class BufferPool:
         limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
+        make: gives memory for a buffer, u8[size]; None = torch does.
     """
 
-    def __init__(self, limit_bytes: int, meter: Meter, *, pinned: bool = False) -> None:
+    def __init__(
+        self, limit_bytes: int, meter: Meter, *, pinned: bool = False, make: Callable[[int], Array] | None = None
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._pinned = pinned
+        self._make = make
         self._changed = threading.Condition()
         self._idle: list[torch.Tensor] = []
         self._idle_bytes = 0
@@ -60,6 +67,8 @@ class BufferPool:
                     return self._idle.pop(i)
             self._shrink(self._limit_bytes - self._out_bytes)
             self._meter.add(size_bytes)
+        if self._make is not None and size_bytes:
+            return torch.from_numpy(self._make(size_bytes)).view(dtype)
         return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
 
     def give(self, buffer: torch.Tensor) -> None:

@@ -156,7 +156,8 @@ class Runtime:
         self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)
         self._grad_meter = Meter()
         most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
-        self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned)
+        make = steps.buffer if isinstance(steps, Mapping) and not pinned else None
+        self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, make=make)
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None

@@ -75,6 +75,9 @@ class Mapping(Steps, Protocol):
     def mapped(self, unit: int) -> Mapped | None:
         """A unit's current values, if they are mapped and there."""
 
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed."""
+
     def map(self, unit: int, dtype: DType) -> Pending:
         """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 

@@ -28,6 +28,7 @@ from axon_ps.shard import transfers
 from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.reach import Servers
+from axon_ps.shard.shared_buffers import shared_buffer
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.shard.transfers import MakeContext, Transfer
 from axon_ps.sharding.job import JobSpec
@@ -205,6 +206,10 @@ class ShardGroup:
                 return None
         self.count_mapped(known[1])
         return known[1]
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for gradients; servers of this host read them there. See `shard.shared_buffers`."""
+        return shared_buffer(size_bytes) if self._reach.any else np.empty(size_bytes, np.uint8)
 
     def count_mapped(self, copy: MappedCopy) -> None:
         """A unit was gathered without copying it."""

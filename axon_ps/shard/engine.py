@@ -512,7 +512,8 @@ class ShardEngine:
         owned = self.slice_of(unit)
         assert self.spec is not None
         whole = owned.numel == self.spec.layout.units[unit].numel
-        return owned.share() if whole and not self.alone else None
+        many = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MOST_SHARED
+        return owned.share() if whole and not many and not self.alone else None
 
     def foresee(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array) -> bytes | None:
         """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None: wait, not yet known.
@@ -583,6 +584,9 @@ class ShardEngine:
         return {name: float(value) for name, value in sorted(values.items())}
 
 
+MOST_SHARED = 200
+"""How many units are mapped at most: each takes two file descriptors here and one in a worker, of often 1024."""
+
 _COUNTERS = (
     "bytes_in",
     "bytes_out",
@@ -591,6 +595,7 @@ _COUNTERS = (
     "duplicates",
     "encodings",
     "gathers",
+    "mapped_bytes_in",
     "pushes",
     "restores",
     "steps_aborted",

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.shard import shared_buffers
+from axon_ps.shard.shared_buffers import MappedBuffers
 from axon_ps.transport import direct_memory
 from axon_ps.transport.direct_memory import Borrower, Introduction, Lender, Loan
 from axon_ps.transport.service import Stub
@@ -79,6 +81,11 @@ class Servers:
             known = self._known[member.incarnation] = asyncio.ensure_future(self._introduce(member, stub, context))
         return await asyncio.shield(known)
 
+    @property
+    def any(self) -> bool:
+        """Whether there are servers on this host."""
+        return bool(self._members)
+
     def close(self) -> None:
         """Stop asking."""
         for known in self._known.values():
@@ -101,11 +108,13 @@ class Callers:
 
     def __init__(self) -> None:
         self._known: dict[str, Borrower] = {}
+        self._buffers = MappedBuffers()
 
     def set_members(self, membership: Membership) -> None:
         """Forget workers that have gone."""
         there = {m.incarnation for m in membership.workers}
         self._known = {k: v for k, v in self._known.items() if k in there}
+        self._buffers.keep(there)
 
     def introduce(self, incarnation: str, introduction: memory_pb2.Introduction) -> shard_pb2.IntroduceReply:
         """Take a worker's introduction, and give ours."""
@@ -113,6 +122,18 @@ class Callers:
         if borrower is not None:
             self._known[incarnation] = borrower
         return shard_pb2.IntroduceReply(introduction=_ours(), readable=borrower is not None)
+
+    def view(self, incarnation: str, loan: memory_pb2.Loan) -> memoryview | None:
+        """What a worker lends, where it lies; it stays as it is. None: it must be read.
+
+        Raises:
+            InvalidRequest: it is not in a buffer of that worker.
+        """
+        borrower = self._known.get(incarnation)
+        if borrower is None or not loan.HasField("mapping"):
+            return None
+        found = self._buffers.view(incarnation, borrower.pid, loan.mapping, loan.offset, loan.size_bytes)
+        return None if found is None else found.data
 
     def read(self, incarnation: str, loan: Loan, most_bytes: int) -> memoryview:
         """A copy of what a worker lends.
@@ -132,11 +153,15 @@ class Callers:
 
 
 def lend(lender: Lender, address: int, size_bytes: int) -> memory_pb2.Loan:
-    """A loan as a message."""
+    """A loan as a message; it says where the bytes can be mapped, if they can."""
     loan = lender.lend(address, size_bytes)
-    return memory_pb2.Loan(
+    message = memory_pb2.Loan(
         address=loan.address, size_bytes=loan.size_bytes, number_address=loan.number_address, number=loan.number
     )
+    if (place := shared_buffers.found(address, size_bytes)) is not None:
+        message.mapping.CopyFrom(place[0])
+        message.offset = place[1]
+    return message
 
 
 def loan_from_proto(loan: memory_pb2.Loan) -> Loan:

@@ -89,8 +89,7 @@ class MappedCopy:
     """
 
     def __init__(self, mapping: memory_pb2.Mapping, numel: int, dtype: DType) -> None:
-        names = ("boot", "pid", "fd", "inode", "size_bytes")
-        self._segment = Segment.open(SegmentAddress(**{name: getattr(mapping, name) for name in names}), private=True)
+        self._segment = Segment.open(address_from_proto(mapping), private=True)
         if self._segment.size_bytes < PAGE_BYTES + numel * dtype.itemsize:
             raise Unreachable(f"{numel} {dtype.value} are not in a segment of {self._segment.size_bytes} bytes")
         self._word, self.values = _parts(self._segment, numel, dtype)
@@ -102,6 +101,12 @@ class MappedCopy:
     def forget_writes(self) -> None:
         """Whatever was written to `values` here is gone."""
         self._segment.forget_writes()
+
+
+def address_from_proto(mapping: memory_pb2.Mapping) -> SegmentAddress:
+    """A segment's address from its message."""
+    names = ("boot", "pid", "fd", "inode", "size_bytes")
+    return SegmentAddress(**{name: getattr(mapping, name) for name in names})
 
 
 def _parts(segment: Segment, numel: int, dtype: DType) -> tuple[Array, Array]:

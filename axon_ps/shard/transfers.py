@@ -14,6 +14,7 @@ import numpy as np
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.shard import shared_buffers
 from axon_ps.shard.reach import (
     LEAST_LENT_BYTES,
     MOST_ELEMENT_BYTES,
@@ -236,6 +237,8 @@ async def push(stub: Stub, s: Slice, t: Transfer, counters: Counter[str], *, res
         await stream
     except BaseException:
         stream.cancel()
+        if lender is not None and t.array is not None:
+            shared_buffers.leave(address_of(t.array))
         raise
     finally:
         if lender is not None:

@@ -93,13 +93,16 @@ class Borrower:
     Args:
         introduction: what that process said of itself.
 
+    Attributes:
+        pid: its id.
+
     Raises:
         Broken: it cannot be read, or is not the one that said so.
     """
 
     def __init__(self, introduction: Introduction) -> None:
         self._reader = MemoryReader()
-        self._pid = introduction.pid
+        self.pid = introduction.pid
         self._number = np.zeros(1, np.uint64)
         found = np.zeros(SECRET_BYTES, np.uint8)
         self._reader.read(introduction.pid, introduction.address, address_of(found), SECRET_BYTES)
@@ -125,10 +128,10 @@ class Borrower:
         first = loans[0]
         if any((loan.number_address, loan.number) != (first.number_address, first.number) for loan in loans):
             raise InvalidRequest("what is read together must have been lent together")
-        self._reader.read_pieces(self._pid, [(loan.address, loan.size_bytes) for loan in loans], address_of(out))
-        self._reader.read(self._pid, first.number_address, address_of(self._number), self._number.nbytes)
+        self._reader.read_pieces(self.pid, [(loan.address, loan.size_bytes) for loan in loans], address_of(out))
+        self._reader.read(self.pid, first.number_address, address_of(self._number), self._number.nbytes)
         if int(self._number[0]) != first.number:
-            raise Broken(f"process {self._pid} took back what it lent before it was read")
+            raise Broken(f"process {self.pid} took back what it lent before it was read")
 
 
 def introduction() -> Introduction:

@@ -170,6 +170,14 @@ class Segment:
         if _has_own_pages(self.base(), self.size_bytes):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
+    def make_private(self) -> None:
+        """What is written here from now on is seen by this process only; others keep what there is.
+
+        Raises:
+            Busy: the kernel refuses; all is as it was.
+        """
+        _map_at(self.base(), self.size_bytes, self.fd, mmap.MAP_PRIVATE)
+
     def bytes(self) -> Array:
         """u8[size_bytes]: the whole segment."""
         return np.frombuffer(self.memory, np.uint8)
@@ -203,14 +211,18 @@ def move_mapping(base: int, old_fd: int, new: Segment) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     size = new.size_bytes
     ctypes.memmove(new.base(), base, size)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    both = mmap.PROT_READ | mmap.PROT_WRITE
-    if libc.mmap(base, size, both, mmap.MAP_SHARED | _MAP_FIXED, new.fd, 0) != base:
-        raise Busy(f"the segment at {base:#x} cannot be moved: {os.strerror(ctypes.get_errno())}")
+    _map_at(base, size, new.fd, mmap.MAP_SHARED)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     libc.fallocate(old_fd, _PUNCH_HOLE_KEEP_SIZE, 0, size)
     new.memory.close()
+
+
+def _map_at(base: int, size_bytes: int, fd: int, how: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    if libc.mmap(base, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, how | _MAP_FIXED, fd, 0) != base:
+        raise Busy(f"the segment at {base:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
 
 
 def nonce() -> bytes:

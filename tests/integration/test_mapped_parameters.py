@@ -17,7 +17,7 @@ from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
 from parity_model import train_sharded
 
-WIDTH = 64
+WIDTH = 128
 
 
 class Layer(nn.Sequential):
@@ -147,3 +147,18 @@ def test_another_server_is_mapped_when_the_first_is_lost(tmp_path: Path) -> None
     assert statistics["mapped_bytes_in"] > 0
     for name, value in expected.items():
         np.testing.assert_array_equal(values[name], value)
+
+
+def count_gradients() -> Any:
+    with axon_ps.World.init() as world:
+        model = model_of(world)
+        optimizer = parallel.SGD(model, lr=0.1)
+        before = world.statistics()["bytes_out"]
+        step(model, optimizer, 0)
+        return world.server_statistics(0)["mapped_bytes_in"], world.statistics()["bytes_out"] - before
+
+
+def test_gradients_are_added_from_where_they_lie() -> None:
+    with LocalCluster(shards=1, world_size=1) as cluster:
+        ((mapped, sent),) = (result.value for result in cluster.run_workers(count_gradients))
+    assert mapped == sent == 3 * (WIDTH * WIDTH + WIDTH) * 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Busy, Unreachable
+from axon_ps.shard import engine as engine_module
 from axon_ps.shard import slices
 from axon_ps.shard.engine import ShardEngine
 from axon_ps.shard.shared_copy import MappedCopy, SharedCopy
@@ -146,6 +147,12 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
         other = Servers(spec)
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
         assert other.engines[0].shared(0) is None
+
+    monkeypatch.setattr(engine_module, "MOST_SHARED", 1)
+    crowded = servers().engines[0]
+    assert crowded.shared(0) is not None
+    assert crowded.shared(1) is None
+    assert crowded.shared(0) is not None
 
     def no_room(*_: object) -> SharedCopy:
         raise Busy("a shared-memory segment needs more than there is")
