@@ -35,7 +35,8 @@ Note: [Frames ahead of the decision]
 
 Note: [Mapped slices]
     Where workers of this host map the slice (`shard.shared_copy`), its wire copy is the shared one, and an update
-    makes no frames; they are encoded when somebody else asks, and are a second wire copy then.
+    makes no frames; they are encoded when somebody else asks, and are another wire copy then. What travels as f32 is
+    the master itself: the memory that workers map is the master's, and there is no copy at all.
 """
 
 from __future__ import annotations
@@ -278,6 +279,9 @@ class OwnedSlice:
                 shared = SharedCopy(self.numel, self._param_dtype)
             except Busy:
                 return None
+            if self._param_dtype is DType.F32:
+                shared.values[:] = self.master
+                self.master = shared.values
             self._fill_shared(shared)
             self.shared = shared
             self.lender.take_back()
@@ -285,9 +289,7 @@ class OwnedSlice:
         return self.shared
 
     def _fill_shared(self, shared: SharedCopy) -> None:
-        if self._param_dtype is DType.F32:
-            shared.values[:] = self.master
-        else:
+        if self._param_dtype is not DType.F32:
             cast.encode(self.master, shared.values, self._param_dtype)
         self._say(shared)
 
@@ -462,7 +464,8 @@ class OwnedSlice:
         master = self.master[begin:end]
         states = tuple(state[begin:end] for state in self.state.values())
         if self.shared is not None:
-            self._update(begin, optimizer, hypers, scale, self.shared.values[begin:end], master, states)
+            out = None if self._param_dtype is DType.F32 else self.shared.values[begin:end]
+            self._update(begin, optimizer, hypers, scale, out, master, states)
             return
         foreseen = all(self._next_frames[first:last])
         wire = None if foreseen else self._wire(scratch, end - begin)
@@ -543,6 +546,12 @@ class OwnedSlice:
 
     # ------------------------------------------------------------------ memory
 
+    def _shared_bytes(self) -> int:
+        """Memory of the shared copy, beside the master's."""
+        if self.shared is None:
+            return 0
+        return self.shared.nbytes - (self.master.nbytes if self._param_dtype is DType.F32 else 0)
+
     def memory(self) -> dict[str, int]:
         """Bytes by kind. See Note: [Memory of a slice]."""
         return {
@@ -551,5 +560,5 @@ class OwnedSlice:
             "state_bytes": sum(s.nbytes for s in self.state.values()),
             "residual_bytes": 0 if self.residual is None else self.residual.nbytes,
             "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
-            "shared_bytes": 0 if self.shared is None else self.shared.nbytes,
+            "shared_bytes": self._shared_bytes(),
         }

@@ -109,7 +109,7 @@ class Updater:
 
     def warm_up(self, param_dtype: DType) -> None:
         """Compile the kernels, with and without wire copy. Takes about a second the first time; any thread."""
-        for wire_dtype in (None, param_dtype):
+        for wire_dtype in {None, None if param_dtype is DType.F32 else param_dtype}:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _complete(self, owned: OwnedSlice) -> None:

@@ -13,6 +13,7 @@ from axon_ps.shard import slices
 from axon_ps.shard.engine import ShardEngine
 from axon_ps.shard.shared_copy import MappedCopy, SharedCopy
 from axon_ps.sharding.policy import BoundedStaleness
+from axon_ps.transport.shared_memory import PAGE_BYTES
 from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
 from axon_ps.wire.v1 import memory_pb2
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
@@ -104,7 +105,7 @@ def test_frames_are_made_only_for_those_who_ask() -> None:
     made.values(0)
     made.values(0)
     assert engine.statistics()["encodings"] == before + len(engine.slices[0].bounds)
-    assert engine.statistics()["shared_bytes"] > 4 * N
+    assert 0 < engine.statistics()["shared_bytes"] < 2 * PAGE_BYTES  # the master's own memory is mapped
 
 
 def test_foreseen_frames_are_served_beside_it() -> None:
