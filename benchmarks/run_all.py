@@ -13,7 +13,9 @@ BENCHMARKS = (
     "coordinator_decision",
     "data_plane",
     "collectives",
+    "collectives_netns",
     "whole_step",
+    "whole_step --one-host",
     "overlap",
     "ddp",
     "pipeline",
@@ -25,7 +27,8 @@ def main() -> int:
     failed = []
     for name in BENCHMARKS:
         print(f"== {name}", flush=True)
-        if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *sys.argv[1:]]).returncode:
+        module, *options = name.split()
+        if subprocess.run([sys.executable, str(HERE / f"{module}.py"), *options, *sys.argv[1:]]).returncode:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

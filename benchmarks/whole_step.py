@@ -5,7 +5,8 @@ carry 500 Mbit/s or 1 Gbit/s each way. FULL_SHARD meets FSDP2 that reshards afte
 not; f32 on both sides, then bf16 (parameters, compute and gradients) on both sides. The side axon-int8 computes in the
 same dtype, and what travels is int8 blocks with error feedback. A trace of rank 0 says what ours waits for. Runs of the
 sides take turns. A step's time is the median over the timed steps of all rounds; CPU seconds are of all processes of a
-side, workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart.
+side, workers and servers; bytes are what one card received and sent per step, workers' and servers' cards apart. With
+--one-host everything is on this machine, and there is one shard server, whose memory workers map.
 """
 
 from __future__ import annotations
@@ -273,9 +274,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--traces", default="/tmp/axon-ps-traces", help="a directory for rank 0's traces, of ours")
     parser.add_argument("--write", default="whole_step", help="name of the file of results")
     parser.add_argument("--quick", action="store_true", help="500 Mbit/s only, one round, three steps")
+    parser.add_argument(
+        "--one-host", action="store_true", help="2 and 4 workers beside one shard server, FULL_SHARD; writes one_host"
+    )
     options = parser.parse_args()
     if options.quick:
         options.places, options.rounds, options.steps, options.warmup = ["500"], 1, 3, 2
+    if options.one_host:  # short steps vary more, and the first ones map memory
+        options.places, options.servers, options.workers, options.write = ["loopback"], 1, [2, 4], "one_host"
+        options.strategies, options.sides = ["full_shard"], ["fsdp2", "axon"]
+        if not options.quick:
+            options.rounds, options.steps, options.warmup = 3, 12, 6
     return options
 
 
