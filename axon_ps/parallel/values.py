@@ -239,7 +239,7 @@ class ShardedValues(nn.Module):
             world.barrier("axon_ps/load_checkpoint")
             return info
         before = world.steps.epoch
-        world.barrier("axon_ps/load_checkpoint")
+        world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
         told: dict[str, Any] | None = None
         if world.is_main_process:
             told = asdict(world.restore_checkpoint(uri))
