@@ -11,8 +11,8 @@ Note: [When a mapped unit may change]
     coordinator gave up may read anything; nothing that it computes counts any more.
 
     The first word says what the copy is: 0 while it changes, else the version + 1, or `ALWAYS` if no step changes it.
-    A worker that finds there the version it wants need not ask. (The order of word and values: the server's last write
-    and a worker's first read are each in another lock's keeping than the values', and taking a lock is a barrier.)
+    A worker that finds there the version it wants need not ask. (Both see word and values in order: the server takes a
+    lock between its last value and the word, a worker gives one back between the word and its first value.)
 
 Note: [What a worker writes]
     The mapping is private to the worker: what it writes to a gathered parameter nobody else sees, and it is gone when
