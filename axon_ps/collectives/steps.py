@@ -85,6 +85,7 @@ class StepClient:
         self._pace_wait_s = 0.0
         self._pushes: set[asyncio.Task[None]] = set()
         self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
+        self._mapped_bytes = 0
 
     # ------------------------------------------------------------------ what the job looks like
 
@@ -149,10 +150,16 @@ class StepClient:
         return self._membership is not None and self._membership.generation == ticket.generation
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting."""
+        """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting.
+
+        `mapped_bytes_in` are those of the `bytes_in` that were not even copied.
+        """
         pace = {"clock": float(self._pace.clock), "slowest_clock": float(self._pace.slowest)}
         waits = {**pace, "pace_wait_s": self._pace_wait_s} if self._pace.alone else {}
-        return {**self._shards.statistics(), **waits}
+        counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
+        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
+            counters[name] += self._mapped_bytes
+        return {**counters, **waits}
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -384,7 +391,7 @@ class StepClient:
                 return None
             if not known[2].holds(self._version):
                 return None
-        self._shards.count_mapped(known[2])
+            self._mapped_bytes += known[2].values.nbytes
         return known[2]
 
     def map(self, unit: int, dtype: DType) -> LoopWork[MappedCopy | None]:
@@ -412,6 +419,7 @@ class StepClient:
         with self._changed:
             if copy is not None:
                 self._mapped[unit] = *asked, copy
+                self._mapped_bytes += copy.values.nbytes
         return copy
 
     async def _explained(self, call: Coroutine[Any, Any, T]) -> T:

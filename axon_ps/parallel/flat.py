@@ -93,7 +93,6 @@ class FlatUnit:
         self._nan = torch.empty((), dtype=dtype, device=device)
         self._lie_in(torch.empty(unit.numel, dtype=dtype, device=device))
         self._nbytes = self.flat.nbytes
-        self._shown = False
         self._maps: Mapping | None = None  # who maps the unit; None = it is gathered
         self._mapped: Mapped | None = None  # what `flat` is
         self._seen: Mapped | None = None  # what it will be when it is needed; `_work` may have to say
@@ -268,7 +267,6 @@ class FlatUnit:
                 pool.give(self._buffer)
                 self._buffer = None
             self._show(self._views)
-            self._shown = True
             self._held, self._coming = self._coming, None
 
     def free(self, pool: BufferPool) -> None:
@@ -279,8 +277,8 @@ class FlatUnit:
 
     def release(self) -> None:
         """Give the memory back whatever the strategy."""
-        self._held = None
-        if self._taken_bytes:
+        taken, self._held = self._taken_bytes, None
+        if taken:
             self._hide()
             self._meter.add(-self._nbytes)
 
@@ -333,7 +331,7 @@ class FlatUnit:
     def _taken_bytes(self) -> int:
         """Memory of what the parameters are, mapped or our own."""
         if self._mapped is not None:
-            return self._nbytes if self._shown else 0
+            return 0 if self._held is None else self._nbytes
         return self._storage.nbytes()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -353,7 +351,7 @@ class FlatUnit:
         if seen is not self._mapped:
             self._mapped = seen
             self._lie_in(torch.from_numpy(seen.values).view(self._nan.dtype))
-        self._meter.add(0 if self._shown else self._nbytes)
+        self._meter.add(self._nbytes if self._held is None else 0)
         return True
 
     def _allocate(self) -> None:
@@ -364,7 +362,6 @@ class FlatUnit:
     def _hide(self) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
         self._show(self._absent)
-        self._shown = False
         if self._mapped is not None:
             self._mapped.forget_writes()
         else:

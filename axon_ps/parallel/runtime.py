@@ -148,7 +148,9 @@ class Runtime:
         largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._budget_bytes = _BUFFERS * largest
         flats = [f for u in self.units for f in u.flats]
+        make = None
         if isinstance(steps, Mapping):
+            make = None if pinned else steps.buffer
             for flat in flats:
                 flat.may_map(steps)
         buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
@@ -156,7 +158,6 @@ class Runtime:
         self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)
         self._grad_meter = Meter()
         most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
-        make = steps.buffer if isinstance(steps, Mapping) and not pinned else None
         self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, make=make)
         self._training = True
         self._callback_queued = False

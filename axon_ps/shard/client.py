@@ -204,17 +204,11 @@ class ShardGroup:
             except Unreachable as error:
                 _logger.info("unit %d is gathered and not mapped: %s", unit, error)
                 return None
-        self.count_mapped(known[1])
         return known[1]
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for gradients; servers of this host read them there. See `shard.shared_buffers`."""
-        return shared_buffer(size_bytes) if self._reach.any else np.empty(size_bytes, np.uint8)
-
-    def count_mapped(self, copy: MappedCopy) -> None:
-        """A unit was gathered without copying it."""
-        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
-            self._counters[name] += copy.values.nbytes
+        return shared_buffer(size_bytes) if self._reach.near else np.empty(size_bytes, np.uint8)
 
     async def gather_ahead(
         self,

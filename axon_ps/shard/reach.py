@@ -82,7 +82,7 @@ class Servers:
         return await asyncio.shield(known)
 
     @property
-    def any(self) -> bool:
+    def near(self) -> bool:
         """Whether there are servers on this host."""
         return bool(self._members)
 

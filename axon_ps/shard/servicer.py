@@ -66,6 +66,7 @@ class ShardServicer:
     async def _show(self, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType) -> None:
         """Where the caller can map the unit; nowhere, if it must gather a copy."""
         owned, engine = self._engine.slice_of(request.unit), self._engine
+        await self._shell.unchanging(request.unit)
         shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
         if shared is not None:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import numpy as np
 
 from axon_ps.errors import Busy, InvalidRequest, Unreachable
-from axon_ps.shard.shared_copy import address_from_proto
+from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
 from axon_ps.transport.direct_memory import address_of
 from axon_ps.transport.shared_memory import Segment
 from axon_ps.types import Array
@@ -30,14 +29,7 @@ MOST_MAPPED = 32
 """How many buffers of one worker a server keeps mapped; it has a few, and makes others when units differ in size."""
 
 
-@dataclass(frozen=True)
-class _Shared:
-    base: int
-    segment: Segment
-    mapping: memory_pb2.Mapping
-
-
-_shared: dict[int, _Shared] = {}
+_shared: dict[int, tuple[Segment, memory_pb2.Mapping]] = {}  # by the address where each begins
 
 
 def shared_buffer(size_bytes: int) -> Array:
@@ -48,7 +40,7 @@ def shared_buffer(size_bytes: int) -> Array:
         return np.empty(size_bytes, np.uint8)
     buffer = segment.bytes()
     base = address_of(buffer)
-    _shared[base] = _Shared(base, segment, memory_pb2.Mapping(**segment.address.to_json()))
+    _shared[base] = segment, mapping_to_proto(segment.address)
     weakref.finalize(buffer, _forget, base, segment)
     return buffer[:size_bytes]
 
@@ -60,10 +52,8 @@ def _forget(base: int, segment: Segment) -> None:
 
 def found(address: int, size_bytes: int) -> tuple[memory_pb2.Mapping, int] | None:
     """Where servers find these bytes of ours: a segment, and the offset in it. None: in none."""
-    for one in list(_shared.values()):
-        if one.base <= address and address + size_bytes <= one.base + one.segment.size_bytes:
-            return one.mapping, address - one.base
-    return None
+    base = _base_of(address, size_bytes)
+    return None if base is None else (_shared[base][1], address - base)
 
 
 def leave(address: int) -> None:
@@ -71,10 +61,17 @@ def leave(address: int) -> None:
 
     The buffer stays what it is, but is shared no more. See Note: [When a gradient may be overwritten].
     """
-    for one in list(_shared.values()):
-        if one.base <= address < one.base + one.segment.size_bytes:
-            del _shared[one.base]
-            one.segment.make_private()
+    base = _base_of(address, 1)
+    if base is not None:
+        _shared.pop(base)[0].make_private()
+
+
+def _base_of(address: int, size_bytes: int) -> int | None:
+    """Where the buffer begins that has all of these bytes."""
+    for base, (segment, _) in list(_shared.items()):
+        if base <= address and address + size_bytes <= base + segment.size_bytes:
+            return base
+    return None
 
 
 class MappedBuffers:
@@ -105,7 +102,7 @@ class MappedBuffers:
         memory = buffers.get(key)
         if memory is None:
             try:
-                memory = Segment.open(address_from_proto(mapping)).bytes()
+                memory = Segment.open(mapping_from_proto(mapping)).bytes()
             except Unreachable:
                 return None
             buffers[key] = memory

@@ -24,7 +24,8 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.errors import Unreachable
-from axon_ps.transport.shared_memory import PAGE_BYTES, Segment, SegmentAddress
+from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
+from axon_ps.transport.shared_memory import PAGE_BYTES, Segment
 from axon_ps.types import Array, DType
 from axon_ps.wire.v1 import memory_pb2
 
@@ -58,11 +59,11 @@ class SharedCopy:
     @property
     def mapping(self) -> memory_pb2.Mapping:
         """Where workers find it."""
-        return memory_pb2.Mapping(**self._segment.address.to_json())
+        return mapping_to_proto(self._segment.address)
 
-    def say(self, version: int) -> None:
-        """`values` are those of a version, or of any: `ALWAYS - 1`."""
-        self._word[0] = version + 1
+    def say(self, version: int | None) -> None:
+        """`values` are those of a version; None: of every version."""
+        self._word[0] = ALWAYS if version is None else version + 1
 
     def withdraw(self) -> None:
         """`values` are about to change."""
@@ -89,7 +90,7 @@ class MappedCopy:
     """
 
     def __init__(self, mapping: memory_pb2.Mapping, numel: int, dtype: DType) -> None:
-        self._segment = Segment.open(address_from_proto(mapping), private=True)
+        self._segment = Segment.open(mapping_from_proto(mapping), private=True)
         if self._segment.size_bytes < PAGE_BYTES + numel * dtype.itemsize:
             raise Unreachable(f"{numel} {dtype.value} are not in a segment of {self._segment.size_bytes} bytes")
         self._word, self.values = _parts(self._segment, numel, dtype)
@@ -101,12 +102,6 @@ class MappedCopy:
     def forget_writes(self) -> None:
         """Whatever was written to `values` here is gone."""
         self._segment.forget_writes()
-
-
-def address_from_proto(mapping: memory_pb2.Mapping) -> SegmentAddress:
-    """A segment's address from its message."""
-    names = ("boot", "pid", "fd", "inode", "size_bytes")
-    return SegmentAddress(**{name: getattr(mapping, name) for name in names})
 
 
 def _parts(segment: Segment, numel: int, dtype: DType) -> tuple[Array, Array]:

@@ -397,9 +397,13 @@ class ShardShell:
 
     async def encoded(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in a dtype that is encoded on demand, when nothing is changing it."""
+        await self.unchanging(unit)
+        return self.engine.encode(unit, index, dtype)
+
+    async def unchanging(self, unit: int) -> None:
+        """Wait until the unit has values and no step is being applied to it; frames may be served before."""
         while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
             await self._waiters.wait(unit)
-        return self.engine.encode(unit, index, dtype)
 
     def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
         """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""

@@ -50,7 +50,7 @@ from axon_ps.compress.compressor import compressor_of
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.segments import Segment, cut, unit_segments
-from axon_ps.shard.shared_copy import ALWAYS, SharedCopy
+from axon_ps.shard.shared_copy import SharedCopy
 from axon_ps.shard.sums import GradientSum
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
@@ -257,7 +257,7 @@ class OwnedSlice:
             self.residual.fill(0.0)
         self.lacking = 0
         if self.shared is not None:
-            self._fill_shared(self.shared)
+            self._fill(self.shared)
             return 0
         self.frames = self._encode_all()
         return len(self.frames)
@@ -274,33 +274,34 @@ class OwnedSlice:
 
         Only while the slice has values and is not `applying`.
         """
+        assert not self.applying, "what is being changed would be another memory's"
         if self.shared is None and self._param_compressor is None:
             try:
                 shared = SharedCopy(self.numel, self._param_dtype)
             except Busy:
                 return None
-            if self._param_dtype is DType.F32:
+            if not self._copies:
                 shared.values[:] = self.master
                 self.master = shared.values
-            self._fill_shared(shared)
             self.shared = shared
+            self._fill(shared)
             self.lender.take_back()
             self.frames = ()
         return self.shared
 
-    def _fill_shared(self, shared: SharedCopy) -> None:
-        if self._param_dtype is not DType.F32:
+    def _fill(self, shared: SharedCopy) -> None:
+        if self._copies:
             cast.encode(self.master, shared.values, self._param_dtype)
-        self._say(shared)
+        self._say()
 
-    def _say(self, shared: SharedCopy | None) -> None:
-        if shared is not None:
-            shared.say(self.reached if self.trainable else ALWAYS - 1)
+    def _say(self) -> None:
+        if self.shared is not None:
+            self.shared.say(self.reached if self.trainable else None)
 
     def unchanged(self, version: int) -> None:
         """A step led to `version`, and had no gradient for this slice."""
         self.reached = version
-        self._say(self.shared)
+        self._say()
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
@@ -464,7 +465,7 @@ class OwnedSlice:
         master = self.master[begin:end]
         states = tuple(state[begin:end] for state in self.state.values())
         if self.shared is not None:
-            out = None if self._param_dtype is DType.F32 else self.shared.values[begin:end]
+            out = self.shared.values[begin:end] if self._copies else None
             self._update(begin, optimizer, hypers, scale, out, master, states)
             return
         foreseen = all(self._next_frames[first:last])
@@ -481,8 +482,12 @@ class OwnedSlice:
 
     def _wire(self, scratch: Array, numel: int) -> Array | None:
         """Where in `scratch` the optimizer writes its copy of so many elements; None where it makes none."""
-        copies = self._param_compressor is None and self._param_dtype is not DType.F32
-        return scratch[:numel] if copies else None
+        return scratch[:numel] if self._copies else None
+
+    @property
+    def _copies(self) -> bool:
+        """Whether the optimizer makes a wire copy: what travels is neither the master as it is nor compressed."""
+        return self._param_compressor is None and self._param_dtype is not DType.F32
 
     def _update(
         self,
@@ -542,7 +547,7 @@ class OwnedSlice:
         self.updates += 1
         self.reached = self.changed = version
         self.applying = False
-        self._say(self.shared)
+        self._say()
 
     # ------------------------------------------------------------------ memory
 
@@ -550,7 +555,7 @@ class OwnedSlice:
         """Memory of the shared copy, beside the master's."""
         if self.shared is None:
             return 0
-        return self.shared.nbytes - (self.master.nbytes if self._param_dtype is DType.F32 else 0)
+        return self.shared.nbytes - (0 if self._copies else self.master.nbytes)
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind. See Note: [Memory of a slice]."""

@@ -50,12 +50,10 @@ COUNTERS = (
     "gather_streams",
     "lent_bytes_in",
     "lent_bytes_out",
-    "mapped_bytes_in",
     "push_streams",
     "upload_streams",
 )
-"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket, `mapped_` those that were
-not even copied."""
+"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

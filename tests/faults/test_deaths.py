@@ -23,14 +23,9 @@ from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
 from parity_model import Block, Values, batch, build
+from pausing import make_pipes, pause, paused
 
 STEPS, FATAL = 12, 5
-
-
-def meet(path: Path) -> None:
-    """Wait for the process at the other end of a named pipe."""
-    with open(path, "ab" if "to-test" in path.name else "rb"):
-        pass
 
 
 def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, list[int], int]:
@@ -50,8 +45,7 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
         while world.version < STEPS:
             step = world.version
             if step == FATAL and when == "pause" and not aborted:
-                meet(pipes / "to-test")
-                meet(pipes / "from-test")
+                pause(pipes)
             dies = world.rank == victim and step == FATAL
             if dies and when == "forward":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -103,7 +97,7 @@ def test_a_worker_that_is_killed_costs_one_attempt_and_no_committed_step(
     assert_close(values, plain(took_part))
 
 
-@pytest.mark.parametrize("when", ["backward", "step"])
+@pytest.mark.parametrize("when", ["forward", "backward", "step"])
 def test_a_worker_that_is_killed_ends_its_node_and_the_other_nodes_go_on(when: str, tmp_path: Path) -> None:
     with LocalCluster(shards=2, world_size=4, min_workers=2) as cluster:
         workers = [
@@ -127,16 +121,12 @@ def node(name: str) -> dict[str, str]:
 
 
 def test_a_coordinator_that_is_killed_and_comes_back_costs_nothing(tmp_path: Path) -> None:
-    for name in ("to-test", "from-test"):
-        os.mkfifo(tmp_path / name)
+    make_pipes(tmp_path)
     with LocalCluster(shards=2, world_size=1, durable=True) as cluster:
         (worker,) = cluster.start_workers(train, args=("FULL_SHARD", -1, "pause", tmp_path))
-        with open(tmp_path / "to-test", "rb"):
-            pass
-        cluster.kill("coordinator")
-        cluster.restart("coordinator")
-        with open(tmp_path / "from-test", "ab"):
-            pass
+        with paused(tmp_path):
+            cluster.kill("coordinator")
+            cluster.restart("coordinator")
         result = worker.result()
     assert not result.error, result.error
     values, took_part, _ = result.value
@@ -151,8 +141,7 @@ def lose_a_server(pipes: Path) -> str:
         optimizer = parallel.SGD(model, lr=0.1)
         model(torch.ones(1, 4)).sum().backward()
         assert optimizer.step().committed
-        meet(pipes / "to-test")
-        meet(pipes / "from-test")
+        pause(pipes)
         try:
             for _ in range(3):
                 model(torch.ones(1, 4)).sum().backward()
@@ -163,16 +152,12 @@ def lose_a_server(pipes: Path) -> str:
 
 
 def test_a_shard_server_that_is_lost_with_its_parameters_is_named_and_what_to_do(tmp_path: Path) -> None:
-    for name in ("to-test", "from-test"):
-        os.mkfifo(tmp_path / name)
+    make_pipes(tmp_path)
     with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
         (worker,) = cluster.start_workers(lose_a_server, args=(tmp_path,))
-        with open(tmp_path / "to-test", "rb"):
-            pass
-        cluster.kill(Role.SHARD)
-        cluster.restart(Role.SHARD)
-        with open(tmp_path / "from-test", "ab"):
-            pass
+        with paused(tmp_path):
+            cluster.kill(Role.SHARD)
+            cluster.restart(Role.SHARD)
         result: Any = worker.result()
     assert not result.error, result.error
     assert "shard server 0" in result.value

@@ -16,6 +16,7 @@ from axon_ps import parallel
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
 from parity_model import train_sharded
+from pausing import make_pipes, pause, paused
 
 WIDTH = 128
 
@@ -24,13 +25,12 @@ class Layer(nn.Sequential):
     """A unit."""
 
 
-def model_of(world: axon_ps.World, dtype: torch.dtype = torch.float32) -> parallel.FSDP:
+def model_of(world: axon_ps.World) -> parallel.FSDP:
     torch.manual_seed(0)
     layers = [Layer(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     return parallel.FSDP(
         nn.Sequential(*layers),
         world.default_group,
-        mixed_precision=parallel.MixedPrecision(param_dtype=dtype),
         unit_types={Layer},
     )
 
@@ -103,12 +103,6 @@ def test_what_is_written_to_a_gathered_parameter_is_lost_and_reaches_nobody() ->
             np.testing.assert_array_equal(after[name], value)
 
 
-def meet(path: Path) -> None:
-    """Wait for the process at the other end of a named pipe."""
-    with open(path, "ab" if "to-test" in path.name else "rb"):
-        pass
-
-
 def lose_the_server(pipes: Path, uri: str) -> Any:
     """Two steps, a checkpoint, two steps, another server in between; and the same without."""
     with axon_ps.World.init(timeout_s=30.0) as world:
@@ -120,8 +114,7 @@ def lose_the_server(pipes: Path, uri: str) -> Any:
         for seed in range(2, 4):
             step(model, optimizer, seed)
         expected = values_of(model)
-        meet(pipes / "to-test")
-        meet(pipes / "from-test")
+        pause(pipes)
         model.load_checkpoint(uri, optimizer)
         for seed in range(2, 4):
             step(model, optimizer, seed)
@@ -129,16 +122,12 @@ def lose_the_server(pipes: Path, uri: str) -> Any:
 
 
 def test_another_server_is_mapped_when_the_first_is_lost(tmp_path: Path) -> None:
-    for name in ("to-test", "from-test"):
-        os.mkfifo(tmp_path / name)
+    make_pipes(tmp_path)
     with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
         (worker,) = cluster.start_workers(lose_the_server, args=(tmp_path, (tmp_path / "checkpoint").as_uri()))
-        with open(tmp_path / "to-test", "rb"):
-            pass
-        cluster.kill(Role.SHARD)
-        cluster.restart(Role.SHARD)
-        with open(tmp_path / "from-test", "ab"):
-            pass
+        with paused(tmp_path):
+            cluster.kill(Role.SHARD)
+            cluster.restart(Role.SHARD)
         result = worker.result()
     assert not result.error, result.error
     expected, values, statistics = result.value

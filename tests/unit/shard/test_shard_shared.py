@@ -66,6 +66,8 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     assert not copy.holds(0)
     assert not copy.holds(1)
     np.testing.assert_array_equal(copy.values, before)
+    with pytest.raises(AssertionError, match="being changed"):
+        engine.shared(0)
     engine.apply(unit, 0, len(engine.slices[0].bounds), engine.scratch(8))
     engine.finish(unit)
     assert copy.holds(1)

@@ -1,0 +1,35 @@
+"""A worker that stops at a point of its own until the test lets it go on, through two named pipes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TO_TEST, FROM_TEST = "to-test", "from-test"
+
+
+def make_pipes(directory: Path) -> None:
+    """In the test, before the worker starts."""
+    for name in (TO_TEST, FROM_TEST):
+        os.mkfifo(directory / name)
+
+
+def pause(directory: Path) -> None:
+    """In the worker: say that we are here, and wait until the test is done."""
+    _meet(directory / TO_TEST, "ab")
+    _meet(directory / FROM_TEST, "rb")
+
+
+@contextmanager
+def paused(directory: Path) -> Iterator[None]:
+    """In the test: what is done here is done while the worker waits."""
+    _meet(directory / TO_TEST, "rb")
+    yield
+    _meet(directory / FROM_TEST, "ab")
+
+
+def _meet(path: Path, mode: str) -> None:
+    with open(path, mode):  # returns when the other end is opened, too
+        pass
