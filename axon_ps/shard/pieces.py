@@ -25,6 +25,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from axon_ps.reduction.call import Call, Operation
 
@@ -39,6 +40,9 @@ SMALL_PIECE_BYTES = 1 << 16
 
 SHARE_BYTES = 1 << 17
 """An operation gets another share for every so many bytes: opening a stream costs as much as sending these."""
+
+CUTS_KEPT = 32
+"""Of how many uploads the pieces are remembered: those of a training step are the same every time."""
 
 EVEN = 1.25
 """Parts are about equal when the largest is at most so many times the mean."""
@@ -83,10 +87,14 @@ class Exchange:
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
 
-    def uploads(self) -> list[Piece]:
+    def uploads(self) -> Sequence[Piece]:
         """The pieces that the rank sends, in order. `part` is whom they are for, or of, as `segments` says."""
         largest = PIECE_BYTES if self.call.operation in REDUCING else RELAY_PIECE_BYTES
-        return list(_cut(self._segments(), self.call.dtype.itemsize, largest))
+        return _pieces(tuple(self._segments()), self.call.dtype.itemsize, largest)
+
+    def upload_numel(self) -> int:
+        """Elements that the rank sends."""
+        return sum(end - begin for _, begin, end in self._segments())
 
     def download_numel(self) -> int:
         """Elements that the rank gets back: never its own data, except reduced."""
@@ -201,9 +209,14 @@ def home_of(group: str, number: int, num_servers: int) -> int:
     return (zlib.crc32(group.encode()) + number) % num_servers
 
 
-def pieces_of(numel: int, itemsize: int) -> list[Piece]:
+def pieces_of(numel: int, itemsize: int) -> Sequence[Piece]:
     """A whole array in pieces, as it travels between two ranks."""
-    return list(_cut([(0, 0, numel)], itemsize, RELAY_PIECE_BYTES))
+    return _pieces(((0, 0, numel),), itemsize, RELAY_PIECE_BYTES)
+
+
+@lru_cache(maxsize=CUTS_KEPT)
+def _pieces(segments: tuple[tuple[int, int, int], ...], itemsize: int, largest_bytes: int) -> tuple[Piece, ...]:
+    return tuple(_cut(segments, itemsize, largest_bytes))
 
 
 def _cut(segments: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: int) -> Iterator[Piece]:
