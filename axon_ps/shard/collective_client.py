@@ -14,26 +14,26 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
-from axon_ps.reduction.call import Call
+from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.mailbox import EAGER_BYTES
 from axon_ps.shard.memory import keep_message_memory
+from axon_ps.shard.operation_streams import OperationStream, OperationStreams
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.pieces import Exchange, Piece, home_of, owners_of, pieces_of, shares_of
 from axon_ps.shard.shares_in_step import SharesInStep
 from axon_ps.shard.transfers import MakeContext
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stream
-from axon_ps.transport.stream import EOF
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
-from axon_ps.wire.frames import decode_bulk, elements, encode_chunk
+from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk, Letter
 
 SERVERS_WORD_S = 1.0
@@ -102,6 +102,7 @@ class CollectiveClient:
     def __init__(self, security: Security, context: MakeContext) -> None:
         keep_message_memory()
         self._peers = Peers(security, lanes=1)
+        self._streams = OperationStreams(self._peers)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by incarnation
         self._server_nodes: tuple[str, ...] = ()
@@ -169,15 +170,20 @@ class CollectiveClient:
         begin.output_counts.extend(buffers.output_counts)
         dtype, pieces = exchange.call.dtype, exchange.uploads()
         numel, target, starts = exchange.download_numel(), buffers.target, buffers.target_starts
-        async with await self._open(server, deadline) as stream:
+        async with self._streams.take(server, deadline) as stream:
             first, rest = pieces[:1], pieces[1:]
             turn = partial(pace.before_sending, exchange.share)
             await self._upload(stream, seating.rank, first, buffers.source, buffers.source_starts, begin, turn)
             download = self._download(stream, numel, dtype, target, starts, partial(pace.came, exchange.share))
-            if not rest:
-                return await download
-            upload = self._upload(stream, seating.rank, rest, buffers.source, buffers.source_starts, None, turn)
-            await _together([upload, download])
+            if rest:
+                upload = self._upload(stream, seating.rank, rest, buffers.source, buffers.source_starts, None, turn)
+                await _together([upload, download])
+            else:
+                await download
+            if numel and exchange.call.operation is Operation.ALL_REDUCE:  # what came says that what we sent is used
+                stream.will_end()
+            else:
+                await stream.ended()
 
     # ------------------------------------------------------------------ messages between two ranks
 
@@ -203,9 +209,9 @@ class CollectiveClient:
                 await self._write(stream, CollectiveChunk(begin=begin, source=seating.rank), data)
             else:
                 await self._write(stream, CollectiveChunk(begin=begin, source=seating.rank), None)
-                if await stream.read() is not EOF:  # the receiver is there
-                    await self._upload(stream, seating.rank, pieces_of(data.size, data.itemsize), data, (0,), None)
-            await _end(stream)
+                await stream.data()  # the receiver is there
+                await self._upload(stream, seating.rank, pieces_of(data.size, data.itemsize), data, (0,), None)
+            await stream.ended()
 
     async def recv(self, seating: Seating, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """Fill data: T[any] with the next message of position `source` (-1 = any); who sent it.
@@ -227,14 +233,12 @@ class CollectiveClient:
         begin.letter.CopyFrom(letter)
         async with await self._mail(seating, seating.rank, deadline) as stream:
             await self._write(stream, CollectiveChunk(begin=begin), None)
-            message = await stream.read()
-            if message is EOF:
-                raise Broken("a shard server ended the stream of a message before it")
-            header, payload = decode_bulk(CollectiveChunk, message)
+            header, payload = await stream.data()
             came = elements(payload, dtype)
             data[: came.size] = came
             self._count("in", payload.nbytes)
             await self._download(stream, data.size - came.size, dtype, data, [0] * len(seating.ranks))
+            await stream.ended()
             return int(header.source)
 
     async def close_group(self, seating: Seating) -> None:
@@ -246,7 +250,7 @@ class CollectiveClient:
         async def say() -> None:
             async with await self._mail(seating, seating.rank, deadline) as stream:
                 await self._write(stream, CollectiveChunk(begin=begin), None)
-                await _end(stream)
+                await stream.ended()
 
         await _in_time(say(), deadline, f"closing group {seating.group!r}")
 
@@ -265,17 +269,15 @@ class CollectiveClient:
             shares=1,
         )
 
-    async def _mail(self, seating: Seating, receiver: int, deadline: Deadline) -> Stream:
+    async def _mail(
+        self, seating: Seating, receiver: int, deadline: Deadline
+    ) -> AbstractAsyncContextManager[OperationStream]:
         num_servers = await self._peers.num_servers(deadline)
-        return await self._open(home_of(seating.group, receiver, num_servers), deadline)
-
-    async def _open(self, server: int, deadline: Deadline) -> Stream:
-        stub = await self._peers.stub(server, 0, deadline)
-        return stub.open("Collective")
+        return self._streams.take(home_of(seating.group, receiver, num_servers), deadline)
 
     async def _upload(
         self,
-        stream: Stream,
+        stream: OperationStream,
         rank: int,
         pieces: Sequence[Piece],
         source: Array | None,
@@ -297,7 +299,7 @@ class CollectiveClient:
 
     async def _download(
         self,
-        stream: Stream,
+        stream: OperationStream,
         numel: int,
         dtype: DType,
         target: Array | None,
@@ -305,10 +307,7 @@ class CollectiveClient:
         came: Callable[[int], None] | None = None,
     ) -> None:
         while numel:
-            message = await stream.read()
-            if message is EOF:
-                raise Broken(f"a shard server ended its stream {numel} elements early")
-            header, payload = decode_bulk(CollectiveChunk, message)
+            header, payload = await stream.data()
             data = elements(payload, dtype)
             assert target is not None
             begin = starts[header.source] + header.offset
@@ -319,10 +318,9 @@ class CollectiveClient:
             self._count("in", payload.nbytes)
             if came is not None:
                 came(payload.nbytes)
-        await _end(stream)
 
-    async def _write(self, stream: Stream, header: CollectiveChunk, data: Array | None) -> None:
-        await stream.write(encode_chunk(header, data))
+    async def _write(self, stream: OperationStream, header: CollectiveChunk, data: Array | None) -> None:
+        await stream.write(header, data)
         self._count("out", data.nbytes if data is not None else 0)
 
     def _count(self, direction: str, nbytes: int) -> None:
@@ -348,12 +346,6 @@ class _Pace:
         """So much of the result has come."""
         self._steps.came(share, nbytes)
         self._news.set()
-
-
-async def _end(stream: Stream) -> None:
-    """See that the server ends the stream now, well."""
-    if await stream.read() is not EOF:
-        raise Broken("a shard server sent more than was asked for")
 
 
 async def _in_time(call: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:

@@ -94,6 +94,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         ready(port)
         await _first_of(stop, shell.failure)
     finally:
+        shell.collectives.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
         if session is not None:
             await session.close("the shard server stops")

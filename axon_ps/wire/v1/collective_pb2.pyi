@@ -115,17 +115,19 @@ class CollectiveBegin(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., incarnations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CollectiveChunk(_message.Message):
-    __slots__ = ("begin", "matched", "source", "part", "offset", "payload")
+    __slots__ = ("begin", "matched", "source", "part", "offset", "ended", "payload")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     begin: CollectiveBegin
     matched: bool
     source: int
     part: int
     offset: int
+    ended: bool
     payload: bytes
-    def __init__(self, begin: _Optional[_Union[CollectiveBegin, _Mapping]] = ..., matched: bool = ..., source: _Optional[int] = ..., part: _Optional[int] = ..., offset: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, begin: _Optional[_Union[CollectiveBegin, _Mapping]] = ..., matched: bool = ..., source: _Optional[int] = ..., part: _Optional[int] = ..., offset: _Optional[int] = ..., ended: bool = ..., payload: _Optional[bytes] = ...) -> None: ...

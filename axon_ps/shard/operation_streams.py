@@ -1,0 +1,122 @@
+"""A worker's streams to the shard servers' collectives: kept between operations, one operation at a time on each.
+
+See Note: [Streams are kept] at `shard.collective_servicer`. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
+
+from axon_ps.errors import AxonError, Broken
+from axon_ps.shard.peers import Peers
+from axon_ps.transport.backoff import Deadline
+from axon_ps.transport.service import Stream, Stub
+from axon_ps.transport.stream import EOF
+from axon_ps.types import Array
+from axon_ps.wire.frames import decode_bulk, encode_chunk
+from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+
+MOST_IDLE = 8
+"""Streams to one server that are kept: as many operations as are usually under way at once."""
+
+
+class OperationStream:
+    """One stream while an operation is performed on it.
+
+    Args:
+        stream: the call.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._is_ending = False
+
+    async def write(self, header: CollectiveChunk, data: Array | None) -> None:
+        """Send a message."""
+        await self._stream.write(encode_chunk(header, data))
+
+    async def data(self) -> tuple[CollectiveChunk, memoryview]:
+        """The operation's next message: header and payload.
+
+        Raises:
+            AxonError: what ended the operation.
+            Broken: the server ended it too early.
+        """
+        header, payload = await self._read()
+        if header.ended:
+            raise Broken("a shard server ended an operation before everything had come")
+        return header, payload
+
+    async def ended(self) -> None:
+        """See that the server ends the operation now, well.
+
+        Raises:
+            AxonError: what ended it.
+            Broken: the server sent more.
+        """
+        header, _ = await self._read()
+        if not header.ended:
+            raise Broken("a shard server sent more than was asked for")
+        self._is_ending = False
+
+    def will_end(self) -> None:
+        """The operation is over for us; that the server says so is seen to before the next one."""
+        self._is_ending = True
+
+    async def is_free(self) -> bool:
+        """Whether another operation may begin."""
+        if self._is_ending:
+            try:
+                await self.ended()
+            except AxonError:
+                self.cancel()
+        return not self._stream.done()
+
+    def cancel(self) -> None:
+        """End the stream, and what is under way on it."""
+        self._stream.cancel()
+
+    async def _read(self) -> tuple[CollectiveChunk, memoryview]:
+        message = await self._stream.read()
+        if message is EOF:
+            raise Broken("a shard server ended the stream of an operation before its end")
+        return decode_bulk(CollectiveChunk, message)
+
+
+class OperationStreams:
+    """Streams to all servers.
+
+    Args:
+        peers: gives the connections.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._idle: WeakKeyDictionary[Stub, list[OperationStream]] = WeakKeyDictionary()
+
+    @contextlib.asynccontextmanager
+    async def take(self, server: int, deadline: Deadline) -> AsyncIterator[OperationStream]:
+        """A stream for one operation; an error ends it, else it is kept.
+
+        Raises:
+            Timeout: the server did not become known in time.
+            Closed: the connections were closed.
+        """
+        stub = await self._peers.stub(server, 0, deadline)
+        idle = self._idle.setdefault(stub, [])
+        stream = None
+        while idle and stream is None:
+            kept = idle.pop()
+            stream = kept if await kept.is_free() else None
+        stream = stream or OperationStream(stub.open("Collective"))
+        try:
+            yield stream
+        except BaseException:
+            stream.cancel()
+            raise
+        if len(idle) < MOST_IDLE:
+            idle.append(stream)
+        else:
+            stream.cancel()
