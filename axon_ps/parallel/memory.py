@@ -26,7 +26,7 @@ class Meter:
 
 
 class BufferPool:
-    """Host buffers for what travels. Idle ones are kept for reuse while everything stays within the limit.
+    """Host buffers for what travels. Idle ones are kept for reuse, for as much or less, while all are within the limit.
 
     Args:
         limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
@@ -42,9 +42,10 @@ class BufferPool:
         self._pinned = pinned
         self._make = make
         self._changed = threading.Condition()
-        self._idle: list[torch.Tensor] = []
-        self._idle_bytes = 0
-        self._out_bytes = 0
+        self._idle: list[torch.Tensor] = []  # u8, the one that is idle for longest first
+        self._out: dict[int, torch.Tensor] = {}  # u8, by address
+        self._out_bytes = 0  # as asked for
+        self._memory_bytes = 0
         self._meter = meter
 
     def has_room(self, size_bytes: int) -> bool:
@@ -59,25 +60,29 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of exactly `numel` elements, room or not."""
         size_bytes = numel * dtype.itemsize
+        if size_bytes == 0:
+            return torch.empty(0, dtype=dtype)
         with self._changed:
             self._out_bytes += size_bytes
-            for i, buffer in enumerate(self._idle):
-                if buffer.numel() == numel and buffer.dtype == dtype:
-                    self._idle_bytes -= size_bytes
-                    return self._idle.pop(i)
-            self._shrink(self._limit_bytes - self._out_bytes)
-            self._meter.add(size_bytes)
-        if self._make is not None and size_bytes:
-            return torch.from_numpy(self._make(size_bytes)).view(dtype)
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+            memory = self._smallest_idle(size_bytes)
+            if memory is None:
+                self._shrink(self._limit_bytes - size_bytes)
+                self._memory_bytes += size_bytes
+                self._meter.add(size_bytes)
+        if memory is None:
+            memory = self._new(size_bytes)
+        with self._changed:
+            self._out[memory.data_ptr()] = memory
+        return memory[:size_bytes].view(dtype)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer that nobody uses any more."""
+        if buffer.nbytes == 0:
+            return
         with self._changed:
             self._out_bytes -= buffer.nbytes
-            self._idle.append(buffer)
-            self._idle_bytes += buffer.nbytes
-            self._shrink(self._limit_bytes - self._out_bytes)
+            self._idle.append(self._out.pop(buffer.data_ptr()))
+            self._shrink(self._limit_bytes)
             self._changed.notify_all()
 
     def trim(self) -> None:
@@ -85,8 +90,18 @@ class BufferPool:
         with self._changed:
             self._shrink(0)
 
+    def _new(self, size_bytes: int) -> torch.Tensor:
+        if self._make is not None:
+            return torch.from_numpy(self._make(size_bytes))
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
+        """An idle buffer that is large enough, which is idle no more."""
+        fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
+        return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes)) if fitting else None
+
     def _shrink(self, most_bytes: int) -> None:
-        while self._idle and self._idle_bytes > most_bytes:
+        while self._idle and self._memory_bytes > most_bytes:
             size_bytes = self._idle.pop(0).nbytes
-            self._idle_bytes -= size_bytes
+            self._memory_bytes -= size_bytes
             self._meter.add(-size_bytes)
