@@ -6,5 +6,10 @@ shell      waits, threads and reports around the engine · waiters · apply (thr
            · snapshot (slices in checkpoints)
 servicer   the protocol        server   one server as a process runs it
 client     a worker's end · peers (who owns what, connections) · transfers (one stream with one server)
+reach      who of one host can read whose memory · shared_copy (parameters that workers map) · shared_buffers (gradients
+           that servers map) · mappings (a segment's address as a message)
+collectives  of the workers, sans-IO · meetings (agreement) · seats · flows · mailbox · pieces (how data is spread);
+           collective_shell and collective_servicer around them; collective_client, a worker's end · operation_streams
+           · shares_in_step (how far uploads may run ahead)
 memory     malloc keeps message buffers
 """

@@ -1,4 +1,4 @@
-"""A worker's end of the collectives: one stream for each share of an operation, read and written at the same time.
+"""A worker's end of the collectives: a stream for each share of an operation, read and written at the same time.
 
 Payloads are copied once, between the caller's arrays and messages. Nothing is retried: a collective that broke off may
 have been done for some ranks and not for others.
