@@ -44,8 +44,8 @@ class BufferPool:
         self._changed = threading.Condition()
         self._idle: list[torch.Tensor] = []  # u8, the one that is idle for longest first
         self._out: dict[int, torch.Tensor] = {}  # u8, by address
-        self._out_bytes = 0  # as asked for
-        self._memory_bytes = 0
+        self._out_bytes = 0  # of the memory behind them, which may be more than was asked for
+        self._idle_bytes = 0
         self._meter = meter
 
     def has_room(self, size_bytes: int) -> bool:
@@ -63,11 +63,10 @@ class BufferPool:
         if size_bytes == 0:
             return torch.empty(0, dtype=dtype)
         with self._changed:
-            self._out_bytes += size_bytes
             memory = self._smallest_idle(size_bytes)
+            self._out_bytes += size_bytes if memory is None else memory.nbytes
             if memory is None:
-                self._shrink(self._limit_bytes - size_bytes)
-                self._memory_bytes += size_bytes
+                self._shrink(self._limit_bytes - self._out_bytes)
                 self._meter.add(size_bytes)
         if memory is None:
             memory = self._new(size_bytes)
@@ -80,9 +79,11 @@ class BufferPool:
         if buffer.nbytes == 0:
             return
         with self._changed:
-            self._out_bytes -= buffer.nbytes
-            self._idle.append(self._out.pop(buffer.data_ptr()))
-            self._shrink(self._limit_bytes)
+            memory = self._out.pop(buffer.data_ptr())
+            self._out_bytes -= memory.nbytes
+            self._idle.append(memory)
+            self._idle_bytes += memory.nbytes
+            self._shrink(self._limit_bytes - self._out_bytes)
             self._changed.notify_all()
 
     def trim(self) -> None:
@@ -98,10 +99,14 @@ class BufferPool:
     def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
         """An idle buffer that is large enough, which is idle no more."""
         fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
-        return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes)) if fitting else None
+        if not fitting:
+            return None
+        memory = self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
+        self._idle_bytes -= memory.nbytes
+        return memory
 
     def _shrink(self, most_bytes: int) -> None:
-        while self._idle and self._memory_bytes > most_bytes:
+        while self._idle and self._idle_bytes > most_bytes:
             size_bytes = self._idle.pop(0).nbytes
-            self._memory_bytes -= size_bytes
+            self._idle_bytes -= size_bytes
             self._meter.add(-size_bytes)

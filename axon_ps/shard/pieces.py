@@ -39,7 +39,7 @@ SMALL_PIECE_BYTES = 1 << 16
 """A piece's size at a stream's beginning and end. From there it doubles to the largest, and to the end it halves."""
 
 SHARE_BYTES = 1 << 17
-"""An operation gets another share for every so many bytes: opening a stream costs as much as sending these."""
+"""An operation gets another share for every so many bytes: a message on another stream costs as much as these."""
 
 CUTS_KEPT = 32
 """Of how many uploads the pieces are remembered: those of a training step are the same every time."""
