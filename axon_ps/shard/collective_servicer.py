@@ -22,6 +22,7 @@ from axon_ps.transport.stream import EOF
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 ENDED = CollectiveChunk(ended=True).SerializeToString()
+"""The last message of an operation. See Note: [Streams are kept]."""
 
 
 async def serve(shell: CollectiveShell, context: Any) -> None:

@@ -106,7 +106,7 @@ class CollectiveShell:
     # ------------------------------------------------------------------ for streams
 
     def ended(self, seat: Seat) -> None:
-        """A stream is over."""
+        """A stream has left an operation."""
         well = seat.done
         del self._streams[seat]
         self.engine.leave(seat, self._loop.time())
@@ -170,7 +170,7 @@ class CollectiveShell:
 
 
 class CollectiveStream:
-    """One stream that is being served; close it when it is over.
+    """One operation of a stream that is being served; close it when it is over.
 
     Args:
         shell: whose.
@@ -231,7 +231,7 @@ class CollectiveStream:
         _fire(self._waiting)
 
     def close(self) -> None:
-        """The stream is over, well or not."""
+        """The operation is over for the rank, well or not."""
         self._shell.ended(self._seat)
 
     async def _change(self) -> None:

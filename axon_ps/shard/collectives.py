@@ -164,7 +164,7 @@ class CollectiveEngine:
         return message
 
     def leave(self, seat: Seat, now_s: float) -> None:
-        """A stream is over, well or not."""
+        """A stream has left its operation, well or not."""
         seat.left = True
         group, place = self._places.pop(seat)
         place.leave(seat, now_s)
@@ -193,7 +193,7 @@ class CollectiveEngine:
         return woken
 
     def statistics(self) -> dict[str, float]:
-        """Groups with anything under way, streams, bytes held, and how many operations there were."""
+        """Groups with anything under way, streams in operations, bytes held, and how many operations there were."""
         counters = {f"collective_{name}": float(value) for name, value in self._counters.items()}
         held = {
             f"collective_{name}_bytes": float(self.ledger.bytes[name]) for name in ("held", "sums", "queued", "mail")

@@ -91,7 +91,7 @@ class Meeting:
         return seat
 
     def leave(self, seat: Seat, now_s: float) -> None:
-        """A stream is over: it is done, was told of the failure, or broke."""
+        """A stream has left: its rank is done, was told of the failure, or broke."""
         rank = seat.rank
         if self._error is not None or seat.done:
             self._gone.add(rank)

@@ -1,8 +1,8 @@
 """A rank's place in one operation on this server, and the memory that operations hold. Pure data, no I/O.
 
-A *seat* is what the engine knows of one stream. What came and could not be used yet is `held`, at most one message;
-what the rank is to be sent is `outgoing`, at most `QUEUE_PIECES` pieces. Everything else that a stream has sent or is
-owed lies in gRPC's flow-control window, or has not left its sender.
+A *seat* is what the engine knows of one operation of a stream. What came and could not be used yet is `held`, at most
+one message; what the rank is to be sent is `outgoing`, at most `QUEUE_PIECES` pieces. Everything else that a stream has
+sent or is owed lies in gRPC's flow-control window, or has not left its sender.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Held:
 
 
 class Seat:
-    """One rank's stream in one operation.
+    """One rank in one operation.
 
     Args:
         rank: its position in the group.
@@ -69,7 +69,7 @@ class Seat:
         outgoing: encoded messages for the rank.
         agreed: whether the operation goes on: every rank has come, and all ask for the same.
         error: what ended it.
-        left: whether the stream is over.
+        left: whether the stream has left the operation.
         arrived: called when a piece has come.
         has_room: called when `outgoing` got shorter.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -53,10 +52,6 @@ class Servers:
         return self.opened[-1]
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 def make() -> tuple[Servers, OperationStreams]:
     servers = Servers()
     return servers, OperationStreams(servers)  # type: ignore[arg-type]
@@ -73,7 +68,7 @@ def test_the_next_operation_gets_the_same_stream() -> None:
                 await stream.ended()
         assert len(servers.opened) == 1
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_operations_at_the_same_time_have_streams_of_their_own_and_few_are_kept() -> None:
@@ -87,7 +82,7 @@ def test_operations_at_the_same_time_have_streams_of_their_own_and_few_are_kept(
             await manager.__aexit__(None, None, None)
         assert sum(stream.cancelled for stream in servers.opened) == 2
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_an_end_that_was_not_waited_for_is_seen_to_before_the_next_operation() -> None:
@@ -100,7 +95,7 @@ def test_an_end_that_was_not_waited_for_is_seen_to_before_the_next_operation() -
             assert (await stream.data())[0] == DATA
         assert len(servers.opened) == 1
 
-    run(test())
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("late", [EOF, DATA])
@@ -114,7 +109,7 @@ def test_a_stream_that_did_not_end_well_after_all_is_not_used_again(late: Any) -
             assert len(servers.opened) == 2
         assert servers.opened[0].cancelled
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_an_error_ends_the_stream() -> None:
@@ -127,7 +122,7 @@ def test_an_error_ends_the_stream() -> None:
         async with streams.take(0, Deadline(1.0)):
             assert len(servers.opened) == 2
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_a_stream_that_broke_while_idle_is_replaced() -> None:
@@ -139,7 +134,7 @@ def test_a_stream_that_broke_while_idle_is_replaced() -> None:
         async with streams.take(0, Deadline(1.0)):
             assert len(servers.opened) == 2
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_messages_out_of_turn() -> None:
@@ -156,7 +151,7 @@ def test_messages_out_of_turn() -> None:
                     servers.opened[-1].messages.extend(messages)
                     await getattr(stream, method)()
 
-    run(test())
+    asyncio.run(test())
 
 
 def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
@@ -178,4 +173,4 @@ def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
         assert await shell.idle(read()) is EOF
         shell.close()
 
-    run(test())
+    asyncio.run(test())
