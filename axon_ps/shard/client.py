@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from axon_ps.shard.peers import Peers
 from axon_ps.shard.reach import Servers
 from axon_ps.shard.shared_buffers import shared_buffer
 from axon_ps.shard.shared_copy import MappedCopy
-from axon_ps.shard.transfers import MakeContext, Transfer
+from axon_ps.shard.transfers import MakeContext, Transfer, Transfers
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
@@ -41,7 +40,7 @@ from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_Stream = Callable[[Stub, Slice, Transfer, "Counter[str]"], Awaitable[T]]
+_Do = Callable[[Stub, Slice, Transfer], Awaitable[T]]
 
 _GATHER_LANE, _PUSH_LANE = 0, 1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
@@ -63,7 +62,8 @@ class ShardGroup:
         self._reach = Servers(node)
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
-        self._counters: Counter[str] = Counter(dict.fromkeys((*transfers.COUNTERS, "retries"), 0))
+        self._transfers = Transfers()
+        self._retries = 0
 
     def set_members(self, membership: Membership) -> None:
         """Take the current shard servers; calls under way go on, and retries use the new addresses."""
@@ -149,12 +149,12 @@ class ShardGroup:
                 reach=self._reach,
             )
             versions = await _together(
-                [self._repeated(transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
+                [self._repeated(self._transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
             )
             if min(versions) == max(versions) or spec.policy.alone:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
-            self._counters["retries"] += 1
+            self._retries += 1
 
     async def map(
         self, unit: int, *, dtype: DType, min_version: int, context: MakeContext, timeout_s: float | None
@@ -194,7 +194,7 @@ class ShardGroup:
             min_version=min_version,
             reach=self._reach,
         )
-        mapping = await self._repeated(transfers.locate, _GATHER_LANE, slices[0], transfer)
+        mapping = await self._repeated(self._transfers.locate, _GATHER_LANE, slices[0], transfer)
         if mapping is None:
             return None
         known = self._mapped.get(unit)
@@ -270,7 +270,7 @@ class ShardGroup:
 
         async def pull(s: Slice) -> int:
             stub = await self._peers.stub(s.server, _GATHER_LANE, deadline)
-            return await transfers.pull(stub, s, transfer, self._counters)
+            return await self._transfers.pull(stub, s, transfer)
 
         return max(await _together([pull(s) for s in slices if transfer.touches(s)]))
 
@@ -366,7 +366,7 @@ class ShardGroup:
             deadline=deadline,
             epoch=epoch,
         )
-        await _together([self._repeated(transfers.store, _PUSH_LANE, s, transfer) for s in slices])
+        await _together([self._repeated(self._transfers.store, _PUSH_LANE, s, transfer) for s in slices])
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
         """The counters of one shard server, as its `statistics()` gives them.
@@ -381,8 +381,12 @@ class ShardGroup:
         return dict(reply.values)
 
     def statistics(self) -> dict[str, float]:
-        """Payload bytes, chunks and streams in each direction, retries, and memory of residuals."""
-        counters = {**self._counters, "residual_bytes": self._feedback.nbytes}
+        """What was done, payload bytes and chunks in each direction, retries, and memory of residuals."""
+        counters = {
+            **self._transfers.counters,
+            "retries": self._retries,
+            "residual_bytes": self._feedback.nbytes,
+        }
         return {name: float(value) for name, value in sorted(counters.items())}
 
     async def close(self) -> None:
@@ -390,13 +394,13 @@ class ShardGroup:
         self._reach.close()
         await self._peers.close()
 
-    async def _repeated(self, stream: _Stream[T], lane: int, s: Slice, transfer: Transfer) -> T:
-        """A stream that may be repeated from its start, until it succeeds or the deadline passes."""
+    async def _repeated(self, do: _Do[T], lane: int, s: Slice, transfer: Transfer) -> T:
+        """What may be repeated from its start, until it succeeds or the deadline passes."""
         pause_s = _FIRST_PAUSE_S
         while True:
             stub = await self._peers.stub(s.server, lane, transfer.deadline)
             try:
-                return await stream(stub, s, transfer, self._counters)
+                return await do(stub, s, transfer)
             except (Broken, GenerationChanged, Closed) as error:
                 await self._pause(pause_s, transfer.deadline, error)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -408,7 +412,7 @@ class ShardGroup:
         while True:
             stub = await self._peers.stub(s.server, _PUSH_LANE, transfer.deadline)
             try:
-                return await transfers.push(stub, s, transfer, self._counters, resume=resume)
+                return await self._transfers.push(stub, s, transfer, resume=resume)
             except (Broken, Closed) as error:
                 await self._pause(pause_s, transfer.deadline, error)
             resume = True
@@ -424,7 +428,7 @@ class ShardGroup:
         """
         if deadline.remaining() <= pause_s:
             raise Timeout(f"gave up after {deadline.timeout_s:g} s; the last attempt failed: {error}") from error
-        self._counters["retries"] += 1
+        self._retries += 1
         await self._peers.wait(pause_s)
 
 

@@ -23,12 +23,13 @@ from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, 
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.mailbox import EAGER_BYTES
 from axon_ps.shard.memory import keep_message_memory
-from axon_ps.shard.operation_streams import OperationStream, OperationStreams
+from axon_ps.shard.operation_stream import OperationStream
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.pieces import Exchange, Piece, home_of, owners_of, pieces_of, shares_of
 from axon_ps.shard.shares_in_step import SharesInStep
 from axon_ps.shard.transfers import MakeContext
 from axon_ps.transport.backoff import Deadline
+from axon_ps.transport.kept_streams import KeptStreams
 from axon_ps.transport.security import Security
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
@@ -45,6 +46,8 @@ FOREVER_S = 1e9
 CLOSE_TIMEOUT_S = 2.0
 """How long a server may take to hear that a group was closed."""
 
+MOST_IDLE = 8
+"""Streams to one server that are kept: as many operations as are usually under way at once."""
 
 COUNTERS = ("bytes_in", "bytes_out", "messages_in", "messages_out")
 
@@ -102,7 +105,7 @@ class CollectiveClient:
     def __init__(self, security: Security, context: MakeContext) -> None:
         keep_message_memory()
         self._peers = Peers(security, lanes=1)
-        self._streams = OperationStreams(self._peers)
+        self._streams = KeptStreams(lambda stub: OperationStream(stub.open("Collective")), MOST_IDLE)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by incarnation
         self._server_nodes: tuple[str, ...] = ()
@@ -170,7 +173,7 @@ class CollectiveClient:
         begin.output_counts.extend(buffers.output_counts)
         dtype, pieces = exchange.call.dtype, exchange.uploads()
         numel, target, starts = exchange.download_numel(), buffers.target, buffers.target_starts
-        async with self._streams.take(server, deadline) as stream:
+        async with await self._stream(server, deadline) as stream:
             first, rest = pieces[:1], pieces[1:]
             turn = partial(pace.before_sending, exchange.share)
             await self._upload(stream, seating.rank, first, buffers.source, buffers.source_starts, begin, turn)
@@ -273,7 +276,10 @@ class CollectiveClient:
         self, seating: Seating, receiver: int, deadline: Deadline
     ) -> AbstractAsyncContextManager[OperationStream]:
         num_servers = await self._peers.num_servers(deadline)
-        return self._streams.take(home_of(seating.group, receiver, num_servers), deadline)
+        return await self._stream(home_of(seating.group, receiver, num_servers), deadline)
+
+    async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
+        return self._streams.take(await self._peers.stub(server, 0, deadline))
 
     async def _upload(
         self,

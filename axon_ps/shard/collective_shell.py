@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
 from functools import partial
-from typing import Any
 
 from axon_ps.compress import cast
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, PermissionDenied
@@ -17,7 +15,6 @@ from axon_ps.reduction.call import Call
 from axon_ps.shard.collectives import CollectiveEngine, Opening
 from axon_ps.shard.mailbox import Letter
 from axon_ps.shard.seats import Seat
-from axon_ps.transport.stream import EOF
 from axon_ps.types import DType, Member, Membership
 from axon_ps.wire.calls import MAX_NUMEL, MAX_RANKS, call_from_proto
 from axon_ps.wire.codec import dtype_from_proto, name_from_proto
@@ -46,14 +43,6 @@ class CollectiveShell:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
         self._warm: dict[DType, asyncio.Future[None]] = {}
-        self._idle: set[asyncio.Future[Any]] = set()
-        self._draining = False
-
-    def drain(self) -> None:
-        """End the streams that no operation is under way on, now and from now on: they would be waited for."""
-        self._draining = True
-        for reading in self._idle:
-            reading.cancel()
 
     def close(self) -> None:
         """Stop the clock."""
@@ -89,19 +78,6 @@ class CollectiveShell:
         self._alarm(seat.deadline_s)
         self._wake()
         return stream
-
-    async def idle(self, read: Coroutine[Any, Any, Any]) -> Any:
-        """The next operation's first message of a stream, or `EOF`: it is over, or we are draining."""
-        reading = asyncio.ensure_future(read)
-        self._idle.add(reading)
-        if self._draining:
-            reading.cancel()
-        try:
-            await asyncio.wait([reading])
-        finally:
-            self._idle.discard(reading)
-            reading.cancel()
-        return EOF if reading.cancelled() else reading.result()
 
     # ------------------------------------------------------------------ for streams
 

@@ -73,7 +73,8 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
     """
     keep_message_memory()
     shell = ShardShell(config.job, config.threads)
-    handler = service_handler(_SERVICE, ShardServicer(shell))
+    servicer = ShardServicer(shell)
+    handler = service_handler(_SERVICE, servicer)
     server = Server(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
     session: CoordinatorClient | None = None
     try:
@@ -94,7 +95,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         ready(port)
         await _first_of(stop, shell.failure)
     finally:
-        shell.collectives.drain()
+        servicer.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
         if session is not None:
             await session.close("the shard server stops")

@@ -1,9 +1,11 @@
 """The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
 
+Streams of gathers, pushes and collectives are kept; see `transport.kept_streams`.
+
 Note: [Two kinds of first message]
-    The first message of a gradient stream names caller, step, unit and replica. With a payload (or `absent`) it is a
-    chunk as any other, and nothing is sent back until the reply: that is the lean way. Without payload it asks where
-    to go on after a broken stream, and the answer comes as initial metadata.
+    The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
+    as any other, and nothing is sent back until the reply: that is the lean way. Without payload it asks where to go on
+    after a broken stream, and the answer comes at once.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.shard import collective_servicer
 from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
 from axon_ps.shard.shell import ShardShell
-from axon_ps.shard.transfers import RESUME_KEY
 from axon_ps.transport.direct_memory import Lender, address_of
+from axon_ps.transport.kept_streams import IdleStreams
+from axon_ps.transport.stream import EOF
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
@@ -35,8 +38,18 @@ class ShardServicer:
     def __init__(self, shell: ShardShell) -> None:
         self._shell = shell
         self._engine = shell.engine
+        self._idle = IdleStreams()
 
-    async def all_gather(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+    def drain(self) -> None:
+        """End the streams that nothing is under way on, now and from now on: they would be waited for."""
+        self._idle.drain()
+
+    async def all_gather(self, context: Context) -> None:
+        """Gathers, one after the other."""
+        while (request := await self._idle.next(context.read())) is not EOF:
+            await self._gather(request, context)
+
+    async def _gather(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
         shell, engine = self._shell, self._engine
         await shell.fence(request.context)
@@ -103,27 +116,35 @@ class ShardServicer:
         self._engine.counters["lent_bytes_out"] += payload.nbytes
         return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 
-    async def reduce_scatter(self, context: Context) -> shard_pb2.ReduceScatterReply:
+    async def reduce_scatter(self, context: Context) -> None:
+        """Pushes, one after the other."""
+        while (message := await self._idle.next(context.read())) is not EOF:
+            await context.write(await self._push(message, context))
+
+    async def _push(self, message: Any, context: Context) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
         shell = self._shell
-        message = await context.read()
         header, payload = _first(message)
         member = await shell.fence(header.context)
         step, unit, replica = header.step, header.unit, header.replica
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
+        position, end = self._range_of(header)
         self._engine.counters["pushes"] += 1
         summed = 0
         async with shell.pushing(header.context.generation):
             if header.numel == 0:
-                resume = self._engine.resume_offset(step, unit, header.offset, replica)
-                await context.send_initial_metadata(((RESUME_KEY, str(resume)),))
-                message = await context.read()
-                if message is not grpc.aio.EOF:
-                    header, payload = decode_chunk(message)
-            while message is not grpc.aio.EOF:
-                if (header.step, header.unit, header.replica) != (step, unit, replica):
-                    raise InvalidRequest("a stream of gradients is of one step, one unit and one replica")
+                position = min(end, self._engine.resume_offset(step, unit, position, replica))
+                await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
+                message = None
+            while position < end:
+                if message is None:
+                    message = await context.read()
+                    header, payload = _chunk(message)
+                _check_chunk(header, unit, position)
+                if (header.step, header.replica) != (step, replica):
+                    raise InvalidRequest("a push is of one step and one replica")
+                position += header.numel
                 self._count("in", len(message))
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
@@ -131,29 +152,47 @@ class ShardServicer:
                     for one in self._borrowed(member, header) if header.loans else (payload,):
                         dtype, grad = self._gradient(header, one)
                         summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
-                message = await context.read()
-                if message is not grpc.aio.EOF:
-                    header, payload = decode_chunk(message)
+                message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 
-    async def upload(self, context: Context) -> shard_pb2.UploadReply:
-        """First values, f32."""
-        message = await context.read()
+    def _range_of(self, header: common_pb2.Chunk) -> tuple[int, int]:
+        """What a push or an upload is of: first element, and one past the last."""
+        owned = self._engine.slice_of(header.unit)
+        owned.index_of(header.offset)
+        if not header.offset < header.end <= owned.end:
+            raise InvalidRequest(
+                f"elements {header.offset} to {header.end} of unit {header.unit} were announced; this server has "
+                f"{owned.begin} to {owned.end}"
+            )
+        return header.offset, header.end
+
+    async def upload(self, context: Context) -> None:
+        """First values, a slice after the other."""
+        while (message := await self._idle.next(context.read())) is not EOF:
+            await context.write(await self._store(message, context))
+
+    async def _store(self, message: Any, context: Context) -> shard_pb2.UploadReply:
+        """First values of a slice, f32."""
         header, payload = _first(message)
         await self._shell.fence(header.context)
-        epoch = header.epoch
+        epoch, unit = header.epoch, header.unit
+        position, end = self._range_of(header)
         await self._shell.wait_withdrawn(epoch)
         complete = False
-        while message is not grpc.aio.EOF:
-            header, payload = decode_chunk(message)
+        while position < end:
+            if message is None:
+                message = await context.read()
+                header, payload = _chunk(message)
+            _check_chunk(header, unit, position)
             self._count("in", len(message))
-            complete = self._shell.upload(epoch, header.unit, header.offset, _first_values(header, payload))
-            message = await context.read()
+            complete = self._shell.upload(epoch, unit, position, _first_values(header, payload))
+            position += header.numel
+            message = None
         return shard_pb2.UploadReply(complete=complete)
 
     async def collective(self, context: Context) -> None:
         """A worker's part in one collective or message of a group."""
-        await collective_servicer.serve(self._shell.collectives, context)
+        await collective_servicer.serve(self._shell.collectives, self._idle, context)
 
     async def introduce(self, request: shard_pb2.IntroduceRequest, context: Context) -> shard_pb2.IntroduceReply:
         """Whether this server and a worker of its host can read each other's memory."""
@@ -222,13 +261,27 @@ def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The first message of a stream, which must be there and say who calls."""
-    if message is grpc.aio.EOF:
-        raise InvalidRequest("the stream ended before its first message, which names caller and unit")
-    header, payload = decode_chunk(message)
+    """The first message of a push or an upload, which must say who calls."""
+    header, payload = _chunk(message)
     if not header.HasField("context"):
-        raise InvalidRequest("the first message of a stream must have a context: job, generation and incarnation")
+        raise InvalidRequest("the first message must have a context: job, generation and incarnation")
     return header, payload
+
+
+def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
+    """A message that must be there: header and payload."""
+    if message is EOF:
+        raise InvalidRequest("the stream ended before everything had come that its first message says")
+    return decode_chunk(message)
+
+
+def _check_chunk(header: common_pb2.Chunk, unit: int, position: int) -> None:
+    """Refuse a chunk whose turn it is not."""
+    if (header.unit, header.offset) != (unit, position) or not header.numel:
+        raise InvalidRequest(
+            f"{header.numel} elements at {header.offset} of unit {header.unit} came; expected were those from "
+            f"{position} of unit {unit}"
+        )
 
 
 def _first_values(header: common_pb2.Chunk, payload: memoryview) -> Array:

@@ -1,6 +1,11 @@
-"""One stream between a worker and one shard server: pull a range, push a gradient, store first values.
+"""Between a worker and one shard server: pull a range, push a gradient, store first values.
 
 Payloads are copied once, between the message and the caller's array. Nothing here is retried; that is `shard.client`'s.
+
+Streams are kept (`transport.kept_streams`): ten units on four servers are eighty of them a step. A gather is over when
+its last chunk has come, a push or an upload with the reply. *Measured*, four workers and four servers at 500 Mbit/s,
+17M parameters as int8, against a stream for each: SHARD_GRAD_OP 0.62 s a step instead of 0.67, FULL_SHARD 0.77 instead
+of 0.88.
 """
 
 from __future__ import annotations
@@ -8,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import grpc
 import numpy as np
 
 from axon_ps.compress.compressor import Compressor
@@ -27,7 +33,8 @@ from axon_ps.shard.reach import (
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.direct_memory import Borrower, Lender, address_of
-from axon_ps.transport.service import Stream, Stub
+from axon_ps.transport.kept_streams import KeptStreams
+from axon_ps.transport.service import EOF, Stream, Stub
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
@@ -39,21 +46,21 @@ DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np
 MakeContext = Callable[[], common_pb2.CallContext]
 """Gives the present job, generation and incarnation."""
 
-RESUME_KEY = "axon-ps-resume"
-"""Initial metadata of ReduceScatter: the element from which a replica's chunks are missing."""
+MOST_IDLE = 32
+"""Streams to one server that are kept, of each kind: as many units as are usually under way at once."""
 
 COUNTERS = (
     "bytes_in",
     "bytes_out",
     "chunks_in",
     "chunks_out",
-    "gather_streams",
+    "gathers",
     "lent_bytes_in",
     "lent_bytes_out",
-    "push_streams",
-    "upload_streams",
+    "pushes",
+    "uploads",
 )
-"""Payloads, whichever way they went; `lent_` those of them that did not go through a socket."""
+"""What was done, and payloads, whichever way they went; `lent_` those that did not go through a socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,179 +124,193 @@ class Transfer:
         return out
 
 
-async def pull(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> int:
-    """Copy what `s` has of the range to the array.
+class Transfers:
+    """What goes between one worker and the shard servers. Everything runs on one event loop.
 
-    Returns:
-        The version that last changed it.
-
-    Raises:
-        Broken: the stream ended early, or the unit changed while it was read.
-        InvalidRequest: the server sent something else than was asked for.
-        AxonError: what the server raised.
+    Attributes:
+        counters: `COUNTERS`.
     """
-    position, stop = _whole_chunks(s, t)
-    borrower = (await t.access(s, stub)).borrower
-    request = shard_pb2.AllGatherRequest(
-        context=t.context(),
-        unit=s.unit,
-        begin=position,
-        end=stop,
-        min_version=t.min_version,
-        dtype=dtype_to_proto(t.dtype),
-        step=t.step,
-        assumed=map(hyper_to_proto, t.assumed),
-        compressed=t.compressor is not None,
-        lend=borrower is not None,
-    )
-    assert t.array is not None
-    version, mixed = -1, False
-    counters["gather_streams"] += 1
-    stream = stub.open("AllGather", request, timeout_s=t.deadline.remaining())
-    try:
-        while (data := await stream.read()) is not grpc.aio.EOF:
-            header, payload = decode_chunk(data)
-            if header.offset != position or header.numel > stop - position:
-                raise InvalidRequest(
-                    f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected were "
-                    f"those from {position} up to {stop} of unit {s.unit}"
-                )
-            if header.loans and borrower is not None:
-                payload = _borrow(header, t, borrower)
-                counters["lent_bytes_in"] += payload.nbytes
-            _copy(header, payload, t.array, t)
-            mixed |= header.version != version and version >= 0
-            version = max(version, header.version)
-            position += header.numel
-            counters["chunks_in"] += 1
-            counters["bytes_in"] += payload.nbytes
-    except BaseException:
-        stream.cancel()
-        raise
-    if position != stop:
-        raise Broken(f"{stub.peer} ended its stream at element {position} of {stop} of unit {s.unit}")
-    if mixed and t.one_version:
-        raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
-    return version
 
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._gathers = KeptStreams(partial(Stub.open, method="AllGather"), MOST_IDLE)
+        self._pushes = KeptStreams(partial(Stub.open, method="ReduceScatter"), MOST_IDLE)
+        self._uploads = KeptStreams(partial(Stub.open, method="Upload"), MOST_IDLE)
 
-async def locate(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> memory_pb2.Mapping | None:
-    """Where the whole of `s` can be mapped, once it is at the version; None where it cannot.
+    async def pull(self, stub: Stub, s: Slice, t: Transfer) -> int:
+        """Copy what `s` has of the range to the array.
 
-    Raises:
-        Broken: the stream ended early.
-        AxonError: what the server raised.
-    """
-    if (await t.access(s, stub)).borrower is None:
-        return None
-    request = shard_pb2.AllGatherRequest(
-        context=t.context(),
-        unit=s.unit,
-        begin=s.begin,
-        end=s.end,
-        min_version=t.min_version,
-        dtype=dtype_to_proto(t.dtype),
-        map=True,
-    )
-    counters["gather_streams"] += 1
-    async with stub.open("AllGather", request, timeout_s=t.deadline.remaining()) as stream:
-        message = await stream.read()
-        if message is grpc.aio.EOF:
-            raise Broken(f"{stub.peer} ended its stream before it said where unit {s.unit} lies")
-        header, _ = decode_chunk(message)
-        await stream.read()  # its end
-    return header.mapping if header.HasField("mapping") else None
+        Returns:
+            The version that last changed it.
 
+        Raises:
+            Broken: the stream ended early, or the unit changed while it was read.
+            InvalidRequest: the server sent something else than was asked for.
+            Timeout: it did not do so in time.
+            AxonError: what the server raised.
+        """
+        position, stop = _whole_chunks(s, t)
+        borrower = (await t.access(s, stub)).borrower
+        request = shard_pb2.AllGatherRequest(
+            context=t.context(),
+            unit=s.unit,
+            begin=position,
+            end=stop,
+            min_version=t.min_version,
+            dtype=dtype_to_proto(t.dtype),
+            step=t.step,
+            assumed=map(hyper_to_proto, t.assumed),
+            compressed=t.compressor is not None,
+            lend=borrower is not None,
+        )
+        assert t.array is not None
+        version, mixed = -1, False
+        self.counters["gathers"] += 1
+        async with self._gathers.take(stub) as stream, t.deadline.limit(stream.place):
+            await stream.write(request)
+            while position < stop:
+                header, payload = await _chunk(stream)
+                if header.offset != position or not 0 < header.numel <= stop - position:
+                    raise InvalidRequest(
+                        f"{stub.peer} sent {header.numel} elements at {header.offset} of unit {header.unit}; expected "
+                        f"were those from {position} up to {stop} of unit {s.unit}"
+                    )
+                if header.loans and borrower is not None:
+                    payload = _borrow(header, t, borrower)
+                    self.counters["lent_bytes_in"] += payload.nbytes
+                _copy(header, payload, t.array, t)
+                mixed |= header.version != version and version >= 0
+                version = max(version, header.version)
+                position += header.numel
+                self.counters["chunks_in"] += 1
+                self.counters["bytes_in"] += payload.nbytes
+        if mixed and t.one_version:
+            raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
+        return version
 
-async def push(stub: Stub, s: Slice, t: Transfer, counters: Counter[str], *, resume: bool) -> None:
-    """Send what `s` owns of the range; with `resume` only what the server lacks.
+    async def locate(self, stub: Stub, s: Slice, t: Transfer) -> memory_pb2.Mapping | None:
+        """Where the whole of `s` can be mapped, once it is at the version; None where it cannot.
 
-    Raises:
-        GenerationChanged: the step is lost.
-        AxonError: what the server raised.
-    """
-    begin, end = max(s.begin, t.begin), min(s.end, t.end)
-    header = common_pb2.Chunk(
-        context=t.context(),
-        step=t.step,
-        unit=s.unit,
-        offset=begin,
-        dtype=dtype_to_proto(t.dtype),
-        replica=t.replica,
-        absent=t.array is None,
-        compressed=t.compressor is not None,
-    )
-    counters["push_streams"] += 1
-    lender = Lender() if t.compressor is None and (await t.access(s, stub)).readable else None
-    stream = stub.open("ReduceScatter", timeout_s=t.deadline.remaining())
-    try:
-        if t.array is None:
-            header.numel = end - begin
-            await stream.write(encode_chunk(header, None))
-        else:
-            if resume:
+        Raises:
+            Broken: the stream ended early.
+            Timeout: the server did not answer in time.
+            AxonError: what the server raised.
+        """
+        if (await t.access(s, stub)).borrower is None:
+            return None
+        request = shard_pb2.AllGatherRequest(
+            context=t.context(),
+            unit=s.unit,
+            begin=s.begin,
+            end=s.end,
+            min_version=t.min_version,
+            dtype=dtype_to_proto(t.dtype),
+            map=True,
+        )
+        self.counters["gathers"] += 1
+        async with self._gathers.take(stub) as stream, t.deadline.limit(stream.place):
+            await stream.write(request)
+            header, _ = await _chunk(stream)
+        return header.mapping if header.HasField("mapping") else None
+
+    async def push(self, stub: Stub, s: Slice, t: Transfer, *, resume: bool) -> None:
+        """Send what `s` owns of the range; with `resume` only what the server lacks.
+
+        Raises:
+            GenerationChanged: the step is lost.
+            Broken: the stream ended early.
+            Timeout: the server did not reply in time.
+            AxonError: what the server raised.
+        """
+        begin, end = max(s.begin, t.begin), min(s.end, t.end)
+        header = common_pb2.Chunk(
+            context=t.context(),
+            step=t.step,
+            unit=s.unit,
+            offset=begin,
+            end=end,
+            dtype=dtype_to_proto(t.dtype),
+            replica=t.replica,
+            absent=t.array is None,
+            compressed=t.compressor is not None,
+        )
+        self.counters["pushes"] += 1
+        lender = Lender() if t.compressor is None and (await t.access(s, stub)).readable else None
+        try:
+            async with self._pushes.take(stub) as stream, t.deadline.limit(stream.place):
+                if t.array is None:
+                    header.numel = end - begin
+                    await stream.write(encode_chunk(header, None))
+                else:
+                    if resume:
+                        await stream.write(encode_chunk(header, None))
+                        begin = int((await _reply(stream)).missing)
+                    await self._send(stream, header, begin, end, t, lender)
+                await _reply(stream)
+        except BaseException:
+            if lender is not None and t.array is not None:
+                shared_buffers.leave(address_of(t.array))
+            raise
+        finally:
+            if lender is not None:
+                lender.take_back()
+
+    async def store(self, stub: Stub, s: Slice, t: Transfer) -> None:
+        """Send first values.
+
+        Raises:
+            Broken: the stream ended early.
+            Timeout: the server did not reply in time.
+            AxonError: what the server raised.
+        """
+        header = common_pb2.Chunk(
+            context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype), epoch=t.epoch, end=s.end
+        )
+        self.counters["uploads"] += 1
+        async with self._uploads.take(stub) as stream, t.deadline.limit(stream.place):
+            await self._send(stream, header, s.begin, s.end, t)
+            await _reply(stream)
+
+    async def _send(
+        self, stream: Stream, header: common_pb2.Chunk, begin: int, end: int, t: Transfer, lender: Lender | None = None
+    ) -> None:
+        """Write the chunks of [begin, end), one message at a time; if there is a lender lend many together instead."""
+        numel = t.chunk_numel
+        if (end - begin) * t.dtype.itemsize < LEAST_LENT_BYTES:
+            lender = None
+        if lender is not None:
+            numel *= max(1, MOST_LENT_BYTES // (t.chunk_numel * t.dtype.itemsize))
+        for offset in range(begin, end, numel):
+            stop = min(offset + numel, end)
+            header.offset, header.numel = offset, stop - offset
+            payload = t.payload(offset, stop)
+            if lender is not None:
+                header.loans.append(lend(lender, address_of(payload), payload.nbytes))
                 await stream.write(encode_chunk(header, None))
-                begin = int((await stream.initial_metadata()).get(RESUME_KEY, begin))
-            await _send(stream, header, begin, end, t, counters, lender)
-        await stream.done_writing()
-        await stream
-    except BaseException:
-        stream.cancel()
-        if lender is not None and t.array is not None:
-            shared_buffers.leave(address_of(t.array))
-        raise
-    finally:
-        if lender is not None:
-            lender.take_back()
+                header.ClearField("loans")
+                self.counters["lent_bytes_out"] += payload.nbytes
+            else:
+                await stream.write(encode_chunk(header, payload))
+            header.ClearField("context")
+            header.ClearField("end")
+            self.counters["chunks_out"] += 1
+            self.counters["bytes_out"] += payload.nbytes
 
 
-async def store(stub: Stub, s: Slice, t: Transfer, counters: Counter[str]) -> None:
-    """Send first values.
-
-    Raises:
-        AxonError: what the server raised.
-    """
-    header = common_pb2.Chunk(context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype), epoch=t.epoch)
-    counters["upload_streams"] += 1
-    stream = stub.open("Upload", timeout_s=t.deadline.remaining())
-    try:
-        await _send(stream, header, s.begin, s.end, t, counters)
-        await stream.done_writing()
-        await stream
-    except BaseException:
-        stream.cancel()
-        raise
+async def _chunk(stream: Stream) -> tuple[common_pb2.Chunk, memoryview]:
+    """The next chunk of a gather: header and payload."""
+    message = await stream.read()
+    if message is EOF:
+        raise Broken(f"{stream.place} ended before everything had come")
+    return decode_chunk(message)
 
 
-async def _send(
-    stream: Stream,
-    header: common_pb2.Chunk,
-    begin: int,
-    end: int,
-    t: Transfer,
-    counters: Counter[str],
-    lender: Lender | None = None,
-) -> None:
-    """Write the chunks of [begin, end), one message at a time; if there is a lender lend many together instead."""
-    numel = t.chunk_numel
-    if (end - begin) * t.dtype.itemsize < LEAST_LENT_BYTES:
-        lender = None
-    if lender is not None:
-        numel *= max(1, MOST_LENT_BYTES // (t.chunk_numel * t.dtype.itemsize))
-    for offset in range(begin, end, numel):
-        stop = min(offset + numel, end)
-        header.offset, header.numel = offset, stop - offset
-        payload = t.payload(offset, stop)
-        if lender is not None:
-            header.loans.append(lend(lender, address_of(payload), payload.nbytes))
-            await stream.write(encode_chunk(header, None))
-            header.ClearField("loans")
-            counters["lent_bytes_out"] += payload.nbytes
-        else:
-            await stream.write(encode_chunk(header, payload))
-        header.ClearField("context")
-        counters["chunks_out"] += 1
-        counters["bytes_out"] += payload.nbytes
+async def _reply(stream: Stream) -> Any:
+    """The reply to what was sent."""
+    reply = await stream.read()
+    if reply is EOF:
+        raise Broken(f"{stream.place} ended without a reply")
+    return reply
 
 
 def _borrow(header: common_pb2.Chunk, t: Transfer, borrower: Borrower) -> memoryview:

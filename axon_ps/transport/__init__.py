@@ -3,7 +3,7 @@
     security    who may bind where, TLS and the job token
     channels    connections to an address        server    a listening server with health and reflection
     service     servicers and stubs built from the schema's descriptors, without generated gRPC code
-    stream      a client's end of a streaming call, which raises our errors
+    stream      a client's end of a streaming call, which raises our errors · kept_streams (open between uses)
     status      the map between errors and statuses
     loop        the SDK's background event loop  backoff   deadlines and retries
 

@@ -162,10 +162,6 @@ def _refusing(handler: Any, error: PermissionDenied) -> Any:
     async def refuse(_: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, details, metadata)
 
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
     if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(refuse)
     return grpc.unary_unary_rpc_method_handler(refuse)

@@ -2,15 +2,15 @@
 
 A servicer is any object with one coroutine method per RPC, named in snake case (`AllGather` -> `all_gather`):
 
-    unary           async def register(self, request, context) -> reply
-    server stream   async def all_gather(self, request, context) -> None       writes with `await context.write(m)`
-    client stream   async def reduce_scatter(self, context) -> reply           reads with `await context.read()`
-    both            async def session(self, context) -> None                   until it gives `EOF`
+    unary    async def register(self, request, context) -> reply
+    stream   async def session(self, context) -> None      reads with `await context.read()` until it gives `EOF`,
+                                                           writes with `await context.write(message)`
+
+Streams go both ways; there are none that only one end writes to.
 
 Bulk messages pass as raw bytes in both directions (see `wire.frames`); everything else as protobuf messages. What a
 servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
-logged with its traceback, and arrives as `InternalError`. A servicer may say what it answers before the first message
-with `await context.send_initial_metadata(...)`.
+logged with its traceback, and arrives as `InternalError`.
 
 Note: [Every call is answered]
     A servicer that ends with `CancelledError` without having been cancelled by gRPC (it awaited something that the
@@ -109,16 +109,14 @@ class Stub:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self.peer, method, timeout_s=timeout_s) from None
 
-    def open(self, method: str, request: Message | None = None, *, timeout_s: float | None = None) -> Stream:
+    def open(self, method: str, *, timeout_s: float | None = None) -> Stream:
         """Open a streaming call; the first failure shows at the first read or write.
 
         Args:
             method: name of the RPC, as the schema spells it.
-            request: the request of a method that streams only its answers.
             timeout_s: seconds the whole call may take; None = no deadline.
         """
-        first = () if request is None else (request,)
-        call = self._calls[method](*first, timeout=_timeout(timeout_s), metadata=self._metadata)
+        call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
         return Stream(call, self.peer, method, timeout_s)
 
 
@@ -127,13 +125,8 @@ def _timeout(timeout_s: float | None) -> float | None:
 
 
 def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
-    kinds = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, False): channel.stream_unary,
-        (True, True): channel.stream_stream,
-    }
-    return kinds[method.client_streaming, method.server_streaming](
+    make = channel.stream_stream if _streams(method) else channel.unary_unary
+    return make(
         f"/{method.containing_service.full_name}/{method.name}",
         request_serializer=_serializer(method.input_type),
         response_deserializer=_deserializer(method.output_type),
@@ -141,24 +134,17 @@ def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
 
 
 def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable[Any]]) -> Any:
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    # One message is parsed or serialized by us, those of a stream by gRPC's context: either way inside of `perform`,
-    # which answers what cannot be.
+    # A request is parsed and a reply serialized by us, messages of a stream by gRPC's context: either way inside of
+    # `perform`, which answers what cannot be.
     parse, serialize = _deserializer(method.input_type), _serializer(method.output_type)
-    one_request, one_reply = not method.client_streaming, not method.server_streaming
+    streams = _streams(method)
 
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
-            if one_request:
-                reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
-            else:
-                reply = await behaviour(context)
-            return serialize(reply) if one_reply and serialize else reply
+            if streams:
+                return await behaviour(context)
+            reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
+            return serialize(reply) if serialize else reply
         except asyncio.CancelledError:
             if _task_is_cancelled():  # by gRPC: the client has gone, or by the end of the event loop
                 raise
@@ -179,11 +165,23 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
             _logger.exception("%s failed", method.full_name)
             await _abort(context, InternalError(f"{method.name} failed: {type(error).__name__}: {error}"))
 
-    return kinds[method.client_streaming, method.server_streaming](
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+    return make(
         perform,
-        request_deserializer=None if one_request else parse,
-        response_serializer=None if one_reply else serialize,
+        request_deserializer=parse if streams else None,
+        response_serializer=serialize if streams else None,
     )
+
+
+def _streams(method: MethodDescriptor) -> bool:
+    """Whether it is a stream.
+
+    Raises:
+        InternalError: one in one direction only.
+    """
+    if method.client_streaming != method.server_streaming:
+        raise InternalError(f"{method.full_name} streams in one direction only; streams go both ways here")
+    return bool(method.client_streaming)
 
 
 async def _abort(context: Any, error: AxonError) -> None:

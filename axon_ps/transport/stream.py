@@ -8,14 +8,15 @@ Note: [Whose cancellation]
 Note: [Why a write failed]
     When the peer ends a call under a write, gRPC's `write` overwrites the status that the peer sent with its own
     INTERNAL, "Internal error from Core", and the peer's words are lost. So we hand messages to the call below that
-    layer, and when that fails wait for the status, which always comes.
+    layer, and when that fails wait for the status. It comes once all messages before it were read: whoever writes to a
+    peer that may send must have somebody read meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
@@ -88,7 +89,7 @@ class Stream:
         try:
             async with self._writing:
                 if self._half_closed:
-                    raise Closed(f"{self._place} was half-closed; nothing more can be written to it")
+                    raise Closed(f"{self.place} was half-closed; nothing more can be written to it")
                 if self._call.done():
                     raise await self._ended()
                 await self._connect()
@@ -101,7 +102,7 @@ class Stream:
             raise self._cancelled() from None
 
     async def done_writing(self) -> None:
-        """Half-close: nothing more will be written. Does nothing when the call is over: `read` or the reply tells."""
+        """Half-close: nothing more will be written. Does nothing when the call is over: `read` tells."""
         try:
             async with self._writing:
                 if self._half_closed or self._call.done():
@@ -115,35 +116,6 @@ class Stream:
             self._call.cancel()
             raise self._cancelled() from None
 
-    async def initial_metadata(self, need: str = "") -> dict[str, str | bytes]:
-        """What the server sent before its first message (the last value of a key that is repeated).
-
-        Args:
-            need: a key that a server which takes the call always sends. A server that refuses it sends metadata too,
-                empty and a moment before its error; so when the key is missing, the error is waited for.
-
-        Raises:
-            AxonError: what ended the call, as the peer raised it.
-        """
-        try:
-            metadata = dict(await self._call.initial_metadata() or ())
-            if need and need not in metadata:
-                raise await self._ended()
-            if self._call.done() and await self._call.code() is not grpc.StatusCode.OK:
-                raise await self._ended()
-        except asyncio.CancelledError:
-            raise self._cancelled() from None
-        self._answered = True
-        return metadata
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        """The reply of a client-streaming call.
-
-        Raises:
-            AxonError: what ended the call, as the peer raised it.
-        """
-        return self._reply().__await__()
-
     def __aiter__(self) -> AsyncIterator[Any]:
         """Messages until the peer ends the call well; raises as `read` does."""
         return self._messages()
@@ -156,21 +128,18 @@ class Stream:
         """Whether the call is over."""
         return bool(self._call.done())
 
+    async def is_free(self) -> bool:
+        """Whether it can still be used. See `transport.kept_streams`."""
+        return not self.done()
+
     @property
-    def _place(self) -> str:
+    def place(self) -> str:
+        """What is called where, for errors."""
         return f"{self._method} at {self._peer}"
 
     async def _messages(self) -> AsyncIterator[Any]:
         while (message := await self.read()) is not EOF:
             yield message
-
-    async def _reply(self) -> Any:
-        try:
-            return await self._call
-        except grpc.aio.AioRpcError as error:
-            raise self._error_of(error) from None
-        except asyncio.CancelledError:
-            raise self._cancelled() from None
 
     async def _connect(self) -> None:
         if not self._connected:
@@ -186,7 +155,7 @@ class Stream:
             return self._closed()
         code, details = await self._call.code(), await self._call.details()
         if code is grpc.StatusCode.OK:
-            return Closed(f"{self._place} was ended by the peer; nothing more can be written to it")
+            return Closed(f"{self.place} was ended by the peer; nothing more can be written to it")
         trailing = await self._call.trailing_metadata()
         return error_of_status(
             code, details, trailing, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s
@@ -198,7 +167,7 @@ class Stream:
         return asyncio.CancelledError() if task is not None and task.cancelling() else self._closed()
 
     def _closed(self) -> Closed:
-        return Closed(f"{self._place} was cancelled by this side")
+        return Closed(f"{self.place} was cancelled by this side")
 
     def _error_of(self, error: grpc.aio.AioRpcError) -> AxonError:
         return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)

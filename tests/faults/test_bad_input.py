@@ -191,8 +191,7 @@ async def push(address: str, token: str, message: bytes) -> None:
     try:
         stream = Stub(channel, SHARD, token).open("ReduceScatter", timeout_s=5.0)
         await stream.write(message)
-        await stream.done_writing()
-        await stream
+        await stream.read()
     finally:
         await channel.close()
 
@@ -209,6 +208,7 @@ def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: Lo
             "unit": 0,
             "offset": 0,
             "numel": 64,
+            "end": 64,
             "dtype": common_pb2.D_TYPE_F32,
             "replica": 0,
             "step": ticket.step,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -29,6 +29,7 @@ from axon_ps.shard import reach, servicer, transfers
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
 from axon_ps.transport.direct_memory import Borrower, Lender, Loan
+from axon_ps.transport.service import Stub
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
@@ -401,14 +402,14 @@ def test_a_new_generation_ends_open_pushes() -> None:
             await j.upload(FIRST)
             waiting = asyncio.create_task(j.push(1, 0, GRADS[0][0]))
             stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
-            await stream.write(first_chunk(j, 1))
+            await stream.write(first_chunk(j, 0))
             await until(lambda: j.statistics("waits") >= 1 and j.statistics("chunks_in") >= 18)
             j.regenerate()
             with pytest.raises(GenerationChanged) as raised:
                 await waiting
             assert raised.value.generation == 2
             with pytest.raises(GenerationChanged):
-                await stream
+                await stream.read()
             await j.push(0, 0, GRADS[0][0])
             await j.push(1, 0, GRADS[1][0])
             accumulator = j.shells[0].engine.slices[0].accumulator
@@ -423,6 +424,7 @@ def first_chunk(j: Job, of_unit: int, **changes: Any) -> bytes:
     numel = min(256, SPEC.layout.units[of_unit].numel)
     fields = {
         "context": j.context()(), "step": j.step, "unit": of_unit, "offset": 0, "numel": numel,
+        "end": SPEC.layout.units[of_unit].numel,
         "dtype": common_pb2.D_TYPE_F32, "replica": 0,
     }  # fmt: skip
     payload = changes.pop("payload", np.ones(numel, np.float32))
@@ -434,7 +436,7 @@ def test_a_gather_that_waits_goes_on_in_the_new_generation() -> None:
         async with job(SPEC, workers=2) as j:
             await j.upload(FIRST)
             waiting = asyncio.create_task(j.gather(0, 0, min_version=1))
-            await until(lambda: j.groups[0].statistics()["gather_streams"] >= 1)
+            await until(lambda: j.groups[0].statistics()["gathers"] >= 1)
             j.regenerate([0])
             await j.push(0, 0, GRADS[0][0])
             await j.push(0, 1, GRADS[0][1])
@@ -636,12 +638,15 @@ def test_a_server_that_missed_a_commit_gives_up_loudly() -> None:
         ({"dtype": 99}, InvalidRequest, "number 99"),
         ({"offset": 3}, InvalidRequest, "no chunk of unit 0 begins at element 3"),
         ({"offset": 1 << 63}, InvalidRequest, "no chunk of unit 0 begins"),
+        ({"end": 0}, InvalidRequest, "elements 0 to 0 of unit 0 were announced; this server has 0 to 3000"),
+        ({"end": 3001}, InvalidRequest, "elements 0 to 3001 of unit 0 were announced"),
+        ({}, InvalidRequest, "ended before everything had come that its first message says"),
         ({"numel": 255}, InvalidRequest, "payload of 1024 bytes; it must have 1020"),
         ({"numel": 257}, InvalidRequest, "payload of 1024 bytes; it must have 1028"),
         ({"payload": np.ones(255, np.float32), "numel": 255}, InvalidRequest, "255 elements; it must have 256"),
         ({"replica": 1}, InvalidRequest, "worker 0 contributes to replica 0, not 1"),
         ({"unit": 77}, InvalidRequest, "there is no unit 77; the layout has 3"),
-        ({"unit": 2}, Misuse, "unit 2 is frozen"),
+        ({"unit": 2, "end": 700}, Misuse, "unit 2 is frozen"),
         ({"context": None}, InvalidRequest, "must have a context"),
         ({"absent": True, "payload": None, "numel": 77}, InvalidRequest, "no chunk of unit 0 begins at element 77"),
         ({"absent": True, "payload": None, "offset": 256, "numel": 1 << 60}, InvalidRequest, "no chunk of unit 0"),
@@ -655,26 +660,67 @@ def test_bad_gradient_chunks(changes: dict[str, Any], error: type[Exception], wo
             await stream.write(first_chunk(j, 0, **changes))
             await stream.done_writing()
             with pytest.raises(error, match=words):
-                await stream
+                await stream.read()
             await j.push(0, 0, GRADS[0][0])
-            assert j.statistics("duplicates") == 0
+            assert j.statistics("duplicates") == (0 if changes else 1)
 
     run(scenario())
 
 
 @pytest.mark.parametrize("method", ["ReduceScatter", "Upload"])
-@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"", None])
-def test_bytes_that_are_no_chunk(method: str, message: bytes | None) -> None:
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b""])
+def test_bytes_that_are_no_chunk(method: str, message: bytes) -> None:
     async def scenario() -> None:
         async with job(SPEC) as j:
             stream = j.raw().open(method, timeout_s=TIMEOUT_S)
-            if message is not None:
-                await stream.write(message)
-            await stream.done_writing()
+            await stream.write(message)
             with pytest.raises(InvalidRequest):
-                await stream
+                await stream.read()
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("fields", "words"), [({"step": 7}, "one step and one replica"), ({"numel": 0}, "0 elements")])
+def test_chunks_that_follow_are_of_the_same_push(fields: dict[str, int], words: str) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
+            await stream.write(first_chunk(j, 0))
+            await stream.write(first_chunk(j, 0, **{"offset": 256, **fields}))
+            with pytest.raises(InvalidRequest, match=words):
+                await stream.read()
+
+    run(scenario())
+
+
+def test_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Counter[str] = Counter()
+    stub_open = Stub.open
+
+    def counted(self: Stub, method: str, **options: Any) -> Any:
+        opened[method] += 1
+        return stub_open(self, method, **options)
+
+    async def scenario() -> None:
+        async with job(SPEC, servers=2) as j:
+            await j.upload(FIRST)
+            for number in range(5):
+                for unit in (0, 1):
+                    await j.push(0, unit, GRADS[0][unit])
+                j.commit()
+                assert (await j.gather(0, 0))[0] == number + 1
+            with pytest.raises(Timeout, match="AllGather at .* did not answer within 0.05 s"):
+                await j.gather(0, 1, min_version=6, timeout_s=0.05)
+            for unit in (0, 1):
+                await j.gather(0, unit)
+            with pytest.raises(StepAborted):
+                await j.gather(0, 0, min_version=99)
+            await j.gather(0, 0)
+
+    monkeypatch.setattr(Stub, "open", counted)
+    run(scenario())
+    assert opened == {"ReduceScatter": 2, "Upload": 2, "AllGather": 6}  # one a server, and another after each error
 
 
 def test_a_stream_is_of_one_unit() -> None:
@@ -683,8 +729,10 @@ def test_a_stream_is_of_one_unit() -> None:
             stream = j.raw().open("ReduceScatter", timeout_s=TIMEOUT_S)
             await stream.write(first_chunk(j, 0))
             await stream.write(first_chunk(j, 1))
-            with pytest.raises(InvalidRequest, match="one step, one unit and one replica"):
-                await stream
+            with pytest.raises(
+                InvalidRequest, match="200 elements at 0 of unit 1 came; expected .* from 256 of unit 0"
+            ):
+                await stream.read()
 
     run(scenario())
 
@@ -699,9 +747,8 @@ def test_bad_uploads() -> None:
             ):
                 stream = j.raw().open("Upload", timeout_s=TIMEOUT_S)
                 await stream.write(first_chunk(j, 0, **changes))
-                await stream.done_writing()
                 with pytest.raises(InvalidRequest, match=words):
-                    await stream
+                    await stream.read()
             await j.upload(FIRST)
             for unit in (0, 1):
                 await j.push(0, unit, GRADS[0][unit])
@@ -728,9 +775,10 @@ def test_bad_gathers(changes: dict[str, Any], words: str) -> None:
         async with job(SPEC) as j:
             await j.upload(FIRST)
             fields = {"context": j.context()(), "unit": 0, "begin": 0, "end": 3000, "dtype": common_pb2.D_TYPE_F32}
-            stream = j.raw().open("AllGather", shard_pb2.AllGatherRequest(**{**fields, **changes}), timeout_s=TIMEOUT_S)
+            stream = j.raw().open("AllGather", timeout_s=TIMEOUT_S)
+            await stream.write(shard_pb2.AllGatherRequest(**{**fields, **changes}))
             with pytest.raises(InvalidRequest, match=words):
-                assert await stream.read() is grpc.aio.EOF
+                await stream.read()
 
     run(scenario())
 

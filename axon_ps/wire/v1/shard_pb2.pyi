@@ -36,12 +36,14 @@ class AllGatherRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., map: bool = ..., lend: bool = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
-    __slots__ = ("step", "chunks")
+    __slots__ = ("step", "chunks", "missing")
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     step: int
     chunks: int
-    def __init__(self, step: _Optional[int] = ..., chunks: _Optional[int] = ...) -> None: ...
+    missing: int
+    def __init__(self, step: _Optional[int] = ..., chunks: _Optional[int] = ..., missing: _Optional[int] = ...) -> None: ...
 
 class UploadReply(_message.Message):
     __slots__ = ("complete",)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 
 from axon_ps.errors import (
     AxonError,
@@ -67,65 +68,84 @@ def test_a_unary_call() -> None:
 
 
 def test_chunks_travel_as_bytes_in_both_directions() -> None:
-    async def all_gather(request: shard_pb2.AllGatherRequest, context: Any) -> None:
+    async def all_gather(context: Any) -> None:
+        request = await context.read()
         for _ in range(request.end):
             await context.write(FRAME)
 
-    async def reduce_scatter(context: Any) -> shard_pb2.ReduceScatterReply:
-        await context.send_initial_metadata((("axon-ps-resume", "17"),))
+    async def reduce_scatter(context: Any) -> None:
         chunks = 0
         while (data := await context.read()) is not grpc.aio.EOF:
             header, payload = decode_chunk(data)
             assert payload == GRADIENT.tobytes()
             chunks += 1
-        return shard_pb2.ReduceScatterReply(step=header.unit, chunks=chunks)
+        await context.write(shard_pb2.ReduceScatterReply(step=header.unit, chunks=chunks))
 
     async def main() -> None:
         async with serving(all_gather=all_gather, reduce_scatter=reduce_scatter) as s:
-            gathered = [m async for m in s.stub.open("AllGather", shard_pb2.AllGatherRequest(end=5), timeout_s=5)]
-            assert gathered == [FRAME] * 5
+            gather = s.stub.open("AllGather", timeout_s=5)
+            await gather.write(shard_pb2.AllGatherRequest(end=5))
+            assert [m async for m in gather] == [FRAME] * 5
             push = s.stub.open("ReduceScatter")
-            assert await push.initial_metadata() == {"axon-ps-resume": "17"}
             for _ in range(4):
                 await push.write(FRAME)
             await push.done_writing()
-            assert await push == shard_pb2.ReduceScatterReply(step=3, chunks=4)
+            assert await push.read() == shard_pb2.ReduceScatterReply(step=3, chunks=4)
+            assert await push.read() is grpc.aio.EOF
             assert push.done()
 
     run(main())
 
 
 def test_a_plain_protobuf_client_interoperates() -> None:
-    async def all_gather(request: shard_pb2.AllGatherRequest, context: Any) -> None:
+    async def all_gather(context: Any) -> None:
+        assert (await context.read()).unit == 3
         await context.write(FRAME)
 
-    async def reduce_scatter(context: Any) -> shard_pb2.ReduceScatterReply:
+    async def reduce_scatter(context: Any) -> None:
         header, payload = decode_chunk(await context.read())
         assert await context.read() is grpc.aio.EOF
         assert payload == GRADIENT.tobytes()
-        return shard_pb2.ReduceScatterReply(step=header.step)
+        await context.write(shard_pb2.ReduceScatterReply(step=header.step))
 
     def plain(address: str) -> None:
         chunk = common_pb2.Chunk
         with grpc.insecure_channel(address) as channel:
-            gather = channel.unary_stream(
+            gather = channel.stream_stream(
                 "/axon_ps.wire.v1.Shard/AllGather",
                 request_serializer=shard_pb2.AllGatherRequest.SerializeToString,
                 response_deserializer=chunk.FromString,
             )
-            (gathered,) = gather(shard_pb2.AllGatherRequest(unit=3), timeout=5)
+            (gathered,) = gather(iter([shard_pb2.AllGatherRequest(unit=3)]), timeout=5)
             assert gathered.unit == 3
             assert gathered.payload == GRADIENT.tobytes()
-            reduce = channel.stream_unary(
+            reduce = channel.stream_stream(
                 "/axon_ps.wire.v1.Shard/ReduceScatter",
                 request_serializer=chunk.SerializeToString,
                 response_deserializer=shard_pb2.ReduceScatterReply.FromString,
             )
-            assert reduce(iter([chunk(step=9, payload=GRADIENT.tobytes())]), timeout=5).step == 9
+            (reply,) = reduce(iter([chunk(step=9, payload=GRADIENT.tobytes())]), timeout=5)
+            assert reply.step == 9
 
     async def main() -> None:
         async with serving(all_gather=all_gather, reduce_scatter=reduce_scatter) as s:
             await asyncio.to_thread(plain, s.address)
+
+    run(main())
+
+
+def test_streams_go_both_ways() -> None:
+    file = descriptor_pb2.FileDescriptorProto(name="one_way.proto", package="one_way", syntax="proto3")
+    file.message_type.add(name="M")
+    file.service.add(name="S").method.add(name="Watch", input_type="M", output_type="M", server_streaming=True)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    service = pool.FindServiceByName("one_way.S")
+
+    async def main() -> None:
+        async with serving() as s:
+            with pytest.raises(InternalError, match=r"one_way\.S\.Watch streams in one direction only"):
+                Stub(s.channel, service)
 
     run(main())
 
@@ -155,15 +175,15 @@ def test_errors_arrive_from_unary_calls(raised: AxonError) -> None:
 
 
 @pytest.mark.parametrize("raised", ERRORS, ids=lambda e: type(e).__name__)
-def test_errors_arrive_after_messages_of_a_server_stream(raised: AxonError) -> None:
-    async def all_gather(request: Any, context: Any) -> None:
+def test_errors_arrive_after_messages_of_a_stream(raised: AxonError) -> None:
+    async def all_gather(context: Any) -> None:
         await context.write(FRAME)
         await got.wait()
         raise raised
 
     async def main() -> None:
         async with serving(all_gather=all_gather) as s:
-            stream = s.stub.open("AllGather", shard_pb2.AllGatherRequest())
+            stream = s.stub.open("AllGather")
             assert await stream.read() == FRAME
             got.set()
             with pytest.raises(AxonError) as caught:
@@ -188,7 +208,7 @@ def test_errors_arrive_while_the_client_still_writes(raised: AxonError) -> None:
                     await write_forever(push, FRAME)
                 assert_same(caught.value, raised, "ReduceScatter", s.address)
                 with pytest.raises(AxonError) as caught:
-                    await push
+                    await push.read()
                 assert_same(caught.value, raised, "ReduceScatter", s.address)
 
     run(main())
@@ -216,18 +236,6 @@ def test_errors_arrive_in_a_two_way_stream(raised: AxonError) -> None:
                 await stream.write(session_pb2.SessionRequest())
             assert_same(caught.value, raised, "Session", s.address)
             await stream.done_writing()
-
-    run(main())
-
-
-def test_an_error_before_the_first_message_shows_in_the_initial_metadata() -> None:
-    async def reduce_scatter(context: Any) -> None:
-        raise InvalidRequest("no such unit")
-
-    async def main() -> None:
-        async with serving(reduce_scatter=reduce_scatter) as s:
-            with pytest.raises(InvalidRequest, match="no such unit"):
-                await s.stub.open("ReduceScatter").initial_metadata(need="axon-ps-resume")
 
     run(main())
 
@@ -324,7 +332,7 @@ def test_a_client_that_goes_away_cancels_the_servicer(caplog: pytest.LogCaptureF
 def test_a_servicer_that_writes_to_nobody_ends_silently(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
-    async def all_gather(request: Any, context: Any) -> None:
+    async def all_gather(context: Any) -> None:
         try:
             while True:
                 await context.write(FRAME)
@@ -333,7 +341,7 @@ def test_a_servicer_that_writes_to_nobody_ends_silently(caplog: pytest.LogCaptur
 
     async def main() -> None:
         async with serving(all_gather=all_gather) as s:
-            stream = s.stub.open("AllGather", shard_pb2.AllGatherRequest())
+            stream = s.stub.open("AllGather")
             await stream.read()
             stream.cancel()
             await ended.wait()
@@ -351,7 +359,7 @@ def test_using_the_context_wrongly_is_a_bug_not_a_lost_client(caplog: pytest.Log
     async def main() -> None:
         async with serving(reduce_scatter=reduce_scatter) as s:
             with pytest.raises(InternalError, match="already sent"):
-                await s.stub.open("ReduceScatter")
+                await s.stub.open("ReduceScatter").read()
 
     run(main())
     assert len(ours(caplog)) == 1
@@ -361,7 +369,7 @@ def test_deadlines() -> None:
     async def stats(request: Any, context: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    async def all_gather(request: Any, context: Any) -> None:
+    async def all_gather(context: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
     async def main() -> None:
@@ -369,7 +377,7 @@ def test_deadlines() -> None:
             with pytest.raises(Timeout, match=f"Stats at {s.address} did not answer within 0.05 s"):
                 await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=0.05)
             with pytest.raises(Timeout, match=f"AllGather at {s.address} did not answer within 0.05 s"):
-                await s.stub.open("AllGather", shard_pb2.AllGatherRequest(), timeout_s=0.05).read()
+                await s.stub.open("AllGather", timeout_s=0.05).read()
 
     run(main())
 
@@ -383,13 +391,9 @@ def test_nobody_listens() -> None:
         with pytest.raises(Unreachable, match=f"nobody answers at {address}"):
             await stub.call("Stats", shard_pb2.StatsRequest())
         with pytest.raises(Unreachable):
-            await stub.open("AllGather", shard_pb2.AllGatherRequest()).read()
+            await stub.open("AllGather").read()
         with pytest.raises(Unreachable):
             await stub.open("ReduceScatter").write(FRAME)
-        with pytest.raises(Unreachable):
-            await stub.open("ReduceScatter")
-        with pytest.raises(Unreachable):
-            await stub.open("ReduceScatter").initial_metadata()
         await channel.close()
 
     run(main())

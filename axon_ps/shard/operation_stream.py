@@ -1,25 +1,15 @@
-"""A worker's streams to the shard servers' collectives: kept between operations, one operation at a time on each.
+"""A worker's stream to a shard server's collectives: one operation after the other.
 
-See Note: [Streams are kept] at `shard.collective_servicer`. Everything here runs on one event loop.
+See Note: [How an operation ends] at `shard.collective_servicer`. Everything here runs on one event loop.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-from weakref import WeakKeyDictionary
-
 from axon_ps.errors import AxonError, Broken
-from axon_ps.shard.peers import Peers
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.service import Stream, Stub
-from axon_ps.transport.stream import EOF
+from axon_ps.transport.stream import EOF, Stream
 from axon_ps.types import Array
 from axon_ps.wire.frames import decode_bulk, encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
-
-MOST_IDLE = 8
-"""Streams to one server that are kept: as many operations as are usually under way at once."""
 
 
 class OperationStream:
@@ -83,40 +73,3 @@ class OperationStream:
         if message is EOF:
             raise Broken("a shard server ended the stream of an operation before its end")
         return decode_bulk(CollectiveChunk, message)
-
-
-class OperationStreams:
-    """Streams to all servers.
-
-    Args:
-        peers: gives the connections.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._idle: WeakKeyDictionary[Stub, list[OperationStream]] = WeakKeyDictionary()
-
-    @contextlib.asynccontextmanager
-    async def take(self, server: int, deadline: Deadline) -> AsyncIterator[OperationStream]:
-        """A stream for one operation; an error ends it, else it is kept.
-
-        Raises:
-            Timeout: the server did not become known in time.
-            Closed: the connections were closed.
-        """
-        stub = await self._peers.stub(server, 0, deadline)
-        idle = self._idle.setdefault(stub, [])
-        stream = None
-        while idle and stream is None:
-            kept = idle.pop()
-            stream = kept if await kept.is_free() else None
-        stream = stream or OperationStream(stub.open("Collective"))
-        try:
-            yield stream
-        except BaseException:
-            stream.cancel()
-            raise
-        if len(idle) < MOST_IDLE:
-            idle.append(stream)
-        else:
-            stream.cancel()

@@ -1,0 +1,99 @@
+"""Streams that are kept between uses: which one a client uses next, and what ends a server's idle ones.
+
+Note: [Streams are kept]
+    To open a stream costs both ends as much as to move a hundred kilobytes, and to end it well another way back. So
+    what is done often is done on streams that stay open, one use at a time on each. Both ends know from the messages
+    when a use is over; one that does not end well ends the stream, with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from axon_ps.transport.service import Stub
+from axon_ps.transport.stream import EOF
+
+
+class Keepable(Protocol):
+    """A stream, or something around one."""
+
+    async def is_free(self) -> bool:
+        """Whether it can be used again."""
+
+    def cancel(self) -> None:
+        """End it, and what is under way on it."""
+
+
+T = TypeVar("T", bound=Keepable)
+
+
+class KeptStreams(Generic[T]):
+    """A client's streams of one method, to any number of servers. Everything runs on one event loop.
+
+    Args:
+        open: opens another one.
+        most_idle: how many to one server are kept; as many as are usually in use at once.
+    """
+
+    def __init__(self, open: Callable[[Stub], T], most_idle: int) -> None:
+        self._open = open
+        self._most_idle = most_idle
+        self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
+
+    @contextlib.asynccontextmanager
+    async def take(self, stub: Stub) -> AsyncIterator[T]:
+        """A stream for one use; an error ends it, else it is kept."""
+        idle = self._idle.setdefault(stub, [])
+        while idle:
+            stream = idle.pop()
+            if await stream.is_free():
+                break
+        else:
+            stream = self._open(stub)
+        try:
+            yield stream
+        except BaseException:
+            stream.cancel()
+            raise
+        if len(idle) < self._most_idle:
+            idle.append(stream)
+        else:
+            stream.cancel()
+
+
+class IdleStreams:
+    """A server's streams that nothing is under way on: once it stops, nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._idle: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+        self._draining = False
+
+    async def next(self, read: Coroutine[Any, Any, Any]) -> Any:
+        """What `read` gives, the first message of the next use, or `EOF`: the stream is over, or we are draining."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._draining:
+            read.close()
+            return EOF
+        self._idle.add(task)
+        try:
+            return await read
+        except asyncio.CancelledError:
+            if task not in self._ended or task.uncancel() > 0:  # gRPC cancelled it: the client has gone
+                raise
+            return EOF
+        finally:
+            self._idle.discard(task)
+            self._ended.discard(task)
+
+    def drain(self) -> None:
+        """End the idle streams, now and from now on."""
+        self._draining = True
+        self._ended |= self._idle
+        for task in self._idle:
+            task.cancel()

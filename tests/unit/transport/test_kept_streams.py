@@ -1,0 +1,162 @@
+"""Streams that are kept: which one is used next, what ends one, and what a server that stops does with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from axon_ps.transport.kept_streams import IdleStreams, KeptStreams
+from axon_ps.transport.stream import EOF
+
+MOST_IDLE = 3
+
+
+class OneStub:
+    """Only its identity counts."""
+
+
+class FakeStream:
+    """A stream that is over once it was cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    async def is_free(self) -> bool:
+        return not self.cancelled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def make() -> tuple[KeptStreams[FakeStream], list[FakeStream]]:
+    opened: list[FakeStream] = []
+
+    def open(stub: Any) -> FakeStream:
+        opened.append(FakeStream())
+        return opened[-1]
+
+    return KeptStreams(open, MOST_IDLE), opened
+
+
+def test_the_next_use_gets_the_same_stream() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        for _ in range(3):
+            async with streams.take(stub) as stream:
+                assert stream is opened[0]
+        assert len(opened) == 1
+
+    asyncio.run(test())
+
+
+def test_each_server_has_its_own() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        here: Any = OneStub()
+        there: Any = OneStub()
+        async with streams.take(here):
+            pass
+        async with streams.take(there) as stream:
+            assert stream is not opened[0]
+
+    asyncio.run(test())
+
+
+def test_uses_at_the_same_time_have_streams_of_their_own_and_few_are_kept() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        managers = [streams.take(stub) for _ in range(MOST_IDLE + 2)]
+        for manager in managers:
+            await manager.__aenter__()
+        assert len(opened) == MOST_IDLE + 2
+        for manager in managers:
+            await manager.__aexit__(None, None, None)
+        assert sum(stream.cancelled for stream in opened) == 2
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+def test_an_error_ends_the_stream(error: type[BaseException]) -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        with pytest.raises(error):
+            async with streams.take(stub):
+                raise error
+        assert opened[0].cancelled
+        async with streams.take(stub):
+            assert len(opened) == 2
+
+    asyncio.run(test())
+
+
+def test_streams_that_broke_while_idle_are_replaced() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        async with streams.take(stub), streams.take(stub):
+            pass
+        for stream in opened:
+            stream.cancel()
+        async with streams.take(stub):
+            assert len(opened) == 3
+
+    asyncio.run(test())
+
+
+async def message() -> bytes:
+    return b"first"
+
+
+async def nothing() -> bytes:
+    return await asyncio.get_running_loop().create_future()
+
+
+def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
+    async def test() -> None:
+        idle = IdleStreams()
+        assert await idle.next(message()) == b"first"
+        waiting = asyncio.ensure_future(idle.next(nothing()))
+        await asyncio.sleep(0)
+        idle.drain()
+        assert await waiting is EOF
+        assert waiting.cancelling() == 0
+        assert await idle.next(message()) is EOF
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("first", ["the client", "the server"])
+def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(first: str) -> None:
+    async def test() -> None:
+        idle = IdleStreams()
+        waiting = asyncio.ensure_future(idle.next(nothing()))
+        await asyncio.sleep(0)
+        if first == "the client":
+            waiting.cancel()
+            idle.drain()
+        else:
+            idle.drain()
+            waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_stream_is_cancelled() -> None:
+    async def test() -> None:
+        idle = IdleStreams()
+        waiting = asyncio.ensure_future(idle.next(nothing()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        idle.drain()
+
+    asyncio.run(test())
