@@ -68,6 +68,11 @@ class OperationStream:
         """End the stream, and what is under way on it."""
         self._stream.cancel()
 
+    @property
+    def place(self) -> str:
+        """What is called where, for errors."""
+        return self._stream.place
+
     async def _read(self) -> tuple[CollectiveChunk, memoryview]:
         message = await self._stream.read()
         if message is EOF:

@@ -166,7 +166,7 @@ class Transfers:
         assert t.array is not None
         version, mixed = -1, False
         self.counters["gathers"] += 1
-        async with self._gathers.take(stub) as stream, t.deadline.limit(stream.place):
+        async with self._gathers.take(stub, t.deadline) as stream:
             await stream.write(request)
             while position < stop:
                 header, payload = await _chunk(stream)
@@ -208,7 +208,7 @@ class Transfers:
             map=True,
         )
         self.counters["gathers"] += 1
-        async with self._gathers.take(stub) as stream, t.deadline.limit(stream.place):
+        async with self._gathers.take(stub, t.deadline) as stream:
             await stream.write(request)
             header, _ = await _chunk(stream)
         return header.mapping if header.HasField("mapping") else None
@@ -237,7 +237,7 @@ class Transfers:
         self.counters["pushes"] += 1
         lender = Lender() if t.compressor is None and (await t.access(s, stub)).readable else None
         try:
-            async with self._pushes.take(stub) as stream, t.deadline.limit(stream.place):
+            async with self._pushes.take(stub, t.deadline) as stream:
                 if t.array is None:
                     header.numel = end - begin
                     await stream.write(encode_chunk(header, None))
@@ -267,7 +267,7 @@ class Transfers:
             context=t.context(), unit=s.unit, dtype=dtype_to_proto(t.dtype), epoch=t.epoch, end=s.end
         )
         self.counters["uploads"] += 1
-        async with self._uploads.take(stub) as stream, t.deadline.limit(stream.place):
+        async with self._uploads.take(stub, t.deadline) as stream:
             await self._send(stream, header, s.begin, s.end, t)
             await _reply(stream)
 

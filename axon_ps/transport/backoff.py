@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from axon_ps.errors import AxonError, InvalidRequest, Timeout
+from axon_ps.errors import InvalidRequest, Timeout
 
 T = TypeVar("T")
 
@@ -43,18 +42,6 @@ class Deadline:
         """Raise `Timeout` naming `what` when no time is left."""
         if self.passed:
             raise Timeout(f"{what} was not done within {self.timeout_s:g} s")
-
-    @contextlib.asynccontextmanager
-    async def limit(self, what: str) -> AsyncIterator[None]:
-        """Cancel what is awaited inside when no time is left, and raise `Timeout` naming `what`."""
-        remaining_s = self.remaining()
-        try:
-            async with asyncio.timeout(None if math.isinf(remaining_s) else remaining_s):
-                yield
-        except TimeoutError as error:
-            if isinstance(error, AxonError):
-                raise
-            raise Timeout(f"{what} did not answer within {self.timeout_s:g} s") from None
 
 
 async def retry(

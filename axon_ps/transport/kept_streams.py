@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+from axon_ps.errors import Closed, Timeout
+from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.service import Stub
 from axon_ps.transport.stream import EOF
+
+NEVER = Deadline(None)
 
 
 class Keepable(Protocol):
@@ -25,7 +30,11 @@ class Keepable(Protocol):
         """Whether it can be used again."""
 
     def cancel(self) -> None:
-        """End it, and what is under way on it."""
+        """End it, and what is under way on it: whoever waits gets `Closed`."""
+
+    @property
+    def place(self) -> str:
+        """What is called where, for errors."""
 
 
 T = TypeVar("T", bound=Keepable)
@@ -45,8 +54,12 @@ class KeptStreams(Generic[T]):
         self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
 
     @contextlib.asynccontextmanager
-    async def take(self, stub: Stub) -> AsyncIterator[T]:
-        """A stream for one use; an error ends it, else it is kept."""
+    async def take(self, stub: Stub, deadline: Deadline = NEVER) -> AsyncIterator[T]:
+        """A stream for one use; an error ends it, else it is kept.
+
+        Raises:
+            Timeout: the use was not over in time.
+        """
         idle = self._idle.setdefault(stub, [])
         while idle:
             stream = idle.pop()
@@ -54,11 +67,19 @@ class KeptStreams(Generic[T]):
                 break
         else:
             stream = self._open(stub)
+        timer = None
+        if (remaining_s := deadline.remaining()) < math.inf:  # lighter than asyncio.timeout, in what is done so often
+            timer = asyncio.get_running_loop().call_later(remaining_s, stream.cancel)
         try:
             yield stream
-        except BaseException:
+        except BaseException as error:
             stream.cancel()
+            if isinstance(error, Closed) and deadline.passed:
+                raise Timeout(f"{stream.place} did not answer within {deadline.timeout_s:g} s") from None
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         if len(idle) < self._most_idle:
             idle.append(stream)
         else:

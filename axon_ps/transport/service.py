@@ -41,7 +41,7 @@ from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest
 from axon_ps.transport import channels
 from axon_ps.transport.security import token_metadata
 from axon_ps.transport.status import error_of, status_of
-from axon_ps.transport.stream import EOF, Stream
+from axon_ps.transport.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
 
 __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"]
@@ -146,7 +146,7 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
             reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
             return serialize(reply) if serialize else reply
         except asyncio.CancelledError:
-            if _task_is_cancelled():  # by gRPC: the client has gone, or by the end of the event loop
+            if task_is_cancelled():  # by gRPC: the client has gone, or by the end of the event loop
                 raise
             # See Note: [Every call is answered]
             await _abort(context, Broken(f"{method.name} was broken off by the server"))
@@ -197,11 +197,6 @@ async def _abort(context: Any, error: AxonError) -> None:
 def _nobody_listens(error: Exception, context: Any) -> bool:
     """Whether `error` says that a read or write failed because the connection is broken or the server stopped."""
     return isinstance(error, grpc.aio.BaseError) and (not isinstance(error, grpc.aio.UsageError) or context.done())
-
-
-def _task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _serializer(message: Descriptor) -> Callable[[Any], bytes] | None:

@@ -142,12 +142,19 @@ class Stream:
             yield message
 
     async def _connect(self) -> None:
-        if not self._connected:
-            try:
-                await self._call.wait_for_connection()
-            except grpc.aio.AioRpcError as error:
-                raise self._error_of(error) from None
-            self._connected = True
+        if self._connected:
+            return
+        connecting = asyncio.ensure_future(self._call.wait_for_connection())
+        self._call.add_done_callback(lambda _: connecting.cancel())  # it waits for ever on a call that was cancelled
+        try:
+            await connecting
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from None
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise await self._ended() from None
+        self._connected = True
 
     async def _ended(self) -> AxonError:
         """Why the call is over; waits until that is known."""
@@ -163,11 +170,16 @@ class Stream:
 
     def _cancelled(self) -> BaseException:
         """What to raise for a `CancelledError`. See Note: [Whose cancellation]."""
-        task = asyncio.current_task()
-        return asyncio.CancelledError() if task is not None and task.cancelling() else self._closed()
+        return asyncio.CancelledError() if task_is_cancelled() else self._closed()
 
     def _closed(self) -> Closed:
         return Closed(f"{self.place} was cancelled by this side")
 
     def _error_of(self, error: grpc.aio.AioRpcError) -> AxonError:
         return error_of(error, self._peer, self._method, answered=self._answered, timeout_s=self._timeout_s)
+
+
+def task_is_cancelled() -> bool:
+    """Whether the current task is being cancelled, and not something that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from axon_ps.errors import Closed, Timeout
+from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.kept_streams import IdleStreams, KeptStreams
 from axon_ps.transport.stream import EOF
 
@@ -20,14 +22,22 @@ class OneStub:
 class FakeStream:
     """A stream that is over once it was cancelled."""
 
+    place = "Method at server"
+
     def __init__(self) -> None:
         self.cancelled = False
+        self.ended = asyncio.Event()
+
+    async def read(self) -> None:
+        await self.ended.wait()
+        raise Closed("cancelled by this side")
 
     async def is_free(self) -> bool:
         return not self.cancelled
 
     def cancel(self) -> None:
         self.cancelled = True
+        self.ended.set()
 
 
 def make() -> tuple[KeptStreams[FakeStream], list[FakeStream]]:
@@ -105,6 +115,43 @@ def test_streams_that_broke_while_idle_are_replaced() -> None:
             stream.cancel()
         async with streams.take(stub):
             assert len(opened) == 3
+
+    asyncio.run(test())
+
+
+def test_a_use_that_is_not_over_in_time() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        with pytest.raises(Timeout, match=r"Method at server did not answer within 0.01 s"):
+            async with streams.take(stub, Deadline(0.01)) as stream:
+                await stream.read()
+        assert opened[0].cancelled
+
+    asyncio.run(test())
+
+
+def test_whoever_cancels_a_use_before_its_time_closes_it() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        asyncio.get_running_loop().call_soon(lambda: opened[0].cancel())
+        with pytest.raises(Closed):
+            async with streams.take(stub, Deadline(100.0)) as stream:
+                await stream.read()
+
+    asyncio.run(test())
+
+
+def test_a_deadline_is_over_with_its_use() -> None:
+    async def test() -> None:
+        streams, opened = make()
+        stub: Any = OneStub()
+        now_s = 0.0
+        async with streams.take(stub, Deadline(1e-3, lambda: now_s)):
+            pass
+        await asyncio.sleep(0.01)
+        assert not opened[0].cancelled
 
     asyncio.run(test())
 

@@ -144,6 +144,22 @@ def test_cancelling_a_stream_closes_it_for_other_tasks(what: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_cancelling_a_stream_that_is_not_connected_yet(turns: int) -> None:
+    async def main() -> None:
+        async with serving(COORDINATOR, session=echo) as s:
+            stream = s.stub.open("Session")
+            writing = asyncio.ensure_future(stream.write(REQUEST))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            stream.cancel()
+            with pytest.raises(Closed, match="was cancelled by this side"):
+                await writing
+                await stream.read()
+
+    run(main())
+
+
 def test_a_task_cancelled_while_reading_takes_the_stream_with_it() -> None:
     async def main() -> None:
         async with serving(COORDINATOR, session=silent) as s:
