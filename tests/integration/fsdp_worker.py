@@ -19,11 +19,12 @@ from parity_model import MAX_NORM, Block, Values, batch, build, groups
 OPTIONS = {"lr": 3e-3}
 DECAY = 0.05
 SERVER_MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
-PRECISIONS: dict[str, dict[str, torch.dtype]] = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "f32": {},
     "bf16 wire": {"wire_dtype": torch.bfloat16},
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "fp16": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
+    "int8": {"wire_dtype": "int8"},
 }
 
 
