@@ -62,11 +62,15 @@ def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.Gen
     """What a `server.Server` needs to offer the service `descriptor`, performed by `servicer`.
 
     Raises:
-        InternalError: the servicer lacks a method.
+        InternalError: the servicer lacks a method, or one streams in one direction only.
     """
     missing = [name for m in descriptor.methods if not callable(getattr(servicer, name := method_name(m.name), None))]
     if missing:
         raise InternalError(f"{type(servicer).__name__} lacks {', '.join(missing)} of {descriptor.full_name}")
+    if one_way := [m.name for m in descriptor.methods if _is_one_way(m)]:
+        raise InternalError(
+            f"{', '.join(one_way)} of {descriptor.full_name} stream in one direction only; let it be both"
+        )
     return grpc.method_handlers_generic_handler(
         descriptor.full_name,
         {m.name: _method_handler(m, getattr(servicer, method_name(m.name))) for m in descriptor.methods},
@@ -78,7 +82,7 @@ class Stub:
 
     Args:
         channel: from `channels.connect`.
-        descriptor: the service.
+        descriptor: the service; methods that stream in one direction only (grpc.health.v1's Watch) are left out.
         token: the job token, sent with every call.
         peer: what errors call the other end; the channel's address by default.
     """
@@ -88,7 +92,7 @@ class Stub:
     ) -> None:
         self.peer = peer or channels.address_of(channel)
         self._metadata = token_metadata(token) or None
-        self._calls = {m.name: _callable(channel, m) for m in descriptor.methods}
+        self._calls = {m.name: _callable(channel, m) for m in descriptor.methods if not _is_one_way(m)}
 
     async def call(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Call a unary method.
@@ -125,7 +129,7 @@ def _timeout(timeout_s: float | None) -> float | None:
 
 
 def _callable(channel: grpc.aio.Channel, method: MethodDescriptor) -> Any:
-    make = channel.stream_stream if _streams(method) else channel.unary_unary
+    make = channel.stream_stream if method.client_streaming else channel.unary_unary
     return make(
         f"/{method.containing_service.full_name}/{method.name}",
         request_serializer=_serializer(method.input_type),
@@ -137,7 +141,7 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     # A request is parsed and a reply serialized by us, messages of a stream by gRPC's context: either way inside of
     # `perform`, which answers what cannot be.
     parse, serialize = _deserializer(method.input_type), _serializer(method.output_type)
-    streams = _streams(method)
+    streams = method.client_streaming
 
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
@@ -173,15 +177,8 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     )
 
 
-def _streams(method: MethodDescriptor) -> bool:
-    """Whether it is a stream.
-
-    Raises:
-        InternalError: one in one direction only.
-    """
-    if method.client_streaming != method.server_streaming:
-        raise InternalError(f"{method.full_name} streams in one direction only; streams go both ways here")
-    return bool(method.client_streaming)
+def _is_one_way(method: MethodDescriptor) -> bool:
+    return bool(method.client_streaming != method.server_streaming)
 
 
 async def _abort(context: Any, error: AxonError) -> None:
