@@ -1,6 +1,6 @@
 """The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
 
-Streams of gathers, pushes and collectives are kept; see `transport.kept_streams`.
+All streams are kept: each is for one gather, push, upload or collective after the other. See `transport.kept_streams`.
 
 Note: [Two kinds of first message]
     The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
