@@ -109,9 +109,7 @@ class CollectiveClient:
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by incarnation
         self._server_nodes: tuple[str, ...] = ()
-        self.counters: Counter[str] = Counter(
-            dict.fromkeys(("bytes_in", "bytes_out", "messages_in", "messages_out"), 0)
-        )
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def set_members(self, membership: Membership) -> None:
         """Take the current shard servers, and on which hosts everybody is."""
