@@ -191,7 +191,7 @@ class ShardServicer:
         return shard_pb2.UploadReply(complete=complete)
 
     async def collective(self, context: Context) -> None:
-        """A worker's part in one collective or message of a group."""
+        """A worker's part in collectives and messages of its groups, one after the other."""
         await collective_servicer.serve(self._shell.collectives, self._idle, context)
 
     async def introduce(self, request: shard_pb2.IntroduceRequest, context: Context) -> shard_pb2.IntroduceReply:
