@@ -17,7 +17,11 @@ Hyper = Mapping[str, float]
 
 
 class DType(enum.Enum):
-    """An element type on the wire. `.numpy` is how numpy stores it: bf16 has no numpy type and is held as uint16."""
+    """An element type on the wire. `.numpy` is how numpy stores it: bf16 has no numpy type and is held as uint16.
+
+    An element of INT8_BLOCK is `INT8_BLOCK_NUMEL` numbers: their scale, f32, and an int8 for each; see
+    `compress.int8_block`. All others are one number each, and those are what tensors consist of (`NUMBERS`).
+    """
 
     F32 = "f32"
     BF16 = "bf16"
@@ -27,10 +31,11 @@ class DType(enum.Enum):
     I32 = "i32"
     U8 = "u8"
     BOOL = "bool"
+    INT8_BLOCK = "int8_block"
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype that stores one element (uint16 for BF16)."""
+        """The numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK)."""
         return _STORAGE[self]
 
     @property
@@ -40,21 +45,27 @@ class DType(enum.Enum):
 
     @property
     def is_float(self) -> bool:
-        """Whether this is a floating-point type."""
+        """Whether this is a floating-point number."""
         return self in (DType.F32, DType.BF16, DType.F16, DType.F64)
 
     @classmethod
     def parse(cls, name: str) -> DType:
-        """The dtype called `name` ("f32", "bf16", ...).
+        """The dtype of numbers called `name` ("f32", "bf16", ...).
 
         Raises:
-            InvalidRequest: no dtype has that name.
+            InvalidRequest: no dtype of numbers has that name.
         """
-        try:
-            return cls(name.lower())
-        except ValueError:
-            raise InvalidRequest(f"dtype {name!r} is unknown; use one of {', '.join(d.value for d in cls)}") from None
+        found = next((dtype for dtype in NUMBERS if dtype.value == name.lower()), None)
+        if found is None:
+            raise InvalidRequest(f"dtype {name!r} is unknown; use one of {', '.join(d.value for d in NUMBERS)}")
+        return found
 
+
+NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
+"""The dtypes that tensors can have."""
+
+INT8_BLOCK_NUMEL = 256
+"""Numbers in one element of `DType.INT8_BLOCK`."""
 
 _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.F32: np.dtype(np.float32),
@@ -65,6 +76,7 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
     DType.I32: np.dtype(np.int32),
     DType.U8: np.dtype(np.uint8),
     DType.BOOL: np.dtype(np.bool_),
+    DType.INT8_BLOCK: np.dtype([("scale", "<f4"), ("quants", "i1", (INT8_BLOCK_NUMEL,))]),
 }
 
 

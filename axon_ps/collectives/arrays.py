@@ -1,7 +1,8 @@
 """The arrays that users have, as the flat arrays that backends take: numpy, torch and cupy, without a copy if possible.
 
 torch is never imported here: whoever passes a tensor has done so. A bf16 array is a `uint16` one to us, whether it is
-torch's bfloat16 or ml_dtypes'. Device memory becomes a flat cupy array (see `collectives.nccl.flat_view`).
+torch's bfloat16 or ml_dtypes'; blocks of int8 are numpy arrays of `DType.INT8_BLOCK.numpy`. Device memory becomes a
+flat cupy array (see `collectives.nccl.flat_view`).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def is_torch(data: Any) -> bool:
 
 
 def _numpy(data: np.ndarray[Any, Any], writable: bool, what: str) -> Flat:
-    dtype = _dtype(data.dtype.name, what)
+    blocks = data.dtype == DType.INT8_BLOCK.numpy
+    dtype = DType.INT8_BLOCK if blocks else _dtype(data.dtype.name, what)
     if not data.dtype.isnative:
         raise InvalidRequest(f"{what} is {data.dtype}, not in this machine's byte order; give {data.dtype.name}")
     if writable and not data.flags.writeable:

@@ -88,9 +88,11 @@ class Backend(ABC):
 
     Attributes:
         name: under which it is selected ("shm").
+        dtypes: what its arrays may consist of.
     """
 
     name: ClassVar[str]
+    dtypes: tuple[DType, ...] = tuple(DType)
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context

@@ -11,8 +11,8 @@ Invariants:
 - What is small goes through `flat` only: the stages would cost more than they save. So do messages; inside a node they
   could go faster, but then a receive from any rank would have to wait in two places.
 - A group on one node is just `intra`, and one with a rank on each node just `inter`.
-- Reductions are in rank order inside nodes, then in the order of nodes; bf16 and f16 are rounded after each. Results
-  have the same bits on every rank and in every run.
+- Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
+  each. Results have the same bits on every rank and in every run.
 - Device memory stays on the device inside a node, and is staged through host memory to cross.
 """
 
@@ -66,6 +66,7 @@ class HierarchicalBackend(RequestBackend):
     ) -> None:
         super().__init__(context)
         self._backends = [b for b in (flat, lane, node) if b is not None]
+        self.dtypes = tuple(dtype for dtype in DType if all(dtype in b.dtypes for b in self._backends))
         self._whole = flat if node is None else node if flat is None else None
         self._small_bytes = small_bytes
         self._error: AxonError | None = None
@@ -195,7 +196,7 @@ class HierarchicalBackend(RequestBackend):
         if call.op is not ReduceOp.AVERAGE or self._topology.even:
             return call.op
         host: Array = part.get() if on_device(part) else part  # type: ignore[attr-defined]
-        weighed = np.empty(host.size, ops.accumulator_dtype(call.dtype).numpy)
+        weighed = np.empty(host.size, ops.accumulator_dtype(call.dtype))
         ops.start(weighed, host, call.dtype)
         weighed *= len(self._neighbours) / self.world_size
         ops.finish(host, weighed, ReduceOp.SUM, call.dtype, 1)

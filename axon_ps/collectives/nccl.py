@@ -34,7 +34,7 @@ from axon_ps.collectives.nccl_symbols import MAX, NCCL_DTYPES, NcclUniqueId, ncc
 from axon_ps.collectives.nccl_watchdog import Watchdog
 from axon_ps.collectives.request import Request, RequestBackend, check_message
 from axon_ps.errors import AxonError, Closed, InvalidRequest, NcclError, Timeout
-from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.types import NUMBERS, Array, DType, ReduceOp
 
 _BITWISE: dict[ReduceOp, Any] = {
     ReduceOp.BAND: np.bitwise_and,
@@ -130,6 +130,7 @@ class NcclBackend(RequestBackend):
     """
 
     name: ClassVar[str] = "nccl"
+    dtypes = NUMBERS
 
     def __init__(
         self,
@@ -467,6 +468,8 @@ class NcclBackend(RequestBackend):
         return sender
 
     def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, any_source: bool) -> None:
+        if dtype not in self.dtypes:
+            raise InvalidRequest(f"nccl does not send {dtype.value}; use a backend for host memory")
         check_message(data, dtype, peer, tag, self.context, any_source=any_source)
         if peer == self.rank or self.world_size == 1:
             raise InvalidRequest(f"rank {self.rank} cannot exchange messages with itself")

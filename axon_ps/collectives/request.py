@@ -196,6 +196,8 @@ class RequestBackend(Backend):
         """Do it. See the methods of `Backend` for what and for its errors."""
 
     def _checked(self, request: Request, timeout_s: float) -> None:
+        if request.call.dtype not in self.dtypes:
+            raise InvalidRequest(f"{self.name} does not do {request.call}; use a backend for host memory")
         request.check(self.context)
         self._perform(request, timeout_s)
 

@@ -44,6 +44,9 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 2 << 20
 _GATHER_PIECE_BYTES = 2 << 20  # of every rank; what two copy at about the same time comes from memory once
 _STREAM_BYTES = 8 << 20  # results from here on are written past the caches, of which they would push out the sources
 
+_LEAST_SLOT_BYTES = 320
+"""What a rank needs of a slot: an element of any dtype, a block of int8 being the largest, in whole cache lines."""
+
 
 def _copy_for(size_bytes: int) -> Copy:
     """How to copy what is part of so large a result."""
@@ -79,8 +82,10 @@ class SharedMemoryBackend(Backend):
         self, context: GroupContext, *, slot_bytes: int = SLOT_BYTES, direct: bool = True, directory: str = ""
     ) -> None:
         super().__init__(context)
-        if slot_bytes < 64 * len(context.ranks):
-            raise InvalidRequest(f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need 64 each")
+        if slot_bytes < _LEAST_SLOT_BYTES * len(context.ranks):
+            raise InvalidRequest(
+                f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need {_LEAST_SLOT_BYTES} each"
+            )
         self._control, self.direct = meet(context, direct=direct, directory=directory)
         self._directory = directory
         self._reach = Reach(self._control, self.direct, slot_bytes // 64 * 64, directory)
@@ -558,7 +563,7 @@ class SharedMemoryBackend(Backend):
         """out[lo:hi] becomes the reduction of [lo, hi) of our part of everybody's source; own: T[] is ours of it."""
         n, rank = self.world_size, self.rank
         block = max(1, self._block_bytes // dtype.itemsize)
-        scratch = [s.view(dtype.numpy) for s in self._scratches()]
+        scratch = [s[: block * dtype.itemsize].view(dtype.numpy) for s in self._scratches()]
         for begin in range(lo, hi, block):
             end = min(begin + block, hi)
             sources = [

@@ -297,7 +297,8 @@ class Exchange:
             self._views = [reach.view(r, d, dtype, must) for r, d in enumerate(descriptors)]
         else:
             self._window = self._fitting(max(len(b) for b in begins if b is not None))
-            self._slots = [[slot.view(dtype.numpy) for slot in of_ranks] for of_ranks in slots]
+            whole = reach.slot_bytes // dtype.itemsize * dtype.itemsize
+            self._slots = [[slot[:whole].view(dtype.numpy) for slot in of_ranks] for of_ranks in slots]
 
     def _fitting(self, parts: int) -> int:
         """Elements of every part that fit into a slot at a time."""

@@ -5,7 +5,8 @@ data moves and a time-out can say who is missing. Averages, NaN in minima and ma
 empty arrays are made of what gloo has. The only module outside `parallel` that imports torch.
 
 Invariants:
-- bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's.
+- bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's. Blocks of int8, which gloo moves
+  as bytes, are exchanged, and each rank adds up its part.
 - A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own; so
   what does not fit can be taken off the wire and dropped, and concurrent receives of one tag cannot mix up payloads.
 - gloo cannot cancel. But a receive that times out closes the peer's connection, and that ends everything that is
@@ -31,6 +32,7 @@ from axon_ps.collectives import header, reason
 from axon_ps.collectives.backend import GroupContext, Operation, Store, disagreement
 from axon_ps.collectives.request import Request, RequestBackend, check_message
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout
+from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, ReduceOp
 
 _HEADER_TAG = 0
@@ -177,6 +179,8 @@ class GlooBackend(RequestBackend):
         call = request.call
         assert call.op is not None
         assert request.data is not None
+        if call.dtype is DType.INT8_BLOCK:
+            return self._reduced_blocks(request, request.data, deadline)
         tensor, what = _tensor(request.data, call.dtype), str(call)
         result = tensor.float() if call.dtype in _HALVES else tensor.clone()
         if self.world_size == 1 or not result.numel():
@@ -191,6 +195,23 @@ class GlooBackend(RequestBackend):
             result.div_(self.world_size)
         return result
 
+    def _reduced_blocks(self, request: Request, data: Array, deadline: float) -> Any:
+        """The same of blocks of int8, in the order of ranks: each rank adds up its part, and all get all parts."""
+        call, n = request.call, self.world_size
+        assert call.op is not None
+        counts = [data.size // n + (r < data.size % n) for r in range(n)]
+        mine = counts[self.rank]
+        parts = np.empty(n * mine, data.dtype)
+        if data.size:
+            self._exchange(parts, data, [mine] * n, counts, request, deadline)
+        result = np.empty_like(data)
+        begins = np.cumsum([0, *counts])
+        own = result[begins[self.rank] : begins[self.rank + 1]]
+        ops.reduce_into(own, list(parts.reshape(n, mine)), call.op, call.dtype)
+        for root in range(n):
+            self._broadcast_from(result[begins[root] : begins[root + 1]], root, request, deadline)
+        return _tensor(result, call.dtype)
+
     def _all_reduce(self, request: Request, _: Any, deadline: float) -> None:
         assert request.data is not None
         _tensor(request.data, request.call.dtype).copy_(self._reduced(request, deadline))
@@ -203,9 +224,8 @@ class GlooBackend(RequestBackend):
 
     def _reduce_scatter(self, request: Request, _: Any, deadline: float) -> None:
         assert request.output is not None
-        begin = sum(request.call.counts[: self.rank])
-        part = self._reduced(request, deadline)[begin : begin + request.output.size]
-        _tensor(request.output, request.call.dtype).copy_(part)
+        begin, target = sum(request.call.counts[: self.rank]), _tensor(request.output, request.call.dtype)
+        target.copy_(self._reduced(request, deadline)[begin : begin + len(target)])
 
     def _broadcast_from(self, array: Array, root: int, request: Request, deadline: float) -> None:
         if self.world_size == 1 or not array.size:
@@ -237,16 +257,14 @@ class GlooBackend(RequestBackend):
             return
         dtype = request.call.dtype
         # Tensors without elements have no memory, and gloo wants an address; so each gets one element more.
-        source, target = _padded(data, dtype), _padded(output, dtype)
+        source, target = _padded(data, dtype)[: data.size], _padded(output, dtype)[: output.size]
         self._run(
-            lambda: self._native.alltoall_base(
-                target[: output.size], source[: data.size], received, sent, dist.AllToAllOptions()
-            ),
+            lambda: self._native.alltoall_base(target, source, received, sent, dist.AllToAllOptions()),
             str(request.call),
             deadline,
         )
         if output.size:
-            _tensor(output, dtype).copy_(target[: output.size])
+            _tensor(output, dtype).copy_(target)
 
     def _gather(self, request: Request, _: Any, deadline: float) -> None:
         call, n = request.call, self.world_size
@@ -426,6 +444,8 @@ def _tensor(array: Array, dtype: DType) -> Any:
         array = array.copy()
     if dtype is DType.BF16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if dtype is DType.INT8_BLOCK:
+        return torch.from_numpy(array.view(np.uint8).reshape(array.size, dtype.itemsize))
     return torch.from_numpy(array.view(np.uint8) if dtype is DType.BOOL else array)
 
 

@@ -44,7 +44,9 @@ class Int8Compressor(Compressor):
         head = out.size - values.size
         scales = np.empty(head // _SCALE_BYTES, np.float32)  # of its own: `out` may be unaligned
         kept = None if kept is residual else kept
-        int8_kernels.quantise(values, residual, kept, scales, out[head:].view(np.int8), self.block_numel)
+        int8_kernels.quantise(
+            values, residual, kept, scales, out[head:].view(np.int8), self.block_numel, self.block_numel
+        )
         out[:head] = scales.view(np.uint8)
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
@@ -52,4 +54,4 @@ class Int8Compressor(Compressor):
 
         head = data.size - acc.size
         scales = data[:head].copy().view(np.float32)
-        int8_kernels.dequantise(scales, data[head:].view(np.int8), acc, self.block_numel, first)
+        int8_kernels.dequantise(scales, data[head:].view(np.int8), acc, self.block_numel, self.block_numel, first)

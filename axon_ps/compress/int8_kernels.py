@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.int8`. Arguments are checked there; these write where they are told.
+"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these write where told.
 
 See `compress.kernels` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
 reordering, so every machine computes the same bits.
@@ -20,42 +20,58 @@ TINY = np.uint32(0x0D80_0000)
 ROUND, ROUND_BITS = np.float32(12582912.0), np.int32(0x4B40_0000)
 """1.5 · 2^23: numbers from 2^23 to 2^24 have an ulp of 1, so adding it rounds to an integer, ties to even."""
 LARGEST, U0, U1 = np.float32(127.0), np.uint32(0), np.uint32(1)
+U8, U15, U16 = np.uint32(8), np.uint32(15), np.uint32(16)
+GOLDEN, MIX1, MIX2 = np.uint32(0x9E37_79B9), np.uint32(0x7FEB_352D), np.uint32(0x846C_A68B)
+"""2^32 / golden ratio, and Wellons' "lowbias32" (https://nullprogram.com/blog/2018/07/31/): every bit changes all."""
+CHANCE, HALF = np.float32(2.0**-24), np.float32(0.5)
 
 
 @compiled
-def quantise(values: Any, residual: Any, kept: Any, scales: Any, quants: Any, block_numel: int) -> None:
-    """values (+ residual) → scales and quants; what was lost goes to `kept`, or where that is None to the residual."""
+def scale_of(largest: Any) -> Any:
+    """The scale of a block whose largest magnitude has these bits: NaN if that is no number, 0 if it is tiny."""
+    if largest >= INFINITY:
+        return F32(np.nan)
+    if largest < TINY:
+        return F32(0.0)
+    scale = F32(np.uint32(largest).view(np.float32) / LARGEST)
+    if not np.isfinite(F32(scale * LARGEST)):  # it was rounded up beside the largest f32
+        scale = np.uint32(np.uint32(np.float32(scale).view(np.uint32)) - U1).view(np.float32)
+    return scale
+
+
+@compiled
+def quantise(values: Any, residual: Any, kept: Any, scales: Any, quants: Any, block_numel: int, stride: int) -> None:
+    """values (+ residual) → scales and quants; what was lost goes to `kept`, or where that is None to the residual.
+
+    The quants of block b begin at b · stride.
+    """
     for block in range(scales.size):
         start = block * block_numel
         stop = min(start + block_numel, values.size)
         part = values[start:stop]
-        target = quants[start:stop]
+        target = quants[block * stride : block * stride + part.size]
         largest = U0
         if residual is not None:
             carried = residual[start:stop]
-            lost = residual[start:stop] if kept is None else kept[start:stop]
+            lost = carried if kept is None else kept[start:stop]
             for i in range(part.size):
                 largest = max(largest, np.uint32(np.float32(part[i] + carried[i]).view(np.uint32) & MAGNITUDE))
         else:
             for i in range(part.size):
                 largest = max(largest, np.uint32(np.float32(part[i]).view(np.uint32) & MAGNITUDE))
+        scale = scale_of(largest)
+        scales[block] = scale
         if largest >= INFINITY:
-            scales[block] = np.nan
             target[:] = 0
             if kept is not None:
                 lost[:] = carried
             continue
         if largest < TINY:
-            scales[block] = F32(0.0)
             target[:] = 0
             if residual is not None:
                 for i in range(part.size):
                     lost[i] = part[i] + carried[i]
             continue
-        scale = F32(np.uint32(largest).view(np.float32) / LARGEST)
-        if not np.isfinite(F32(scale * LARGEST)):  # it was rounded up beside the largest f32
-            scale = np.uint32(np.uint32(np.float32(scale).view(np.uint32)) - U1).view(np.float32)
-        scales[block] = scale
         inverse = F32(F32(1.0) / scale)
         if residual is not None:
             for i in range(part.size):
@@ -70,13 +86,40 @@ def quantise(values: Any, residual: Any, kept: Any, scales: Any, quants: Any, bl
 
 
 @compiled
-def dequantise(scales: Any, quants: Any, acc: Any, block_numel: int, first: bool) -> None:
-    """acc = quants · scales, or acc += quants · scales."""
+def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, stride: int) -> None:
+    """values → scales and quants, each rounded up as often as it is near the upper one; see `compress.int8_block`."""
+    for block in range(scales.size):
+        part = values[block * block_numel : (block + 1) * block_numel]
+        target = quants[block * stride : block * stride + part.size]
+        largest, seed = U0, U0
+        for i in range(part.size):
+            bits = np.float32(part[i]).view(np.uint32)
+            largest = max(largest, np.uint32(bits & MAGNITUDE))
+            seed = np.uint32(seed + np.uint32(bits * np.uint32(2 * i + 1)))
+        scale = scale_of(largest)
+        scales[block] = scale
+        if largest >= INFINITY or largest < TINY:
+            target[:] = 0
+            continue
+        inverse = F32(F32(1.0) / scale)
+        for i in range(part.size):
+            word = np.uint32(seed + np.uint32(np.uint32(i) * GOLDEN))
+            word = np.uint32(np.uint32(word ^ np.uint32(word >> U16)) * MIX1)
+            word = np.uint32(np.uint32(word ^ np.uint32(word >> U15)) * MIX2)
+            word = np.uint32(word ^ np.uint32(word >> U16))
+            chance = F32(F32(np.int32(word >> U8)) * CHANCE) - HALF
+            value = min(max(F32(F32(part[i] * inverse) + chance), -LARGEST), LARGEST)
+            target[i] = np.int8(np.float32(F32(value + ROUND)).view(np.int32) - ROUND_BITS)
+
+
+@compiled
+def dequantise(scales: Any, quants: Any, acc: Any, block_numel: int, stride: int, first: bool) -> None:
+    """acc = quants · scales, or acc += quants · scales. The quants of block b begin at b · stride."""
     for block in range(scales.size):
         start = block * block_numel
         stop = min(start + block_numel, acc.size)
-        source = quants[start:stop]
         target = acc[start:stop]
+        source = quants[block * stride : block * stride + target.size]
         scale = scales[block]
         if first:
             for i in range(source.size):

@@ -1,7 +1,7 @@
 """Communication hooks: how a bucket of gradients is averaged over the ranks.
 
 Owns: what a hook is, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16, fp16),
-`FunctionHook` (yours). `compressed_hook` has int8 blocks and top-k. Refuses: when a bucket is reduced.
+`FunctionHook` (yours). `int8_hook` has blocks of int8 and `compressed_hook` top-k. Refuses: when a bucket is reduced.
 
     shape legend: N = elements of a bucket
 
@@ -99,7 +99,40 @@ class FunctionHook(CommunicationHook):
         return Work(self._lane.submit(average), f"bucket {bucket.index}")
 
 
-class CastHook(CommunicationHook):
+class PackingHook(CommunicationHook):
+    """An all-reduce of buckets in another form: one is packed while the one before it is on its way.
+
+    Args:
+        what: the form, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._packing, self._sending = lane_of(self, "pack"), lane_of(self, "send")
+
+    @abstractmethod
+    def pack(self, bucket: GradientBucket) -> Any:
+        """The bucket's gradients in the other form, an array that the next call for this bucket may use again; None if
+        there is nothing to do.
+        """
+
+    @abstractmethod
+    def unpack(self, bucket: GradientBucket, packed: Any) -> None:
+        """Make `bucket.flat` what `packed`, now the average over the ranks, stands for."""
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        packing = self._packing.submit(on_this_stream(bucket, lambda: self.pack(bucket)))
+
+        def send() -> None:
+            if (packed := packing.result()) is not None:
+                self.group.all_reduce(packed, ReduceOp.AVERAGE)
+                self.unpack(bucket, packed)
+
+        return Work(self._sending.submit(on_this_stream(bucket, send)), f"bucket {bucket.index} as {self._what}")
+
+
+class CastHook(PackingHook):
     """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
 
     Args:
@@ -110,23 +143,13 @@ class CastHook(CommunicationHook):
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise InvalidRequest(f"gradients were to travel as {dtype}; use torch.bfloat16 or torch.float16")
+        super().__init__(str(dtype))
         self.dtype = dtype
         self.feedback = Residuals() if error_feedback else None
         self._sent: dict[int, Tensor] = {}
-        self._casting, self._sending = lane_of(self, "cast"), lane_of(self, "send")
 
-    def start(self, bucket: GradientBucket) -> Work[Any]:
-        """See `CommunicationHook`."""
-        cast = self._casting.submit(on_this_stream(bucket, lambda: self._cast(bucket)))
-
-        def send() -> None:
-            sent = cast.result()
-            self.group.all_reduce(sent, ReduceOp.AVERAGE)
-            bucket.flat.copy_(sent)
-
-        return Work(self._sending.submit(on_this_stream(bucket, send)), f"bucket {bucket.index} as {self.dtype}")
-
-    def _cast(self, bucket: GradientBucket) -> Tensor:
+    def pack(self, bucket: GradientBucket) -> Tensor:
+        """See `PackingHook`."""
         flat = bucket.flat
         sent = self._sent.get(bucket.index)
         if sent is None or sent.numel() != flat.numel():
@@ -140,6 +163,10 @@ class CastHook(CommunicationHook):
             residual -= sent
             forget_what_is_not_finite(residual)
         return sent
+
+    def unpack(self, bucket: GradientBucket, packed: Tensor) -> None:
+        """See `PackingHook`."""
+        bucket.flat.copy_(packed)
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
         """See `CommunicationHook`."""
@@ -168,22 +195,26 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
         name: "all_reduce", "bf16", "fp16", "int8" or "top_k".
         error_feedback: whether what is lost is added to the next gradient; None = as the hook does by itself: int8 and
             top_k do, bf16 and fp16 do not.
-        options: of the compressor, such as `block_numel=256` of int8 and `fraction=0.01` of top_k.
+        options: of top_k: `fraction=0.01`.
 
     Raises:
         InvalidRequest: there is no hook of that name, or it does not take such an option.
     """
     casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    compressed = ("int8", "top_k")
-    if name not in ("all_reduce", *casts, *compressed):
-        raise InvalidRequest(f"there is no hook {name!r}; use one of all_reduce, {', '.join((*casts, *compressed))}")
-    if name in compressed:
+    names = ("all_reduce", *casts, "int8", "top_k")
+    if name not in names:
+        raise InvalidRequest(f"there is no hook {name!r}; use one of {', '.join(names)}")
+    if name == "top_k":
         from axon_ps.compress.compressor import compressor
         from axon_ps.parallel.compressed_hook import CompressedHook
 
         return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
     if options:
         raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
+    if name == "int8":
+        from axon_ps.parallel.int8_hook import Int8Hook
+
+        return Int8Hook(error_feedback=error_feedback is not False)
     return AllReduceHook() if name == "all_reduce" else CastHook(casts[name], error_feedback=bool(error_feedback))
 
 

@@ -1,4 +1,4 @@
-"""`CompressedHook`: gradients travel in int8 blocks, or only the largest of them, and are summed in f32.
+"""`CompressedHook`: gradients travel compressed, such as only the largest of them, and are summed in f32.
 
 Owns: the exchange of compressed pieces, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
 
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from axon_ps.collectives import ops
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.parallel.buckets import GradientBucket
 from axon_ps.parallel.comm_hooks import CommunicationHook, lane_of, on_this_stream
+from axon_ps.parallel.host_values import HostValues
 from axon_ps.parallel.residuals import Residuals
 from axon_ps.types import Array
 
@@ -77,11 +77,11 @@ class CompressedHook(CommunicationHook):
     def _send(self, bucket: GradientBucket) -> None:
         """Compress, and exchange pieces."""
         pieces = self._of(bucket)
-        pieces.read(bucket)
+        pieces.host.read(bucket)
         residual = self.feedback.of(bucket, _HOST) if self.feedback is not None else None
         errors = residual.numpy() if residual is not None else None
         for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
-            self.compressor.compress(pieces.values[at], out, None if errors is None else errors[at])
+            self.compressor.compress(pieces.host.values[at], out, None if errors is None else errors[at])
         mine = [pieces.sizes[self.group.rank]] * self.group.size
         self.group.all_to_all(pieces.outgoing, out=pieces.incoming, output_counts=mine, input_counts=pieces.sizes)
 
@@ -99,8 +99,8 @@ class CompressedHook(CommunicationHook):
         self.compressor.compress(total, out[rank], None if residual is None else residual.numpy())
         self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
         for at, data in zip(pieces.spans, out, strict=True):
-            self.compressor.decompress(data, pieces.values[at])
-        pieces.write(bucket)
+            self.compressor.decompress(data, pieces.host.values[at])
+        pieces.host.write(bucket)
 
     def _of(self, bucket: GradientBucket) -> _Pieces:
         pieces = self._pieces.get(bucket.index)
@@ -127,7 +127,7 @@ class _Pieces:
     Attributes:
         spans: where each rank's piece lies in the bucket.
         sizes: bytes of each piece, compressed.
-        values: f32[N]: what is compressed, and the average afterwards; the bucket itself where that is f32 on the host.
+        host: f32[N]: what is compressed, and the average afterwards.
         outgoing: u8[sum(sizes)]: the compressed pieces of this rank.
         incoming: u8[n * sizes[rank]]: every rank's compressed version of this rank's piece.
         total: f32[N_rank]: the sum of those.
@@ -136,43 +136,29 @@ class _Pieces:
 
     spans: list[slice]
     sizes: list[int]
-    values: Array
+    host: HostValues
     outgoing: Array
     incoming: Array
     total: Array
     gathered: Array
-    staged: Tensor | None
 
     @classmethod
     def of(cls, bucket: GradientBucket, group: ProcessGroup, compressed_bytes: Callable[[int], int]) -> _Pieces:
         """New ones."""
-        n, flat = group.size, bucket.flat
+        n = group.size
         numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
         sizes = [compressed_bytes(numel) for numel in numels]
-        direct = flat.dtype is torch.float32 and flat.device == _HOST
-        staged = None if direct else torch.empty(flat.numel(), pin_memory=flat.is_cuda)
         return cls(
             spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
             sizes=sizes,
-            values=(flat if staged is None else staged).numpy(),
+            host=HostValues(bucket),
             outgoing=ops.empty_shared(sum(sizes), np.uint8, group=group),
             incoming=ops.empty_shared(n * sizes[group.rank], np.uint8, group=group),
             total=np.empty(numels[group.rank], np.float32),
             gathered=ops.empty_shared(sum(sizes), np.uint8, group=group),
-            staged=staged,
         )
 
     def split(self, data: Array) -> list[Array]:
         """The pieces of `outgoing` or `gathered`."""
         ends = list(accumulate(self.sizes))
         return [data[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
-
-    def read(self, bucket: GradientBucket) -> None:
-        """See that `values` are the bucket's."""
-        if self.staged is not None:
-            self.staged.copy_(bucket.flat)  # returns when the device has done it
-
-    def write(self, bucket: GradientBucket) -> None:
-        """See that the bucket's are `values`."""
-        if self.staged is not None:
-            bucket.flat.copy_(self.staged)

@@ -6,6 +6,7 @@ Invariants:
 - Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so results do not depend on who computes them.
 - bf16 and f16 are combined in f32 and rounded once, at the end. Everything else is combined in its own type: integers
   wrap around, a bool's sum is "or" and its product "and".
+- Blocks of int8 have a sum and an average, in f32; see `compress.int8_block` for how those become blocks again.
 - AVERAGE is the sum divided by the number of contributions; it needs a floating-point type.
 - MIN and MAX of a NaN are NaN.
 - The GIL is released in all of them.
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 BLOCK_BYTES = 256 << 10
 """How much of each array `reduce_into` works on at a time, so that sums stay in a core's cache."""
@@ -37,6 +38,11 @@ _UFUNCS: dict[ReduceOp, _Ufunc] = {
 }
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _HALVES = (DType.BF16, DType.F16)
+CODED = (*_HALVES, DType.INT8_BLOCK)
+"""Dtypes that compiled loops decode to be combined; see `warm_up`."""
+_ADDING = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_F32 = np.dtype(np.float32)
+_BLOCK_OF_F32 = np.dtype((np.float32, (INT8_BLOCK_NUMEL,)))
 
 
 def check(op: ReduceOp, dtype: DType) -> None:
@@ -45,21 +51,37 @@ def check(op: ReduceOp, dtype: DType) -> None:
     Raises:
         InvalidRequest: it has none.
     """
+    if dtype is DType.INT8_BLOCK:
+        if op not in _ADDING:
+            raise InvalidRequest(f"{op.value} of {dtype.value} is not defined; use SUM or AVERAGE, or send f32")
+        return
     if op is ReduceOp.AVERAGE and not dtype.is_float:
         raise InvalidRequest(f"the average of {dtype.value} is not defined; use SUM, or convert to a float type first")
     if op in _BITWISE and dtype.is_float:
         raise InvalidRequest(f"{op.value} of {dtype.value} is not defined; bitwise operations need integers or bool")
 
 
-def accumulator_dtype(dtype: DType) -> DType:
-    """The type in which `dtype` is combined: F32 for BF16 and F16, else itself."""
-    return DType.F32 if dtype in _HALVES else dtype
+def accumulator_dtype(dtype: DType) -> np.dtype[Any]:
+    """The numpy dtype in which `dtype` is combined: f32 for bf16 and f16, f32[256] for blocks, else its own."""
+    if dtype is DType.INT8_BLOCK:
+        return _BLOCK_OF_F32
+    return _F32 if dtype in _HALVES else dtype.numpy
+
+
+def warm_up(dtype: DType) -> None:
+    """Compile (or load from disk) what the reductions of `dtype` need."""
+    if dtype in _HALVES:
+        _cast().warm_up(dtype)
+    elif dtype is DType.INT8_BLOCK:
+        _int8_block().warm_up()
 
 
 def start(acc: Array, data: Array, dtype: DType) -> None:
     """acc: A[m] becomes the first contribution data: T[m], A = `accumulator_dtype(dtype)`."""
     if dtype in _HALVES:
         _cast().decode(data, acc, dtype)
+    elif dtype is DType.INT8_BLOCK:
+        _int8_block().accumulate(acc, data, first=True)
     else:
         np.copyto(acc, data)
 
@@ -67,12 +89,15 @@ def start(acc: Array, data: Array, dtype: DType) -> None:
 def accumulate(acc: Array, data: Array, op: ReduceOp, dtype: DType) -> None:
     """acc: A[m] takes the next contribution data: T[m]."""
     if dtype in _HALVES:
-        if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        if op in _ADDING:
             _cast().accumulate(acc, data, dtype, False)
             return
         widened = np.empty_like(acc)
         _cast().decode(data, widened, dtype)
         data = widened
+    elif dtype is DType.INT8_BLOCK:
+        _int8_block().accumulate(acc, data, first=False)
+        return
     _UFUNCS[op](acc, data, out=acc)
 
 
@@ -82,6 +107,8 @@ def finish(out: Array, acc: Array, op: ReduceOp, dtype: DType, contributions: in
         np.divide(acc, contributions, out=acc)
     if dtype in _HALVES:
         _cast().encode(acc, out, dtype)
+    elif dtype is DType.INT8_BLOCK:
+        _int8_block().encode_sums(acc, out)
     elif out is not acc:
         np.copyto(out, acc)
 
@@ -95,18 +122,18 @@ def reduce_into(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType
         if out is not sources[0]:
             np.copyto(out, sources[0])
         return
-    if len(sources) == 2 and dtype not in _HALVES:  # no intermediate sum to keep in a cache
+    if len(sources) == 2 and dtype not in CODED:  # no intermediate sum to keep in a cache
         _reduce_block(out, sources, op, dtype, out)
         return
     block = max(1, BLOCK_BYTES // dtype.itemsize)
-    acc = np.empty(min(block, out.size), accumulator_dtype(dtype).numpy)
+    acc = np.empty(min(block, out.size), accumulator_dtype(dtype))
     for begin in range(0, out.size, block):
         end = min(begin + block, out.size)
         _reduce_block(out[begin:end], [s[begin:end] for s in sources], op, dtype, acc[: end - begin])
 
 
 def _reduce_block(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DType, acc: Array) -> None:
-    if dtype in _HALVES:
+    if dtype in CODED:
         start(acc, sources[0], dtype)
         for source in sources[1:]:
             accumulate(acc, source, op, dtype)
@@ -119,6 +146,13 @@ def _reduce_block(out: Array, sources: Sequence[Array], op: ReduceOp, dtype: DTy
     combine(combined, sources[-1], out=out)
     if op is ReduceOp.AVERAGE:
         np.divide(out, len(sources), out=out)
+
+
+def _int8_block() -> Any:
+    """As `_cast`."""
+    from axon_ps.compress import int8_block
+
+    return int8_block
 
 
 def _cast() -> Any:

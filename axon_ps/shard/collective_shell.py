@@ -9,8 +9,8 @@ import asyncio
 import math
 from functools import partial
 
-from axon_ps.compress import cast
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, PermissionDenied
+from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call
 from axon_ps.shard.collectives import CollectiveEngine, Opening
 from axon_ps.shard.mailbox import Letter
@@ -122,11 +122,11 @@ class CollectiveShell:
             raise PermissionDenied(f"the caller is not the member at position {begin.position} of {begin.group[:80]!r}")
 
     async def _warm_up(self, dtype: DType) -> None:
-        """Have the casts of a dtype compiled, on another thread, before the first sum needs them."""
-        if dtype not in (DType.BF16, DType.F16):
+        """Have the loops of a dtype compiled, on another thread, before the first sum needs them."""
+        if dtype not in ops.CODED:
             return
         if dtype not in self._warm:
-            self._warm[dtype] = self._loop.run_in_executor(None, partial(cast.warm_up, dtype))
+            self._warm[dtype] = self._loop.run_in_executor(None, partial(ops.warm_up, dtype))
         await asyncio.shield(self._warm[dtype])
 
     def _alarm(self, moment_s: float) -> None:
@@ -235,7 +235,7 @@ def _opening(begin: CollectiveBegin) -> Opening:
             rank=begin.position,
             peer=letter.peer,
             tag=letter.tag,
-            dtype=dtype_from_proto(letter.dtype),
+            dtype=dtype_from_proto(letter.dtype, blocks=True),
             numel=letter.numel,
             closes=letter.closes,
         )

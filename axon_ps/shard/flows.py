@@ -43,7 +43,7 @@ class Reduction:
     def __init__(self, call: Call, exchange: Exchange, seats: Sequence[Seat], ledger: Ledger, wake: Wake) -> None:
         assert call.op is not None
         self._op, self._dtype = call.op, call.dtype
-        self._accumulator = ops.accumulator_dtype(call.dtype).numpy
+        self._accumulator = ops.accumulator_dtype(call.dtype)
         self._exchange = exchange
         self._seats = seats
         self._ledger = ledger
@@ -98,7 +98,7 @@ class Reduction:
     def _complete(self, index: int, piece: Piece) -> None:
         total = self._sums.pop(index)
         self._ledger.add("sums", -total.nbytes)
-        out = total if total.dtype == self._dtype.numpy else np.empty(total.size, self._dtype.numpy)
+        out = total if total.dtype == self._dtype.numpy else np.empty(len(total), self._dtype.numpy)
         ops.finish(out, total, self._op, self._dtype, len(self._seats))
         message = encode_chunk(CollectiveChunk(part=piece.part, offset=piece.begin), out)
         for rank in self._exchange.recipients(piece):

@@ -22,7 +22,7 @@ import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
 from axon_ps.storage.files import FileStore, Sink, Source
-from axon_ps.types import Array, DType
+from axon_ps.types import NUMBERS, Array, DType
 
 PIECE_BYTES = 4 << 20
 """How much is hashed and written, or read, at a time."""
@@ -30,7 +30,7 @@ PIECE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header: the limit of the safetensors library."""
 
-_DTYPE_NAMES = {dtype: dtype.value.upper() for dtype in DType}
+_DTYPE_NAMES: dict[DType, str] = {dtype: dtype.value.upper() for dtype in NUMBERS}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 

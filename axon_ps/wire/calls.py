@@ -70,7 +70,7 @@ def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
     call = Call(
         sequence=message.sequence,
         operation=operation,
-        dtype=dtype_from_proto(message.dtype),
+        dtype=dtype_from_proto(message.dtype, blocks=True),
         counts=tuple(message.counts),
         op=_REDUCE_OPS_BACK.get(message.op),
         root=message.root,

@@ -24,6 +24,7 @@ from axon_ps.sharding.policy import (
     policy_to_json,
 )
 from axon_ps.types import (
+    NUMBERS,
     Compression,
     Decision,
     DType,
@@ -60,6 +61,7 @@ _DTYPES: Final = {
     DType.I32: common_pb2.D_TYPE_I32,
     DType.U8: common_pb2.D_TYPE_U8,
     DType.BOOL: common_pb2.D_TYPE_BOOL,
+    DType.INT8_BLOCK: common_pb2.D_TYPE_INT8_BLOCK,
 }
 _DTYPES_BACK: Final[dict[int, DType]] = {number: dtype for dtype, number in _DTYPES.items()}
 _ROLES: Final = {Role.WORKER: common_pb2.ROLE_WORKER, Role.SHARD: common_pb2.ROLE_SHARD}
@@ -100,13 +102,20 @@ def dtype_to_proto(dtype: DType) -> common_pb2.DType:
     return _DTYPES[dtype]
 
 
-def dtype_from_proto(number: int) -> DType:
+def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
     """The dtype behind a number from the wire.
 
+    Args:
+        number: the number.
+        blocks: whether it may be one of blocks, as it may in collectives, and not only of numbers.
+
     Raises:
-        InvalidRequest: it is unset, or a dtype we don't know.
+        InvalidRequest: it is unset, a dtype we don't know, or one of blocks where that may not be.
     """
-    return _known(_DTYPES_BACK, number, "dtype")
+    dtype = _known(_DTYPES_BACK, number, "dtype")
+    if dtype not in NUMBERS and not blocks:
+        raise InvalidRequest(f"parameters and gradients cannot be {dtype.value}; that is for collectives")
+    return dtype
 
 
 def role_to_proto(role: Role) -> common_pb2.Role:

@@ -18,7 +18,8 @@ from axon_ps.collectives.grpc_backend import GrpcBackend
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, MemberLost, Timeout
 from axon_ps.reduction import ops
 from axon_ps.testing import LocalCluster
-from axon_ps.types import Array, DType, ReduceOp, Role
+from axon_ps.testing.conformance import oracle
+from axon_ps.types import NUMBERS, Array, DType, ReduceOp, Role
 from grpc_ranks import Rank, Ranks
 
 N = 4
@@ -75,12 +76,23 @@ def total_of(values: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
     return out
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("numel", [0, 1, 1000, 700_001])
 def test_all_reduce(ranks: Ranks, numel: int, dtype: DType) -> None:
     group = Group(ranks)
     op = ReduceOp.AVERAGE if dtype.is_float else SUM
     values = values_of(numel, dtype)
+    expected = total_of(values, op, dtype)
+    group.all("all_reduce", group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), values)
+    for value in values:
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("op", [SUM, ReduceOp.AVERAGE])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 10_007])
+def test_blocks_are_added_up_to_the_bits_that_they_would_have_elsewhere(ranks: Ranks, numel: int, op: ReduceOp) -> None:
+    group, dtype = Group(ranks), DType.INT8_BLOCK
+    values = [oracle.values(dtype, numel, rank) for rank in range(N)]
     expected = total_of(values, op, dtype)
     group.all("all_reduce", group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), values)
     for value in values:

@@ -26,6 +26,7 @@ class DeviceBackend(RequestBackend):
     def __init__(self, backend: Backend, to_device: Callable[[Array], Any]) -> None:
         super().__init__(backend.context)
         self._backend = backend
+        self.dtypes = backend.dtypes
         self._to_device = to_device
 
     def _perform(self, request: Request, timeout_s: float) -> None:

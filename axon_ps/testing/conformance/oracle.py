@@ -2,7 +2,7 @@
 
 Owns nothing of the backends' code: bf16 is done with bit tricks here, so that an error in our casts shows.
 
-    shape legend: m = elements; a bf16 array is uint16 in memory
+    shape legend: m = elements; a bf16 array is uint16 in memory. Blocks of int8 widen to f32[m, 256].
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType, ReduceOp
 
 HALVES = (DType.BF16, DType.F16)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_ROUNDINGS = 2
+"""How often a sum of blocks may be rounded besides the last time: inside a node, and when nodes are weighed."""
 _EPSILON = {DType.F64: 2.0**-52, DType.F32: 2.0**-23, DType.F16: 2.0**-10, DType.BF16: 2.0**-7}
 _UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,
@@ -31,6 +33,8 @@ _UFUNCS: dict[ReduceOp, Any] = {
 
 def ops_of(dtype: DType) -> list[ReduceOp]:
     """The reductions that have a meaning for `dtype`."""
+    if dtype is DType.INT8_BLOCK:
+        return [ReduceOp.SUM, ReduceOp.AVERAGE]
     if dtype.is_float:
         return [op for op in ReduceOp if op not in _BITWISE]
     return [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
@@ -41,6 +45,8 @@ def values(dtype: DType, numel: int, *seed: int) -> Array:
     generator = np.random.default_rng([numel, *seed])
     if dtype is DType.BOOL:
         return generator.integers(0, 2, numel).astype(np.bool_)
+    if dtype is DType.INT8_BLOCK:
+        return narrow(generator.uniform(-2.0, 2.0, (numel, INT8_BLOCK_NUMEL)).astype(np.float32), dtype)
     if not dtype.is_float:
         info = np.iinfo(dtype.numpy)
         return generator.integers(info.min, info.max, numel, dtype=dtype.numpy, endpoint=True)
@@ -51,6 +57,8 @@ def widen(data: Array, dtype: DType) -> Array:
     """T[m] as numbers that numpy can calculate with; bf16 and f16 as f32."""
     if dtype is DType.BF16:
         return (data.astype(np.uint32) << 16).view(np.float32)
+    if dtype is DType.INT8_BLOCK:
+        return np.asarray(data["quants"] * data["scale"][:, np.newaxis])
     return data.astype(np.float32) if dtype is DType.F16 else data
 
 
@@ -60,12 +68,18 @@ def narrow(numbers: Array, dtype: DType) -> Array:
         bits = numbers.astype(np.float32).view(np.uint32)
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
         return np.where(np.isnan(numbers), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    if dtype is DType.INT8_BLOCK:
+        blocks = np.empty(len(numbers), dtype.numpy)
+        blocks["scale"] = np.abs(numbers).max(axis=1, initial=0.0) / 127
+        scales = np.where(blocks["scale"] > 0, blocks["scale"], 1.0)
+        blocks["quants"] = np.rint(numbers / scales[:, np.newaxis])
+        return blocks
     with np.errstate(over="ignore"):
         return numbers.astype(dtype.numpy)
 
 
 def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
-    """The reduction of the ranks' data T[m] in the order of ranks; bf16 and f16 in f32, rounded once."""
+    """The reduction of the ranks' data T[m] in the order of ranks; bf16, f16 and blocks in f32, rounded once."""
     numbers = [widen(d, dtype) for d in data]
     with np.errstate(over="ignore", invalid="ignore"):
         result = numbers[0]
@@ -73,11 +87,15 @@ def reduced(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array:
             result = _UFUNCS[op](result, number)
         if op is ReduceOp.AVERAGE and len(data) > 1:
             result = result / result.dtype.type(len(data))
-    return narrow(result, dtype) if dtype in HALVES else result
+    return narrow(result, dtype) if dtype in (*HALVES, DType.INT8_BLOCK) else result
 
 
 def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None:
     """How far a reduction in another order may be from `reduced`, by element; None = not at all."""
+    if dtype is DType.INT8_BLOCK:
+        largest = sum(np.abs(widen(d, dtype)).max(axis=1, initial=0.0) for d in data).astype(np.float64)
+        quanta = largest / 127 / (len(data) if op is ReduceOp.AVERAGE else 1)
+        return np.asarray(quanta[:, np.newaxis] * (2 + _ROUNDINGS))
     if not dtype.is_float or op in (ReduceOp.MIN, ReduceOp.MAX):
         return None
     magnitudes = [np.abs(widen(d, dtype)).astype(np.float64) for d in data]
@@ -95,8 +113,9 @@ def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = No
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
     given, wanted = widen(got, dtype), widen(want, dtype)
-    equal = (got == want) if not dtype.is_float else (_bits(given) == _bits(wanted))
-    if dtype.is_float:
+    rounds = dtype.is_float or dtype is DType.INT8_BLOCK
+    equal = (got == want) if not rounds else (_bits(given) == _bits(wanted))
+    if rounds:
         equal |= np.isnan(given) & np.isnan(wanted)
         if allowed is not None:
             with np.errstate(invalid="ignore"):
@@ -105,7 +124,8 @@ def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = No
     if not wrong.size:
         return ""
     i = int(wrong[0])
-    return f"{wrong.size} of {got.size} elements differ, the first at {i}: {given[i]!r} instead of {wanted[i]!r}"
+    values = f"{given.flat[i]!r} instead of {wanted.flat[i]!r}"
+    return f"{wrong.size} of {given.size} numbers differ, the first at {i}: {values}"
 
 
 def _bits(numbers: Array) -> Array:

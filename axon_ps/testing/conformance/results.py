@@ -18,8 +18,6 @@ from axon_ps.types import Array, DType, ReduceOp
 
 _LARGE = 300_007
 _FEW = 3
-_DTYPES = tuple(DType)
-_SPLIT_DTYPES = _DTYPES[:5], _DTYPES[3:]
 
 
 def _splits(n: int) -> Iterator[tuple[int, ...]]:
@@ -51,7 +49,7 @@ def _check_all_reduce(trial: Trial, dtype: DType, op: ReduceOp, numel: int) -> N
 
 def all_reduce_in_every_dtype_and_op(trial: Trial) -> None:
     """Sizes around the number of ranks too. Many ranks, which are slow, take two ops for each dtype."""
-    for i, dtype in enumerate(DType):
+    for i, dtype in enumerate(trial.dtypes):
         ops = oracle.ops_of(dtype)
         for op in ops if trial.n <= _FEW else [ops[i % len(ops)], ops[(i + 2) % len(ops)]]:
             _check_all_reduce(trial, dtype, op, 11)
@@ -89,7 +87,7 @@ def non_finite_numbers(trial: Trial) -> None:
 
 def the_same_bits_on_every_rank(trial: Trial) -> None:
     """Results of reductions that round are equal on all ranks, bit by bit."""
-    for dtype in (DType.F32, DType.BF16):
+    for dtype in (d for d in (DType.F32, DType.BF16, DType.INT8_BLOCK) if d in trial.dtypes):
         for op in (ReduceOp.SUM, ReduceOp.AVERAGE):
             data = trial.do(trial.call(Operation.ALL_REDUCE, dtype, (1003,), op=op)).data
             assert data is not None
@@ -103,7 +101,7 @@ def the_same_bits_on_every_rank(trial: Trial) -> None:
 
 def reduce_to_every_root(trial: Trial) -> None:
     """Elsewhere than on the root, data is only read."""
-    for i, dtype in enumerate(DType):
+    for i, dtype in enumerate(trial.dtypes):
         ops = oracle.ops_of(dtype)
         for root in _roots(trial.n, i):
             op = ops[(root + i) % len(ops)]
@@ -120,7 +118,7 @@ def reduce_to_every_root(trial: Trial) -> None:
 
 def broadcast_from_every_root(trial: Trial) -> None:
     """Every root, every dtype, nothing at all."""
-    for i, dtype in enumerate(DType):
+    for i, dtype in enumerate(trial.dtypes):
         root = i % trial.n
         for numel in (0, 9):
             call = trial.call(Operation.BROADCAST, dtype, (numel,), root=root)
@@ -147,9 +145,9 @@ def _check_all_gather(trial: Trial, dtype: DType, counts: tuple[int, ...], *, in
 
 def all_gather_even_and_uneven(trial: Trial) -> None:
     """Also where `data` is its own part of `output`."""
-    for dtype in DType:
+    for dtype in trial.dtypes:
         for i, counts in enumerate(_splits(trial.n)):
-            if dtype in _SPLIT_DTYPES[i % 2]:
+            if dtype in (trial.dtypes[:5], trial.dtypes[3:])[i % 2]:
                 _check_all_gather(trial, dtype, counts, in_place=bool(i % 2))
     _check_all_gather(trial, DType.F32, (3,) * trial.n, in_place=True)
     _check_all_gather(trial, DType.F32, tuple((3 * i) % 5 for i in range(trial.n)))
@@ -181,10 +179,10 @@ def _check_reduce_scatter(
 
 def reduce_scatter_even_and_uneven(trial: Trial) -> None:
     """Also where `output` is its own part of `data`."""
-    for dtype in DType:
+    for dtype in trial.dtypes:
         ops = oracle.ops_of(dtype)
         for i, counts in enumerate(_splits(trial.n)):
-            if dtype in _SPLIT_DTYPES[i % 2]:
+            if dtype in (trial.dtypes[:5], trial.dtypes[3:])[i % 2]:
                 _check_reduce_scatter(trial, dtype, ops[i % len(ops)], counts, in_place=bool(i % 2))
     _check_reduce_scatter(trial, DType.F32, ReduceOp.AVERAGE, (3,) * trial.n, in_place=True)
 
@@ -192,7 +190,7 @@ def reduce_scatter_even_and_uneven(trial: Trial) -> None:
 def gather_to_every_root(trial: Trial) -> None:
     """Even and uneven."""
     splits = list(_splits(trial.n))
-    for i, dtype in enumerate(DType):
+    for i, dtype in enumerate(trial.dtypes):
         for root in _roots(trial.n, i):
             call = trial.call(Operation.GATHER, dtype, splits[(i + root) % len(splits)], root=root)
             got = trial.do(call).output
@@ -204,7 +202,7 @@ def gather_to_every_root(trial: Trial) -> None:
 def scatter_from_every_root(trial: Trial) -> None:
     """Even and uneven."""
     splits = list(_splits(trial.n))
-    for i, dtype in enumerate(DType):
+    for i, dtype in enumerate(trial.dtypes):
         for root in _roots(trial.n, i):
             counts = splits[(i + root) % len(splits)]
             call = trial.call(Operation.SCATTER, dtype, counts, root=root)
@@ -218,7 +216,7 @@ def all_to_all_even_and_uneven(trial: Trial) -> None:
     pairs = [(i, j) for i in range(trial.n) for j in range(trial.n)]
     equal, uneven = dict.fromkeys(pairs, 2), {(i, j): (3 * i + j) % 4 for i, j in pairs}
     nothing, to_the_next = dict.fromkeys(pairs, 0), {(i, j): 5 * (j == i + 1) for i, j in pairs}
-    for k, dtype in enumerate(DType):
+    for k, dtype in enumerate(trial.dtypes):
         for matrix in ((equal, to_the_next, nothing, uneven)[k % 4], *([uneven] if k % 2 else [])):
             sent = [[matrix[i, j] for j in range(trial.n)] for i in range(trial.n)]
             call = trial.call(Operation.ALL_TO_ALL, dtype)
@@ -240,7 +238,7 @@ def all_to_all_even_and_uneven(trial: Trial) -> None:
 def back_to_back(trial: Trial) -> None:
     """Many small calls of changing kinds, without a pause between them."""
     for i in range(12):
-        dtype = _DTYPES[i % len(_DTYPES)]
+        dtype = trial.dtypes[i % len(trial.dtypes)]
         _check_all_reduce(trial, dtype, ReduceOp.SUM, 1 + i)
         call = trial.call(Operation.BROADCAST, dtype, (i,), root=i % trial.n)
         got = trial.do(call).data

@@ -19,6 +19,7 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     D_TYPE_I32: _ClassVar[DType]
     D_TYPE_U8: _ClassVar[DType]
     D_TYPE_BOOL: _ClassVar[DType]
+    D_TYPE_INT8_BLOCK: _ClassVar[DType]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ D_TYPE_I64: DType
 D_TYPE_I32: DType
 D_TYPE_U8: DType
 D_TYPE_BOOL: DType
+D_TYPE_INT8_BLOCK: DType
 ROLE_UNSPECIFIED: Role
 ROLE_WORKER: Role
 ROLE_SHARD: Role

@@ -20,6 +20,7 @@ from axon_ps.shard.mailbox import MAIL_BYTES, Letter
 from axon_ps.shard.meetings import GRACE_S, TOMBSTONE_S
 from axon_ps.shard.pieces import PIECE_BYTES, Exchange, home_of, owners_of, shares_of
 from axon_ps.shard.seats import QUEUE_PIECES
+from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp
 from collective_driver import Part, Servers, incarnations, placed
 
@@ -171,7 +172,7 @@ def expected_of(call: Call, rank: int, values: list[Array], matrix: list[list[in
 
 @pytest.mark.parametrize("dtype", list(DType))
 def test_all_dtypes_are_reduced_as_the_oracle_does(dtype: DType) -> None:
-    values = [(np.arange(9) * (rank + 1) % 2).astype(dtype.numpy) for rank in range(3)]
+    values = [oracle.values(dtype, 9, rank) for rank in range(3)]
     servers = Servers(3)
     call = call_of(Operation.ALL_REDUCE, counts=(9,), op=SUM, dtype=dtype)
     parts = [(servers.join(rank, call, values[rank]), 0) for rank in range(3)]

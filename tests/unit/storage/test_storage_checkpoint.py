@@ -19,7 +19,7 @@ from axon_ps.errors import CheckpointCorrupt, InternalError, InvalidRequest
 from axon_ps.storage import checkpoint
 from axon_ps.storage.checkpoint import FileEntry, TensorSpec, check_file, create_file, open_file
 from axon_ps.storage.files import FileStore, LocalStore, open_store
-from axon_ps.types import Array, DType
+from axon_ps.types import NUMBERS, Array, DType
 
 VALUES: dict[str, Array] = {
     "a.param": np.arange(1000, dtype=np.float32),
@@ -28,7 +28,7 @@ VALUES: dict[str, Array] = {
     "matrix": np.arange(12, dtype=np.float64).reshape(3, 4),
     "ü": np.array([1, 0, 1], np.bool_),
 }
-DTYPES = {np.dtype(d.numpy): d for d in DType if d is not DType.BF16}
+DTYPES = {np.dtype(d.numpy): d for d in NUMBERS if d is not DType.BF16}
 
 
 def specs(values: dict[str, Array]) -> list[TensorSpec]:

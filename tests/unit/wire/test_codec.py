@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.types import (
+    NUMBERS,
     WIRE_DTYPES,
     Decision,
     DType,
@@ -83,7 +85,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     names = (f"{stem}.{i}" for i in itertools.count())
     units = []
     for i in range(draw(st.integers(0, 3))):
-        wanted = draw(st.lists(st.tuples(SHAPES, st.sampled_from(DType)), min_size=1, max_size=4))
+        wanted = draw(st.lists(st.tuples(SHAPES, st.sampled_from(NUMBERS)), min_size=1, max_size=4))
         unit = build_unit(f"unit{i}", [(next(names), s, d) for s, d in wanted], trainable=draw(st.booleans()))
         last = unit.parameters[-1]
         tied = Parameter(
@@ -112,7 +114,7 @@ def optimizers(draw: st.DrawFn) -> OptimizerSpec:
 @pytest.mark.parametrize(
     ("to_proto", "from_proto", "values"),
     [
-        (codec.dtype_to_proto, codec.dtype_from_proto, DType),
+        (codec.dtype_to_proto, partial(codec.dtype_from_proto, blocks=True), DType),
         (codec.role_to_proto, codec.role_from_proto, Role),
         (codec.outcome_to_proto, codec.outcome_from_proto, Outcome),
     ],
@@ -124,6 +126,12 @@ def test_every_member_of_an_enum_round_trips(to_proto: Any, from_proto: Any, val
     for unknown in (0, len(values) + 1, -1):
         with pytest.raises(InvalidRequest, match="unset" if unknown == 0 else f"number {unknown}"):
             from_proto(unknown)
+
+
+def test_parameters_are_numbers() -> None:
+    assert [codec.dtype_from_proto(codec.dtype_to_proto(dtype)) for dtype in NUMBERS] == list(NUMBERS)
+    with pytest.raises(InvalidRequest, match="int8_block; that is for collectives"):
+        codec.dtype_from_proto(codec.dtype_to_proto(DType.INT8_BLOCK))
 
 
 @given(members(Role.WORKER) | members(Role.SHARD))

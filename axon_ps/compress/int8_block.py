@@ -1,0 +1,145 @@
+"""Arrays of `DType.INT8_BLOCK`: blocks of int8 as elements that collectives move and add up.
+
+Owns: f32 numbers → blocks and back, and sums of blocks. A block is what `compress.int8` makes of 256 numbers, with its
+scale beside it: 260 bytes. Zeros fill the last one. Importing this imports numba.
+
+    shape legend: n = numbers, k = ceil(n / 256) blocks
+
+Note: [Sums are rounded at random]
+    A rank that makes blocks rounds to the nearest and keeps what is lost for its next ones (error feedback). Whoever
+    adds blocks up keeps nothing between calls, and rounding to the nearest would lose a small number beside a large one
+    for ever. So a sum is rounded up with the probability of its distance from the lower quant, which is right on
+    average (Alistarh et al., 2017, "QSGD", https://arxiv.org/abs/1610.02132). Chance comes from a hash of the block's
+    256 sums: the same contributions give the same bits, wherever and whenever they are added.
+
+Edges are those of `compress.int8`: a block with a NaN or an infinity becomes NaN as a whole, one under 2^-100 zeros.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from axon_ps.compress import int8_kernels
+from axon_ps.compress.compressor import blocks_of
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
+
+BLOCK = DType.INT8_BLOCK.numpy
+_SCALE_BYTES = 4
+
+
+def empty(numel: int) -> Array:
+    """Blocks for so many numbers: BLOCK[ceil(numel / 256)], not initialised."""
+    return np.empty(blocks_of(numel, INT8_BLOCK_NUMEL), BLOCK)
+
+
+def encode(values: Array, blocks: Array, residual: Array | None = None) -> None:
+    """Make blocks of numbers, rounded to the nearest.
+
+    Args:
+        values: f32[n]; read only.
+        blocks: BLOCK[k], overwritten.
+        residual: f32[n]; added to the values first, then set to what was lost. None = lose it.
+
+    Raises:
+        InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+    """
+    _check_numbers("values", values, values.size, blocks)
+    if residual is not None:
+        _check_numbers("residual", residual, values.size, blocks)
+    scales = np.empty(blocks.size, np.float32)
+    if blocks.size and values.size % INT8_BLOCK_NUMEL:
+        blocks["quants"][-1] = 0
+    int8_kernels.quantise(_readonly(values), residual, None, scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
+    blocks["scale"] = scales
+
+
+def decode(blocks: Array, values: Array) -> None:
+    """Make numbers of blocks.
+
+    Args:
+        blocks: BLOCK[k]; may be read-only and unaligned, as cut from a received message.
+        values: f32[n], overwritten.
+
+    Raises:
+        InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+    """
+    _check_numbers("values", values, values.size, blocks)
+    _add(blocks, values, first=True)
+
+
+def accumulate(acc: Array, blocks: Array, *, first: bool) -> None:
+    """Add blocks up.
+
+    Args:
+        acc: f32[k, 256], updated in place.
+        blocks: BLOCK[k]; may be read-only and unaligned, as cut from a received message.
+        first: whether `acc` is overwritten, whatever it held.
+
+    Raises:
+        InvalidRequest: an array has another element type, shape or layout than said. Nothing has been changed.
+    """
+    _check_sums(acc, blocks)
+    _add(blocks, acc.reshape(-1), first=first)
+
+
+def encode_sums(acc: Array, blocks: Array) -> None:
+    """Make blocks of sums. See Note: [Sums are rounded at random].
+
+    Args:
+        acc: f32[k, 256]; read only.
+        blocks: BLOCK[k], overwritten.
+
+    Raises:
+        InvalidRequest: an array has another element type, shape or layout than said. Nothing has been changed.
+    """
+    _check_sums(acc, blocks)
+    scales = np.empty(blocks.size, np.float32)
+    int8_kernels.quantise_at_random(
+        _readonly(acc.reshape(-1)), scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize
+    )
+    blocks["scale"] = scales
+
+
+def warm_up() -> None:
+    """Compile (or load from disk) the loops, on empty arrays."""
+    blocks, values, acc = empty(0), np.empty(0, np.float32), np.empty((0, INT8_BLOCK_NUMEL), np.float32)
+    encode(values, blocks)
+    encode(values, blocks, values.copy())
+    decode(blocks, values)
+    encode_sums(acc, blocks)
+
+
+def _add(blocks: Array, acc: Array, *, first: bool) -> None:
+    scales = np.ascontiguousarray(blocks["scale"])
+    int8_kernels.dequantise(scales, _readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
+
+
+def _quants(blocks: Array) -> Array:
+    """The blocks' bytes from the first quant on: those of block b begin at 260 b."""
+    return blocks.view(np.int8)[_SCALE_BYTES:]
+
+
+def _readonly(array: Array) -> Array:
+    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_numbers(name: str, array: Array, numel: int, blocks: Array) -> None:
+    if array.dtype != np.float32 or array.shape != (numel,) or not array.flags.c_contiguous:
+        raise InvalidRequest(f"{name} is {array.dtype}{list(array.shape)}; needed is a contiguous float32[{numel}]")
+    _check_blocks(blocks, blocks_of(numel, INT8_BLOCK_NUMEL))
+
+
+def _check_sums(acc: Array, blocks: Array) -> None:
+    shape = (len(acc), INT8_BLOCK_NUMEL)
+    if acc.dtype != np.float32 or acc.shape != shape or not acc.flags.c_contiguous:
+        raise InvalidRequest(f"sums are {acc.dtype}{list(acc.shape)}; needed is a contiguous float32{list(shape)}")
+    _check_blocks(blocks, len(acc))
+
+
+def _check_blocks(blocks: Array, needed: int) -> None:
+    if blocks.dtype != BLOCK or blocks.shape != (needed,) or not blocks.flags.c_contiguous:
+        raise InvalidRequest(f"blocks are {blocks.dtype}{list(blocks.shape)}; needed is a contiguous {BLOCK}[{needed}]")
