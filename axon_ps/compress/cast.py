@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.compress import kernels
+from axon_ps.compress.views import readonly
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import WIRE_DTYPES, Array, DType
 
@@ -33,7 +34,7 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
     """
-    kernels.convert(_readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
+    kernels.convert(readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
 
 
 def decode(src: Array, dst: Array, dtype: DType) -> None:
@@ -47,7 +48,7 @@ def decode(src: Array, dst: Array, dtype: DType) -> None:
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
     """
-    kernels.convert(_readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
+    kernels.convert(readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
 
 
 def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
@@ -63,7 +64,7 @@ def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
-    kernels.accumulate(acc, _readonly(_checked("chunk", chunk, dtype, acc.size)), first)
+    kernels.accumulate(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first)
 
 
 def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> float:
@@ -82,7 +83,7 @@ def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> floa
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
-    return float(kernels.accumulate_last(acc, _readonly(_checked("chunk", chunk, dtype, acc.size)), first))
+    return float(kernels.accumulate_last(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first))
 
 
 def sum_of_squares(acc: Array) -> float:
@@ -122,13 +123,6 @@ def warm_up(dtype: DType) -> None:
 
 def _unaligned(dtype: DType) -> Array:
     return np.frombuffer(bytes(1 + dtype.itemsize), dtype.numpy, count=1, offset=1)[:0]
-
-
-def _readonly(array: Array) -> Array:
-    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:

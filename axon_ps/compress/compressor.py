@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from axon_ps.compress.views import readonly
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, Compression, DType, Int8, TopK
 
@@ -67,7 +68,7 @@ class Compressor(ABC):
             _check("residual", residual, _F32, numel)
             kept = residual if kept is None else kept
             _check("kept", kept, _F32, numel)
-        self._compress(_readonly(values), out, residual, kept)
+        self._compress(readonly(values), out, residual, kept)
 
     def decompress(self, data: Array, out: Array) -> None:
         """The inverse, as far as there is one.
@@ -108,7 +109,7 @@ class Compressor(ABC):
     def _add(self, data: Array, acc: Array, *, first: bool) -> None:
         _check("the array to decompress into", acc, _F32, acc.size)
         _check("data", data, _U8, self.compressed_bytes(acc.size))
-        self._decompress(_readonly(data), acc, first)
+        self._decompress(readonly(data), acc, first)
 
     @staticmethod
     def _moved(residual: Array | None, kept: Array | None) -> Array | None:
@@ -181,10 +182,3 @@ def _check(name: str, array: Array, dtype: np.dtype[Any], numel: int) -> None:
             f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
             f"{dtype}[{numel}]"
         )
-
-
-def _readonly(array: Array) -> Array:
-    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -21,6 +21,7 @@ import numpy as np
 
 from axon_ps.compress import int8_kernels
 from axon_ps.compress.compressor import blocks_of
+from axon_ps.compress.views import readonly
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 
@@ -50,7 +51,7 @@ def encode(values: Array, blocks: Array, residual: Array | None = None) -> None:
     scales = np.empty(blocks.size, np.float32)
     if blocks.size and values.size % INT8_BLOCK_NUMEL:
         blocks["quants"][-1] = 0
-    int8_kernels.quantise(_readonly(values), residual, None, scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
+    int8_kernels.quantise(readonly(values), residual, None, scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
     blocks["scale"] = scales
 
 
@@ -96,7 +97,7 @@ def encode_sums(acc: Array, blocks: Array) -> None:
     _check_sums(acc, blocks)
     scales = np.empty(blocks.size, np.float32)
     int8_kernels.quantise_at_random(
-        _readonly(acc.reshape(-1)), scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize
+        readonly(acc.reshape(-1)), scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize
     )
     blocks["scale"] = scales
 
@@ -112,19 +113,12 @@ def warm_up() -> None:
 
 def _add(blocks: Array, acc: Array, *, first: bool) -> None:
     scales = np.ascontiguousarray(blocks["scale"])
-    int8_kernels.dequantise(scales, _readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
+    int8_kernels.dequantise(scales, readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
 
 
 def _quants(blocks: Array) -> Array:
     """The blocks' bytes from the first quant on: those of block b begin at 260 b."""
     return blocks.view(np.int8)[_SCALE_BYTES:]
-
-
-def _readonly(array: Array) -> Array:
-    """A read-only view, so that received bytes and our own arrays share one compiled loop."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _check_numbers(name: str, array: Array, numel: int, blocks: Array) -> None:
