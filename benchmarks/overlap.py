@@ -3,7 +3,7 @@
 Four worker hosts and four server hosts (network namespaces), the model of whole_step.py. A worker's compute is mostly
 an emulated accelerator that uses no processor, as a GPU would: all eight hosts share this machine's cores, which then
 stay free for what a worker's own processor would do, its communication. First a run without it says how long a step's
-communication takes, C; then runs whose accelerator takes 1 x C and 2 x C a step. *Alone* is the step of the same model
+communication takes, C; then runs whose accelerator takes 1, 1.5 and 2 x C a step. *Alone* is the step of the same model
 without any communication, four workers at a time. The trace (see step_trace.py) is rank 0's.
 
 The acceptance: with compute >= communication, a step takes <= 1.15 x compute alone.
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rate-mbit", type=float, default=500.0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
-    parser.add_argument("--compute", nargs="+", type=float, default=[1.0, 2.0], help="accelerator's time, in C")
+    parser.add_argument("--compute", nargs="+", type=float, default=[1.0, 1.5, 2.0], help="accelerator's time, in C")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
