@@ -44,8 +44,8 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 2 << 20
 _GATHER_PIECE_BYTES = 2 << 20  # of every rank; what two copy at about the same time comes from memory once
 _STREAM_BYTES = 8 << 20  # results from here on are written past the caches, of which they would push out the sources
 
-_LEAST_SLOT_BYTES = 320
-"""What a rank needs of a slot: an element of any dtype, a block of int8 being the largest, in whole cache lines."""
+_LEAST_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
+"""What a rank needs of a slot: an element of any dtype, in whole cache lines."""
 
 
 def _copy_for(size_bytes: int) -> Copy:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.compress import kernels
-from axon_ps.compress.views import readonly
+from axon_ps.compress.arrays import readonly
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import WIRE_DTYPES, Array, DType
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.compress.views import readonly
+from axon_ps.compress.arrays import check_array, readonly
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, Compression, DType, Int8, TopK
 
@@ -62,12 +62,12 @@ class Compressor(ABC):
             InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
         """
         numel = values.size
-        _check("values", values, _F32, numel)
-        _check("out", out, _U8, self.compressed_bytes(numel))
+        check_array("values", values, _F32, (numel,))
+        check_array("out", out, _U8, (self.compressed_bytes(numel),))
         if residual is not None:
-            _check("residual", residual, _F32, numel)
+            check_array("residual", residual, _F32, (numel,))
             kept = residual if kept is None else kept
-            _check("kept", kept, _F32, numel)
+            check_array("kept", kept, _F32, (numel,))
         self._compress(readonly(values), out, residual, kept)
 
     def decompress(self, data: Array, out: Array) -> None:
@@ -107,8 +107,8 @@ class Compressor(ABC):
         self.accumulate(data, nothing)
 
     def _add(self, data: Array, acc: Array, *, first: bool) -> None:
-        _check("the array to decompress into", acc, _F32, acc.size)
-        _check("data", data, _U8, self.compressed_bytes(acc.size))
+        check_array("the array to decompress into", acc, _F32, (acc.size,))
+        check_array("data", data, _U8, (self.compressed_bytes(acc.size),))
         self._decompress(readonly(data), acc, first)
 
     @staticmethod
@@ -174,11 +174,3 @@ def blocks_of(numel: int, block_numel: int) -> int:
 def kept_of(numel: int, fraction: float) -> int:
     """How many of `numel` elements a top-k of `fraction` keeps: the fraction, rounded up."""
     return min(numel, math.ceil(numel * fraction))
-
-
-def _check(name: str, array: Array, dtype: np.dtype[Any], numel: int) -> None:
-    if array.dtype != dtype or array.shape != (numel,) or not array.flags.c_contiguous:
-        raise InvalidRequest(
-            f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
-            f"{dtype}[{numel}]"
-        )

@@ -20,12 +20,12 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.compress import int8_kernels
+from axon_ps.compress.arrays import check_array, readonly
 from axon_ps.compress.compressor import blocks_of
-from axon_ps.compress.views import readonly
-from axon_ps.errors import InvalidRequest
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 
 BLOCK = DType.INT8_BLOCK.numpy
+_F32 = np.dtype(np.float32)
 _SCALE_BYTES = 4
 
 
@@ -122,18 +122,10 @@ def _quants(blocks: Array) -> Array:
 
 
 def _check_numbers(name: str, array: Array, numel: int, blocks: Array) -> None:
-    if array.dtype != np.float32 or array.shape != (numel,) or not array.flags.c_contiguous:
-        raise InvalidRequest(f"{name} is {array.dtype}{list(array.shape)}; needed is a contiguous float32[{numel}]")
-    _check_blocks(blocks, blocks_of(numel, INT8_BLOCK_NUMEL))
+    check_array(name, array, _F32, (numel,))
+    check_array("blocks", blocks, BLOCK, (blocks_of(numel, INT8_BLOCK_NUMEL),))
 
 
 def _check_sums(acc: Array, blocks: Array) -> None:
-    shape = (len(acc), INT8_BLOCK_NUMEL)
-    if acc.dtype != np.float32 or acc.shape != shape or not acc.flags.c_contiguous:
-        raise InvalidRequest(f"sums are {acc.dtype}{list(acc.shape)}; needed is a contiguous float32{list(shape)}")
-    _check_blocks(blocks, len(acc))
-
-
-def _check_blocks(blocks: Array, needed: int) -> None:
-    if blocks.dtype != BLOCK or blocks.shape != (needed,) or not blocks.flags.c_contiguous:
-        raise InvalidRequest(f"blocks are {blocks.dtype}{list(blocks.shape)}; needed is a contiguous {BLOCK}[{needed}]")
+    check_array("sums", acc, _F32, (blocks.size, INT8_BLOCK_NUMEL))
+    check_array("blocks", blocks, BLOCK, (blocks.size,))

@@ -77,7 +77,7 @@ class CompressedHook(CommunicationHook):
     def _send(self, bucket: GradientBucket) -> None:
         """Compress, and exchange pieces."""
         pieces = self._of(bucket)
-        pieces.host.read(bucket)
+        pieces.host.read()
         residual = self.feedback.of(bucket, _HOST) if self.feedback is not None else None
         errors = residual.numpy() if residual is not None else None
         for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
@@ -100,7 +100,7 @@ class CompressedHook(CommunicationHook):
         self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
         for at, data in zip(pieces.spans, out, strict=True):
             self.compressor.decompress(data, pieces.host.values[at])
-        pieces.host.write(bucket)
+        pieces.host.write()
 
     def _of(self, bucket: GradientBucket) -> _Pieces:
         pieces = self._pieces.get(bucket.index)

@@ -14,24 +14,24 @@ class HostValues:
     """The numbers of one bucket.
 
     Args:
-        bucket: whose.
+        bucket: whose; its memory stays where it is.
 
     Attributes:
         values: f32[N]: the bucket itself where that is f32 on the host, else a copy, in pinned memory for a GPU's.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
-        flat = bucket.flat
+        flat = self._flat = bucket.flat
         direct = flat.dtype is torch.float32 and flat.device.type == "cpu"
         self._staged = None if direct else torch.empty(flat.numel(), pin_memory=flat.is_cuda)
         self.values = (flat if self._staged is None else self._staged).numpy()
 
-    def read(self, bucket: GradientBucket) -> None:
+    def read(self) -> None:
         """See that `values` are the bucket's."""
         if self._staged is not None:
-            self._staged.copy_(bucket.flat)  # returns when the device has done it
+            self._staged.copy_(self._flat)  # returns when the device has done it
 
-    def write(self, bucket: GradientBucket) -> None:
+    def write(self) -> None:
         """See that the bucket's are `values`."""
         if self._staged is not None:
-            bucket.flat.copy_(self._staged)
+            self._flat.copy_(self._staged)

@@ -36,8 +36,7 @@ class Int8Hook(PackingHook):
     def __init__(self, *, error_feedback: bool = True) -> None:
         super().__init__("int8")
         self.feedback = Residuals() if error_feedback else None
-        self._values: dict[int, HostValues] = {}
-        self._blocks: dict[int, Array] = {}
+        self._buffers: dict[int, tuple[HostValues, Array]] = {}
 
     def pack(self, bucket: GradientBucket) -> Array | None:
         """See `PackingHook`."""
@@ -45,12 +44,12 @@ class Int8Hook(PackingHook):
 
         if self.group.size == 1:
             return None
-        if bucket.index not in self._blocks:
-            self._values[bucket.index] = HostValues(bucket)
+        if bucket.index not in self._buffers:
             numel = blocks_of(bucket.numel, INT8_BLOCK_NUMEL)
-            self._blocks[bucket.index] = ops.empty_shared(numel, DType.INT8_BLOCK.numpy, group=self.group)
-        host, blocks = self._values[bucket.index], self._blocks[bucket.index]
-        host.read(bucket)
+            made = ops.empty_shared(numel, DType.INT8_BLOCK.numpy, group=self.group)
+            self._buffers[bucket.index] = HostValues(bucket), made
+        host, blocks = self._buffers[bucket.index]
+        host.read()
         residual = self.feedback.of(bucket, _HOST).numpy() if self.feedback is not None else None
         int8_block.encode(host.values, blocks, residual)
         return blocks
@@ -59,13 +58,12 @@ class Int8Hook(PackingHook):
         """See `PackingHook`."""
         from axon_ps.compress import int8_block
 
-        host = self._values[bucket.index]
+        host, _ = self._buffers[bucket.index]
         int8_block.decode(packed, host.values)
-        host.write(bucket)
+        host.write()
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
         """See `CommunicationHook`."""
-        self._values.clear()
-        self._blocks.clear()
+        self._buffers.clear()
         if self.feedback is not None:
             self.feedback.move(before, after)

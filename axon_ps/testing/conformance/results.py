@@ -33,6 +33,11 @@ def _roots(n: int, i: int) -> list[int]:
     return sorted({i % n, (i + 1) % n})
 
 
+def _some_dtypes(trial: Trial, i: int) -> tuple[DType, ...]:
+    """About half of the dtypes; all of them in two steps of `i`."""
+    return (trial.dtypes[:5], trial.dtypes[3:])[i % 2]
+
+
 def _part(array: Array, counts: tuple[int, ...], rank: int) -> Array:
     begin = sum(counts[:rank])
     return array[begin : begin + counts[rank]]
@@ -147,7 +152,7 @@ def all_gather_even_and_uneven(trial: Trial) -> None:
     """Also where `data` is its own part of `output`."""
     for dtype in trial.dtypes:
         for i, counts in enumerate(_splits(trial.n)):
-            if dtype in (trial.dtypes[:5], trial.dtypes[3:])[i % 2]:
+            if dtype in _some_dtypes(trial, i):
                 _check_all_gather(trial, dtype, counts, in_place=bool(i % 2))
     _check_all_gather(trial, DType.F32, (3,) * trial.n, in_place=True)
     _check_all_gather(trial, DType.F32, tuple((3 * i) % 5 for i in range(trial.n)))
@@ -182,7 +187,7 @@ def reduce_scatter_even_and_uneven(trial: Trial) -> None:
     for dtype in trial.dtypes:
         ops = oracle.ops_of(dtype)
         for i, counts in enumerate(_splits(trial.n)):
-            if dtype in (trial.dtypes[:5], trial.dtypes[3:])[i % 2]:
+            if dtype in _some_dtypes(trial, i):
                 _check_reduce_scatter(trial, dtype, ops[i % len(ops)], counts, in_place=bool(i % 2))
     _check_reduce_scatter(trial, DType.F32, ReduceOp.AVERAGE, (3,) * trial.n, in_place=True)
 
