@@ -271,8 +271,8 @@ SCENARIOS: dict[str, tuple[Callable[[Side], list[Tensor]], float]] = {
     "bf16": (hooked("bf16"), 5e-3),
     "bf16 with feedback": (hooked("bf16", error_feedback=True), 5e-3),
     "fp16": (in_fp16, 1e-3),
-    "int8": (hooked("int8"), 2e-2),
-    "int8 without feedback": (hooked("int8", error_feedback=False), 3e-2),
+    "int8": (hooked("int8"), 1.5e-2),
+    "int8 without feedback": (hooked("int8", error_feedback=False), 2e-2),
     "top-k of all": (hooked("top_k", fraction=1.0), 1e-6),
 }
 
