@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from axon_ps.collectives.backend import GroupContext, Store
@@ -62,20 +62,30 @@ class Groups:
         self._names: dict[tuple[str, ...], str] = {}
         self._node_groups: Counter[tuple[str, ...]] = Counter()
 
-    def on_membership(self, membership: Membership) -> None:
-        """Take the current members; groups with one that is gone are aborted."""
+    def set_members(self, membership: Membership) -> Sequence[Member]:
+        """Take the current members; wakes nobody.
+
+        Returns:
+            The workers that are gone: for `end_with`, once all of this worker knows of the membership.
+        """
         with self._lock:
             now = {m.incarnation for m in membership.workers}
             lost = [m for m in self._workers if m.incarnation not in now]
             if membership.workers != self._workers:
                 self._names.setdefault(_key(membership.workers), f"world@{membership.generation}")
             self._workers = membership.workers
+        return lost
+
+    def end_with(self, lost: Sequence[Member], generation: int) -> None:
+        """Abort the groups that any of these workers was in; they were gone in this generation."""
+        if not lost:
+            return
+        who = ", ".join(f"rank {m.rank} (node {m.node})" for m in lost)
+        error = MemberLost(f"{who} has left the job; a group with it is over (generation {generation})")
+        with self._lock:
             groups = list(self._made.values())
-        if lost:
-            who = ", ".join(f"rank {m.rank} (node {m.node})" for m in lost)
-            error = MemberLost(f"{who} has left the job; a group with it is over (generation {membership.generation})")
-            for group in groups:
-                group.member_lost({m.incarnation for m in lost}, error)
+        for group in groups:
+            group.member_lost({m.incarnation for m in lost}, error)
 
     def abort(self, error: AxonError) -> None:
         """The session is over: end everything."""

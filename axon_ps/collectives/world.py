@@ -31,7 +31,7 @@ from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.collective_client import CollectiveClient
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.types import Array, Membership, Role
+from axon_ps.types import Array, Member, Membership, Role
 
 if TYPE_CHECKING:
     from axon_ps.collectives.mock_world import MockWorld
@@ -433,10 +433,14 @@ class World:
     # ------------------------------------------------------------------ news, the end
 
     def _on_event(self, event: Event) -> None:
-        self.steps.on_event(event)
+        """Who waits for a membership, in `steps` or in a group, wakes up when all know of it: it asks them next."""
+        lost: Sequence[Member] = ()
         if isinstance(event, Membership):
             self._collectives.set_members(event)
-            self._groups.on_membership(event)
+            lost = self._groups.set_members(event)
+        self.steps.on_event(event)
+        if isinstance(event, Membership):
+            self._groups.end_with(lost, event.generation)
         elif isinstance(event, SessionLost) and event.final:
             self._groups.abort(event.error)
 

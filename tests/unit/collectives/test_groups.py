@@ -65,17 +65,16 @@ class Workers:
         """The workers change."""
         self._generation += 1
         workers = tuple(Member(role=Role.WORKER, rank=i, incarnation=x, node=x) for i, x in enumerate(incarnations))
-        self.groups.on_membership(
-            Membership(
-                generation=self._generation,
-                step=0,
-                version=0,
-                workers=workers,
-                shards=(),
-                num_replicas=len(workers),
-                complete=True,
-            )
+        membership = Membership(
+            generation=self._generation,
+            step=0,
+            version=0,
+            workers=workers,
+            shards=(),
+            num_replicas=len(workers),
+            complete=True,
         )
+        self.groups.end_with(self.groups.set_members(membership), membership.generation)
 
 
 @pytest.fixture
