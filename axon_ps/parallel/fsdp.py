@@ -29,10 +29,11 @@ from axon_ps.parallel.steps import Steps
 from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.parts import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import LocalSteps, Policy, Synchronous
-from axon_ps.types import DType
+from axon_ps.types import DType, WirePrecision
 
 
 class FullyShardedDataParallel(ShardedValues):
@@ -56,7 +57,8 @@ class FullyShardedDataParallel(ShardedValues):
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
         param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
-        plan_options: how finely units are cut.
+        plan_options: how finely units are cut; None = chunks of about 2^18 elements (2^19 where all that travels is
+            compressed), as long as the largest units need to be cut evenly.
         device: where parameters compute; None = where the module is (the CPU for the meta device).
         policy: who waits for whom between steps: `Synchronous()` (None), `BoundedStaleness(...)`, `Asynchronous()`.
 
@@ -170,17 +172,18 @@ class FullyShardedDataParallel(ShardedValues):
                 "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
                 "use DistributedDataParallel with a compressing communication hook"
             )
-        spec = JobSpec(
-            layout=wrap.layout_of(parts),
+        layout = wrap.layout_of(parts)
+        return JobSpec(
+            layout=layout,
             precision=precision,
-            options=options or default_options(precision),
+            options=options or self._options_for(layout, precision),
             replica_is_node=self._strategy is ShardingStrategy.HYBRID_SHARD,
             policy=self._policy,
         )
-        if self._node_size > 1 and options is None:
-            servers = len(self._group.world.membership.shards)
-            spec = replace(spec, options=even_options(spec.layout, servers, self._node_size, spec.options))
-        return spec
+
+    def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
+        servers = max(1, len(self._group.world.membership.shards))  # NO_SHARD needs none
+        return even_options(layout, servers, self._node_size, default_options(precision))
 
     def _register(
         self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None

@@ -16,6 +16,9 @@ from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, Slice, make_plan
 
 _LEAST_CHUNK_NUMEL = 1 << 14
 
+_LONGER = 8
+"""Chunks may be so much longer than asked for, an eighth: a message for the last few elements costs like another."""
+
 
 def part_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
     """Where the parts of a unit begin, and at the end where the last one ends: count + 1 numbers.
@@ -35,19 +38,22 @@ def part_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[
 
 
 def even_options(layout: Layout, num_servers: int, count: int, options: PlanOptions) -> PlanOptions:
-    """Options whose chunks let `count` workers share the slices of the largest units evenly.
+    """Options that cut the slices of the largest units into equal chunks, as many for each of `count` workers.
 
-    Chunks become as large as they may for that, and not smaller than 16 Ki elements: each costs a message.
+    Chunks become as large as they may for that, and not smaller than 16 Ki elements: each costs a message. *Measured*:
+    a layer of 2 x 1024^2 weights and a norm over four servers has slices of 2 x 2^18 elements and 512 more, three
+    messages with chunks of 2^18 and two with these.
 
     Args:
         layout: of the job.
         num_servers: shard servers.
-        count: workers of a node.
-        options: the chunk size is at most theirs.
+        count: workers of a node that share a unit.
+        options: the chunk size is at most an eighth more than theirs.
     """
     plan = make_plan(layout, num_servers, options)
     largest = max(s.numel for unit in plan.slices for s in unit)
-    parts = count * -(-largest // (options.chunk_numel * count))
+    longest = options.chunk_numel + options.chunk_numel // _LONGER
+    parts = count * -(-largest // (longest * count))
     even = -(-largest // parts)
     chunk_numel = -(-even // ALIGN_NUMEL) * ALIGN_NUMEL
-    return replace(options, chunk_numel=min(options.chunk_numel, max(chunk_numel, _LEAST_CHUNK_NUMEL)))
+    return replace(options, chunk_numel=min(longest, max(chunk_numel, _LEAST_CHUNK_NUMEL)))

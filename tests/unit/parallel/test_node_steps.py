@@ -172,8 +172,21 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
         options = even_options(layout, servers, count, PlanOptions())
         bounds = part_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
         parts = [b - a for a, b in itertools.pairwise(bounds)]
-        assert options.chunk_numel <= PlanOptions().chunk_numel
+        assert options.chunk_numel <= PlanOptions().chunk_numel * 9 // 8
         assert max(parts) <= 1.02 * layout.numel / count, (servers, count, parts)
+
+
+@pytest.mark.parametrize("numel", [2_099_200, 1_771_008, 3_000_000, 1 << 20, 200_000, 10_000, 1])
+@pytest.mark.parametrize("servers", [1, 4])
+def test_even_options_leave_no_short_chunk_at_the_end_of_a_slice(numel: int, servers: int) -> None:
+    layout = Layout(units=(build_unit("u", [("p", (numel,), DType.F32)]),))
+    options = even_options(layout, servers, 1, PlanOptions())
+    for piece in make_plan(layout, servers, options).slices[0]:
+        chunks = [end - begin for begin, end in piece.chunks(options.chunk_numel)]
+        assert max(chunks) <= PlanOptions().chunk_numel * 9 // 8
+        assert len(chunks) <= -(-piece.numel // PlanOptions().chunk_numel)
+        if len(chunks) > 1:
+            assert min(chunks) >= 0.9 * max(chunks), (numel, servers, chunks)
 
 
 @pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
