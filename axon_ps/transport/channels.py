@@ -27,7 +27,10 @@ costs its server.
 """
 
 FRAME_BYTES: Final = 5 << 18
-"""Longest HTTP/2 frame: a chunk and its header. With the default, 16 KiB, the same bytes cost 5 to 10 % more CPU time."""
+"""Longest HTTP/2 frame: a chunk with its header.
+
+With the default, 16 KiB, the same bytes cost 5 to 10 % more CPU time.
+"""
 
 KEEPALIVE_S: Final = 10.0
 """A connection that was silent this long is pinged."""
