@@ -18,6 +18,7 @@ from typing import Any
 
 from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.work import LoopWork, Work
+from axon_ps.parallel.memory import BufferPool
 
 Span = tuple[float, float]
 KINDS = {"gathering": "gather", "pushing": "push"}
@@ -34,6 +35,7 @@ class Trace:
         self._watch_transfers()
         self._watch_waiting(Work, "wait", lambda work: KINDS.get(work.what.split()[0], "other"))
         self._watch_waiting(StepClient, "_wait", lambda _: "decision")
+        self._watch_waiting(BufferPool, "wait_for_room", lambda _: "push")  # of what earlier pushes take
 
     def _watch_transfers(self) -> None:
         begin = LoopWork.__init__
