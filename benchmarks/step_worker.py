@@ -44,6 +44,12 @@ class Device(torch.autograd.Function):
         return grad, None
 
 
+def go_first() -> None:
+    """Put this thread before all others of the machine, where we may: beside an accelerator it needs little."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
+
+
 class Block(nn.Module):
     """A residual MLP block of 2 x width^2 parameters: a transformer's layer without its attention."""
 
@@ -137,6 +143,8 @@ def axon(options: argparse.Namespace) -> Side:
         unit_types={Block},
     )
     optimizer = AdamW(model.parameters(), lr=options.lr)
+    if options.device_s:
+        go_first()
 
     def step(x: Tensor, target: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x).float(), target)
@@ -164,16 +172,8 @@ def ask(side: Side, word: str) -> None:
     side.barrier()
 
 
-def go_first() -> None:
-    """Put this thread before all others of the machine, where we may: beside an accelerator it needs little."""
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
-
-
 def run(side: Side, options: argparse.Namespace) -> dict[str, Any]:
     """Warm up, then time the steps."""
-    if options.device_s:
-        go_first()
     data = torch.Generator().manual_seed(1000 + side.rank)
     times_s: list[float] = []
     losses: list[float] = []

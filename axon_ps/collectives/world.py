@@ -167,6 +167,11 @@ class World:
         return len(self.membership.workers)
 
     @property
+    def num_shards(self) -> int:
+        """Shard servers of the job: what its parameters are cut over, also while one of them is not there."""
+        return self._coordinator.num_shards
+
+    @property
     def local_rank(self) -> int:
         """Position among the workers of this node, as the launcher gave it."""
         return self._config.local_rank

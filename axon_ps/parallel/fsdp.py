@@ -181,8 +181,7 @@ class FullyShardedDataParallel(ShardedValues):
         )
 
     def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
-        servers = max(1, len(self._group.world.membership.shards))  # NO_SHARD needs none
-        return even_options(layout, servers, self._node_size, default_options(precision))
+        return even_options(layout, self._group.world.num_shards, self._node_size, default_options(precision))
 
     def _register(
         self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
@@ -276,7 +275,7 @@ class FullyShardedDataParallel(ShardedValues):
                 world.node_group(),
                 self._spec,
                 self._wire_of(self._precision.compute(self._built)),
-                len(world.membership.shards),
+                world.num_shards,
                 pinned=pinned,
                 meter=self._meter,
             )

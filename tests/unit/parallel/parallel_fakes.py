@@ -159,6 +159,7 @@ class FakeWorld:
 
     steps: FakeSteps = field(default_factory=FakeSteps)
     world_size: int = 1
+    num_shards: int = 1
     rank: int = 0
     is_main_process: bool = True
     membership: Membership = field(

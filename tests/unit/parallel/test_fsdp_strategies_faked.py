@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, FSDPMemoryStats, GradScaler, MixedPrecision, ShardingStrategy
+from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.plan import PlanOptions
 from parallel_fakes import FakeGroup, FakeSteps
 
 ALL = list(ShardingStrategy)
@@ -129,6 +132,18 @@ def test_no_shard_works_with_torchs_optimizers_and_precision_with_f32_masters() 
             assert_equal(model, reference)
         for name, value in reference.named_parameters():
             assert (model.state_dict()[name] - value).norm() <= 0.1 * value.norm()
+
+
+@pytest.mark.parametrize("present", [0, 1, 4])
+def test_units_are_cut_for_the_jobs_servers_not_for_those_that_are_there(present: int) -> None:
+    group = FakeGroup()
+    group.world.num_shards = 4
+    group.world.membership = dataclasses.replace(group.world.membership, shards=group.world.membership.shards * present)
+    FSDP(nn.Linear(1024, 500), group)  # type: ignore[arg-type]
+    assert group.world.steps.spec is not None
+    layout = group.world.steps.spec.layout
+    assert group.world.steps.spec.options == even_options(layout, 4, 1, PlanOptions())
+    assert group.world.steps.spec.options != even_options(layout, 1, 1, PlanOptions())
 
 
 def test_no_shard_leaves_unused_parameters_alone() -> None:
