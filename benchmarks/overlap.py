@@ -78,7 +78,9 @@ def bench(place: Network, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def times_of(text: str) -> tuple[float, str]:
     """What --compute says: a number and C or T."""
-    return float(text[:-1]), {"C": "C", "T": "T"}[text[-1]]
+    if text[-1:] not in ("C", "T"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number followed by C or T, such as 1.5T")
+    return float(text[:-1]), text[-1]
 
 
 NAMES = ("communication_s", "hidden", "blocked_gather_s", "blocked_push_s", "blocked_decision_s")
@@ -91,7 +93,8 @@ def main() -> None:
     parser.add_argument("--rate-mbit", type=float, default=500.0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
-    parser.add_argument("--compute", nargs="+", default=["1C", "1T", "1.5T"], help="the accelerator's time, in C or T")
+    compute = [(1.0, "C"), (1.0, "T"), (1.5, "T")]
+    parser.add_argument("--compute", nargs="+", type=times_of, default=compute, help="accelerator's time: 1C, 1.5T")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
@@ -102,8 +105,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one setting, few steps, writes no file")
     options = parser.parse_args()
     if options.quick:
-        options.dtypes, options.strategies, options.compute, options.steps = ["bfloat16"], ["full_shard"], ["1T"], 2
-    options.compute = [times_of(text) for text in options.compute]
+        options.dtypes, options.strategies, options.compute = ["bfloat16"], ["full_shard"], [(1.0, "T")]
+        options.steps = 2
     with Network([*TEAM.hosts, *whole_step.server_hosts()], rate_mbit=options.rate_mbit) as place:
         rows = bench(place, options)
     _report.table(f"Overlap at {options.rate_mbit:g} Mbit/s", COLUMNS, [[r[c] for c in COLUMNS] for r in rows])
