@@ -1,7 +1,7 @@
-"""How the workers of a node share a unit: each has one contiguous part of it. Pure.
+"""How the workers of a node share a unit: each has one contiguous part of it; and chunks that suit that. Pure.
 
-A part begins and ends where chunks do, because a chunk of a gradient is summed as a whole on its server. Parts are as
-even as that allows; a unit of few chunks has empty ones.
+A worker that shares with nobody has one part, the unit. A part begins and ends where chunks do, because a chunk of a
+gradient is summed as a whole on its server. Parts are as even as that allows; a unit of few chunks has empty ones.
 
 Invariant: parts are a function of plan and count alone, so all workers of a node agree on them.
 """
