@@ -1,8 +1,10 @@
 """One worker of the collectives benchmark: the same operations over gloo, or over the shard servers.
 
-Started by collectives_netns.py. For every operation rank 0 prints READY before the timed rounds and DONE after them,
-and waits for a line on its standard input each time, so that the parent reads counters while nobody works. The last
-line of every rank is its result as JSON: seconds of every round, by operation.
+Started by collectives_netns.py. A round begins at one moment on all ranks, which all run on one machine and so have the
+same clock: neither side's time depends on how far apart its barrier lets ranks go. For every operation rank 0 prints
+READY before the timed rounds and DONE after them, and waits for a line on its standard input each time, so that the
+parent reads counters while nobody works. The last line of every rank is its result as JSON: seconds of every round, by
+operation.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ import numpy as np
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 TIMEOUT_S = 120.0
+LEAD_S = 0.005
+"""From when the last rank is ready until a round begins."""
+
+POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,29 @@ def axon(numel: int) -> Side:
     )
 
 
+class Start:
+    """One moment at which all ranks begin, agreed in a file that they share.
+
+    Args:
+        path: of the file, of the ranks' moments f64[n], zeros at first.
+        rank: ours.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._ready_s = np.memmap(path, np.float64, "r+")
+        self._rank = rank
+        self._last_s = 0.0
+
+    def wait(self) -> float:
+        """Wait until all are there and a little longer; the moment, of `time.perf_counter`, that it is then."""
+        self._ready_s[self._rank] = time.perf_counter()
+        while self._ready_s.min() <= self._last_s:
+            time.sleep(POLL_S)
+        self._last_s = float(self._ready_s.max()) + LEAD_S
+        time.sleep(max(0.0, self._last_s - time.perf_counter()))
+        return self._last_s
+
+
 def ask(side: Side, word: str) -> None:
     """Everybody stops; the parent is told `word` and says when to go on."""
     side.barrier()
@@ -151,12 +180,12 @@ def ask(side: Side, word: str) -> None:
     side.barrier()
 
 
-def timed(side: Side, do: Callable[[], None], rounds: int) -> list[float]:
-    """Seconds of every round on this rank, all ranks starting together."""
+def timed(side: Side, start: Start, do: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds from every round's beginning until this rank was done."""
     times_s = []
     for _ in range(rounds):
         side.barrier()
-        begin_s = time.perf_counter()
+        begin_s = start.wait()
         do()
         times_s.append(round(time.perf_counter() - begin_s, 4))
     return times_s
@@ -166,16 +195,18 @@ def main() -> None:
     """Run one worker to its end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=("gloo", "axon"))
+    parser.add_argument("--start", required=True, help="a file of n zeros f64; see Start")
     parser.add_argument("--mib", type=int, default=64, help="of the larger buffer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     options = parser.parse_args()
     side = {"gloo": gloo, "axon": axon}[options.side]((options.mib << 20) // 4)
+    start = Start(options.start, side.rank)
     result = {}
     for name in OPERATIONS:
-        timed(side, side.operations[name], options.warmup)
+        timed(side, start, side.operations[name], options.warmup)
         ask(side, "READY")
-        result[name] = timed(side, side.operations[name], options.rounds)
+        result[name] = timed(side, start, side.operations[name], options.rounds)
         ask(side, "DONE")
     side.close()
     print(json.dumps({"rank": int(os.environ["RANK"]), "times_s": result}), flush=True)

@@ -2,9 +2,10 @@
 
 All-reduce, all-gather and reduce-scatter of 64 MiB f32 (the larger buffer: an all-gather's output, a reduce-scatter's
 input), in two places: four dedicated server hosts, and shard servers on the workers' own hosts. gloo runs in the same
-network, in turns. A round's time is that of its slowest rank; CPU seconds are of all processes of a side, workers and
-servers, per GB of payload that entered and left workers; bytes are those of the mean card, beside what theory says.
-For CPU, raw gRPC on loopback is the floor: bytes pushed by one process and copied by another.
+network, in turns. A round's time is that of its slowest rank, from the moment at which all begin; CPU seconds are of
+all processes of a side, workers and servers, per GB of payload that entered and left workers; bytes are those of the
+mean card, beside what theory says. For CPU, raw gRPC on loopback is the floor: bytes pushed by one process and copied
+by another.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import _report
 from cluster import axon_cluster, cpu_s, free_port
 from collective_worker import OPERATIONS
-from netns import Network, NetworkUnavailable
+from netns import CONGESTION, Network, NetworkUnavailable
 from raw_stream import RawClient, make_frames
 from whole_step import MIB, Sample, Team, expect, go_on, server_hosts
 
@@ -72,11 +76,14 @@ def run_side(network: Network, side: str, servers: str, options: argparse.Namesp
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
-    if side == "gloo":
-        return measure(network, side, environment, [], options)
-    hosts = server_hosts() if servers == "dedicated" else HOSTS
-    with axon_cluster(network, hosts, workers=WORKERS) as (processes, coordinator):
-        return measure(network, side, environment | {"AXON_PS_COORDINATOR": coordinator}, processes, options)
+    with tempfile.NamedTemporaryFile() as start:
+        np.zeros(WORKERS).tofile(start)
+        if side == "gloo":
+            return measure(network, side, environment, [], start.name, options)
+        hosts = server_hosts() if servers == "dedicated" else HOSTS
+        with axon_cluster(network, hosts, workers=WORKERS) as (processes, coordinator):
+            environment["AXON_PS_COORDINATOR"] = coordinator
+            return measure(network, side, environment, processes, start.name, options)
 
 
 def measure(
@@ -84,11 +91,12 @@ def measure(
     side: str,
     environment: dict[str, str],
     servers: Sequence[subprocess.Popen[Any]],
+    start: str,
     options: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
-    """Start the workers, read counters around every operation's rounds."""
+    """Start the workers, read counters around every operation's rounds; `start` is theirs, see its class."""
     sizes = ["--mib", str(options.mib), "--rounds", str(options.rounds), "--warmup", str(options.warmup)]
-    command = [sys.executable, str(HERE / "collective_worker.py"), side, *sizes]
+    command = [sys.executable, str(HERE / "collective_worker.py"), side, "--start", start, *sizes]
     workers = [
         network.popen(
             host,
@@ -196,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--rate-mbit", type=float, default=500.0)
+    parser.add_argument("--congestion", default=CONGESTION, help="TCP's congestion control")
     parser.add_argument("--places", nargs="+", default=["dedicated", "own"])
     parser.add_argument("--sides", nargs="+", default=["gloo", "axon"])
     parser.add_argument("--repeats", type=int, default=2, help="times each side runs")
@@ -208,7 +217,7 @@ def main() -> None:
     raw = round(raw_cpu_s_per_gb(), 2)
     rows: list[dict[str, Any]] = []
     try:
-        with Network(HOSTS + server_hosts(), rate_mbit=options.rate_mbit) as network:
+        with Network(HOSTS + server_hosts(), rate_mbit=options.rate_mbit, congestion=options.congestion) as network:
             for place in options.places:
                 sides: dict[str, list[dict[str, dict[str, Any]]]] = {side: [] for side in options.sides}
                 for _ in range(options.repeats):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import _report
 from cluster import Loopback
-from netns import Network, NetworkUnavailable
+from netns import CONGESTION, Network, NetworkUnavailable
 from whole_step import Figures, Team, one_run, server_hosts
 
 WORKER = Path(__file__).with_name("ddp_worker.py")
@@ -80,7 +80,7 @@ def main() -> int:
         for side, f in figures.items()
     ]
     _report.table(f"DDP, {options.place}", list(rows[0]), [list(row.values()) for row in rows])
-    _report.write("ddp", rows)
+    _report.write("ddp", rows, congestion=CONGESTION if options.place != "loopback" else None)
     return 0
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import _report
 import whole_step
-from netns import Network
+from netns import CONGESTION, Network
 
 TEAM = whole_step.Team.of(4)
 HEADERS = 1514 / 1448
@@ -113,7 +113,7 @@ def main() -> None:
     if options.quick:
         return
     settings = {k: v for k, v in vars(options).items() if k not in ("device_s", "quick")}
-    _report.write("overlap", rows, settings=settings)
+    _report.write("overlap", rows, settings=settings, congestion=CONGESTION)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 import _report
 from cluster import Loopback, Place, axon_cluster, cpu_s, free_port
-from netns import Network, NetworkUnavailable
+from netns import CONGESTION, Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
 SIDES = {"fsdp2": ["fsdp2"], "axon": ["axon"], "axon-int8": ["axon", "--wire", "int8"]}
@@ -323,7 +323,8 @@ def main() -> None:
     )
     print(f"Forward and backward of one worker alone: {alone} s; the workers share {os.cpu_count()} cores.")
     settings = {k: v for k, v in vars(options).items() if k != "quick"}
-    _report.write(options.write, rows, compute_alone_s=alone, settings=settings)
+    congestion = CONGESTION if set(options.places) - {"loopback"} else None
+    _report.write(options.write, rows, compute_alone_s=alone, settings=settings, congestion=congestion)
 
 
 if __name__ == "__main__":
