@@ -156,9 +156,10 @@ class CollectiveClient:
             for share in range(shares)
         ]
         pace = _Pace(exchanges)
-        await _together(
-            [self._share(seating, e, (home + e.share) % num_servers, buffers, pace, deadline) for e in exchanges]
-        )
+        servers = [(home + share) % num_servers for share in range(shares)]
+        first = seating.rank + 1  # ranks begin with different servers: no card gets the first pieces of all of them
+        order = sorted(range(shares), key=lambda share: (servers[share] - first) % num_servers)
+        await _together([self._share(seating, exchanges[s], servers[s], buffers, pace, deadline) for s in order])
 
     async def _share(
         self, seating: Seating, exchange: Exchange, server: int, buffers: Buffers, pace: _Pace, deadline: Deadline

@@ -5,6 +5,8 @@ See Note: [How an operation ends] at `shard.collective_servicer`. Everything her
 
 from __future__ import annotations
 
+import asyncio
+
 from axon_ps.errors import AxonError, Broken
 from axon_ps.transport.stream import EOF, Stream
 from axon_ps.types import Array
@@ -21,7 +23,7 @@ class OperationStream:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._is_ending = False
+        self._ending: asyncio.Task[None] | None = None
 
     async def write(self, header: CollectiveChunk, data: Array | None) -> None:
         """Send a message."""
@@ -49,19 +51,16 @@ class OperationStream:
         header, _ = await self._read()
         if not header.ended:
             raise Broken("a shard server sent more than was asked for")
-        self._is_ending = False
 
     def will_end(self) -> None:
-        """The operation is over for us; that the server says so is seen to before the next one."""
-        self._is_ending = True
+        """The operation is over for us; that the server says so is seen to meanwhile, before the next one begins."""
+        self._ending = asyncio.ensure_future(self._see_end())
 
     async def is_free(self) -> bool:
         """Whether another operation may begin."""
-        if self._is_ending:
-            try:
-                await self.ended()
-            except AxonError:
-                self.cancel()
+        if self._ending is not None:
+            await self._ending
+            self._ending = None
         return not self._stream.done()
 
     def cancel(self) -> None:
@@ -72,6 +71,12 @@ class OperationStream:
     def place(self) -> str:
         """What is called where, for errors."""
         return self._stream.place
+
+    async def _see_end(self) -> None:
+        try:
+            await self.ended()
+        except AxonError:
+            self.cancel()
 
     async def _read(self) -> tuple[CollectiveChunk, memoryview]:
         message = await self._stream.read()

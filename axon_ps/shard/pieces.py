@@ -29,13 +29,20 @@ from functools import lru_cache
 
 from axon_ps.reduction.call import Call, Operation
 
-PIECE_BYTES = 1 << 17
+SEGMENT_BYTES = 127 << 9
+"""What the kernel hands to a card at once, 45 packets of 1,448 bytes, less what our messages add to a piece.
+
+What is a little longer takes a packet more. *Measured*, an all-reduce of 64 MiB with pieces of 128 KiB: 75 KB more
+through a card of 96 MiB than gloo, which knows no messages; with three of these, 15 KB.
+"""
+
+PIECE_BYTES = 3 * SEGMENT_BYTES
 """A piece's size, in the middle of a stream, where it is combined with the other ranks'."""
 
-RELAY_PIECE_BYTES = 1 << 19
+RELAY_PIECE_BYTES = 8 * SEGMENT_BYTES
 """The same where it is passed on as it is: nobody waits for the others' then, and a message costs what it costs."""
 
-SMALL_PIECE_BYTES = 1 << 16
+SMALL_PIECE_BYTES = SEGMENT_BYTES
 """A piece's size at a stream's beginning and end. From there it doubles to the largest, and to the end it halves."""
 
 SHARE_BYTES = 1 << 17

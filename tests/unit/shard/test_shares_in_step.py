@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.pieces import REDUCING, Exchange
-from axon_ps.shard.shares_in_step import AHEAD, SharesInStep
+from axon_ps.shard.shares_in_step import AHEAD_BYTES, SharesInStep
 from axon_ps.types import DType, ReduceOp
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def run(exchanges: list[list[Exchange]], random: Random) -> int:
 )
 def test_all_reduce_ends_and_keeps_within_its_bound(world_size: int, shares: int, numel: int, random: Random) -> None:
     most = run(exchanges_of(Operation.ALL_REDUCE, (numel,), world_size, shares), random)
-    assert most <= AHEAD[Operation.ALL_REDUCE].own
+    assert most <= AHEAD_BYTES[Operation.ALL_REDUCE]
 
 
 @given(
@@ -105,7 +105,7 @@ def test_all_gather_ends_where_a_part_is_whole_on_one_share(counts: list[int], r
 
 def test_a_share_waits_for_the_slowest_one() -> None:
     steps = SharesInStep(exchanges_of(Operation.ALL_REDUCE, (4 * MIB,), 2, 2)[0])
-    piece, limit = 1 << 16, AHEAD[Operation.ALL_REDUCE].slowest
+    piece, limit = 1 << 16, AHEAD_BYTES[Operation.ALL_REDUCE]
     ahead = 0
     while steps.may_send(0, piece):
         steps.sent(0, piece)
