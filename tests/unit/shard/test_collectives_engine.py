@@ -18,10 +18,21 @@ from axon_ps.shard import pieces
 from axon_ps.shard.flows import LIVE_SUMS
 from axon_ps.shard.mailbox import MAIL_BYTES, Letter
 from axon_ps.shard.meetings import GRACE_S, TOMBSTONE_S
-from axon_ps.shard.pieces import PIECE_BYTES, Exchange, home_of, owners_of, shares_of
+from axon_ps.shard.pieces import (
+    PIECE_BYTES,
+    RELAY_PIECE_BYTES,
+    SEGMENT_BYTES,
+    SMALL_PIECE_BYTES,
+    Exchange,
+    home_of,
+    owners_of,
+    shares_of,
+)
 from axon_ps.shard.seats import QUEUE_PIECES
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp
+from axon_ps.wire.frames import encode_chunk
+from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 from collective_driver import Part, Servers, incarnations, placed
 
 SUM = ReduceOp.SUM
@@ -208,6 +219,14 @@ def test_pieces_of_all_shares_cover_everything_once(operation: Operation, counts
         assert sum(end - begin for begin, end in ranges) == count
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     assert all(0 < (p.end - p.begin) * 4 <= PIECE_BYTES for p in seen)
+
+
+@pytest.mark.parametrize("size", [SMALL_PIECE_BYTES, PIECE_BYTES, RELAY_PIECE_BYTES])
+def test_a_message_fills_whole_kernel_segments(size: int) -> None:
+    message = encode_chunk(CollectiveChunk(source=4095, part=4095, offset=1 << 40), bytes(size))
+    before_it = 5 + 9  # gRPC's header, HTTP/2's
+    assert len(message) + before_it <= size // SEGMENT_BYTES * 45 * 1448
+    assert size % 64 == 0
 
 
 def test_the_parts_of_an_all_gather_go_to_servers_of_their_own_hosts() -> None:
