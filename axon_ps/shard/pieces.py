@@ -30,7 +30,7 @@ from functools import lru_cache
 from axon_ps.reduction.call import Call, Operation
 
 SEGMENT_BYTES = 127 << 9
-"""What the kernel hands to a card at once, 45 packets of 1,448 bytes, less what our messages add to a piece.
+"""What the kernel hands to a card at once, on ordinary Ethernet 45 packets of 1,448 bytes, less what a message adds.
 
 What is a little longer takes a packet more. *Measured*, an all-reduce of 64 MiB with pieces of 128 KiB: 75 KB more
 through a card of 96 MiB than gloo, which knows no messages; with three of these, 15 KB.
