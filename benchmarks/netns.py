@@ -29,6 +29,7 @@ from typing import Any, Self
 PREFIX = "axps"
 BURST_BYTES = 256 * 1024  # tbf's bucket: 4 ms at 500 Mbit/s; smaller and the kernel's timer cannot keep the rate
 QUEUE_LATENCY_MS = 50
+SUBNET = "10.77.0"  # the first three bytes of every host's address
 CONGESTION = "cubic"  # how TCP finds its rate: what Linux does unless somebody changes it
 
 
@@ -92,7 +93,7 @@ class Network:
 
     def address(self, host: str) -> str:
         """The address of `host`'s card."""
-        return f"10.77.0.{self.hosts.index(host) + 1}"
+        return f"{SUBNET}.{self.hosts.index(host) + 1}"
 
     def popen(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start `command` on `host`; the process is ended with the network if it still runs."""
@@ -128,7 +129,7 @@ class Network:
             run_ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             run_ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             run_ip("-n", name, "link", "set", "eth0", "up")
-            run_ip("-n", name, "route", "change", "10.77.0.0/24", "dev", "eth0", "congctl", self.congestion)
+            run_ip("-n", name, "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", self.congestion)
             run_ip("-n", name, "link", "set", "lo", "up")
             if self.rate_mbit:
                 limit(switch, port, self.rate_mbit)

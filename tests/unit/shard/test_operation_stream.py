@@ -56,8 +56,10 @@ def test_several_operations() -> None:
 
 def test_an_end_that_was_not_waited_for_is_seen_to_before_the_next_operation() -> None:
     async def test() -> None:
-        _, stream = make(ENDED, DATA)
+        script, stream = make(ENDED, DATA)
         stream.will_end()
+        await asyncio.sleep(0)  # the caller does something else
+        assert list(script.messages) == [DATA]
         assert await stream.is_free()
         assert (await stream.data())[0] == DATA
 
