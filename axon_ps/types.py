@@ -117,6 +117,7 @@ class Member:
         address: "host:port" where a shard server listens; empty for workers.
         local_rank: position among the workers of its node.
         replica: position of the replica this worker contributes to, dense from 0; -1 for shard servers.
+        joined: the generation in which it became a member.
     """
 
     role: Role
@@ -126,6 +127,16 @@ class Member:
     address: str = ""
     local_rank: int = 0
     replica: int = -1
+    joined: int = 0
+
+    @property
+    def id(self) -> str:
+        """Names this process as a member: a process that was lost and came back has another id than before.
+
+        What others believe of a member (its memory, its groups, its messages) is kept under this name, so that nothing
+        of it outlives the membership that it was true in.
+        """
+        return f"{self.incarnation}@{self.joined}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,12 +148,17 @@ class GroupBase:
         for child in self._children:
             child.abort(error)
 
-    def member_lost(self, incarnations: set[str], error: AxonError) -> None:
-        """Abort this group and its sub-groups as far as a lost member was in them."""
-        if any(m.incarnation in incarnations for m in self._context.members):
+    def member_lost(self, lost: set[str], error: AxonError) -> None:
+        """Abort this group and its sub-groups as far as a lost member was in them.
+
+        Args:
+            lost: ids of members.
+            error: what pending and later calls raise.
+        """
+        if any(m.id in lost for m in self._context.members):
             self._end(error)
         for child in self._children:
-            child.member_lost(incarnations, error)
+            child.member_lost(lost, error)
 
     def _end(self, error: AxonError) -> None:
         """End what is pending or comes later in this group itself; the first error counts."""

@@ -59,7 +59,6 @@ class Groups:
         self._lock = threading.Lock()
         self._workers: tuple[Member, ...] = ()
         self._made: dict[tuple[str, ...], ProcessGroup] = {}
-        self._names: dict[tuple[str, ...], str] = {}
         self._node_groups: Counter[tuple[str, ...]] = Counter()
 
     def set_members(self, membership: Membership) -> Sequence[Member]:
@@ -69,10 +68,8 @@ class Groups:
             The workers that are gone: for `end_with`, once all of this worker knows of the membership.
         """
         with self._lock:
-            now = {m.incarnation for m in membership.workers}
-            lost = [m for m in self._workers if m.incarnation not in now]
-            if membership.workers != self._workers:
-                self._names.setdefault(_key(membership.workers), f"world@{membership.generation}")
+            now = {m.id for m in membership.workers}
+            lost = [m for m in self._workers if m.id not in now]
             self._workers = membership.workers
         return lost
 
@@ -85,7 +82,7 @@ class Groups:
         with self._lock:
             groups = list(self._made.values())
         for group in groups:
-            group.member_lost({m.incarnation for m in lost}, error)
+            group.member_lost({m.id for m in lost}, error)
 
     def abort(self, error: AxonError) -> None:
         """The session is over: end everything."""
@@ -97,8 +94,8 @@ class Groups:
     def default(self) -> ProcessGroup:
         """The group of all current workers: the same object while they are the same.
 
-        Every worker must use it in the same generation for its calls to meet; a set of workers has its group's name
-        from the generation in which it was first complete.
+        Every worker must use it in the same generation for its calls to meet. A worker that was lost and came back is
+        another member: who was in a group with it gets a new one.
 
         Raises:
             MemberLost: the coordinator does not count this worker as a member.
@@ -110,7 +107,7 @@ class Groups:
                 positions = [i for i, m in enumerate(self._workers) if m.incarnation == self._incarnation()]
                 if not positions:
                     raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
-                self._made[key] = self._group(self._names[key], positions[0], self._workers)
+                self._made[key] = self._group(_name_of(self._workers), positions[0], self._workers)
             return self._made[key]
 
     def _release(self) -> None:
@@ -139,7 +136,7 @@ class Groups:
             members = tuple(m for m in self._workers if m.node == me.node)
             self._node_groups[_key(members)] += 1  # and never less: a name is not used again
             number = str(self._node_groups[_key(members)])
-            name = f"node-{hashlib.sha256(' '.join(_key(members)).encode()).hexdigest()[:16]}/{number}"
+            name = f"node-{_digest_of(members)}/{number}"
             group = self._group(name, members.index(me), members)
             self._made[_NODE, number, *_key(members)] = group
             return group
@@ -170,5 +167,14 @@ class Groups:
         )
 
 
+def _name_of(workers: tuple[Member, ...]) -> str:
+    """The name of the default group of these workers: the same on all of them, and no other group's."""
+    return f"world@{max(m.joined for m in workers)}-{_digest_of(workers)}"
+
+
+def _digest_of(workers: tuple[Member, ...]) -> str:
+    return hashlib.sha256(" ".join(_key(workers)).encode()).hexdigest()[:16]
+
+
 def _key(workers: tuple[Member, ...]) -> tuple[str, ...]:
-    return tuple(m.incarnation for m in workers)
+    return tuple(m.id for m in workers)

@@ -63,7 +63,7 @@ class GrpcBackend(RequestBackend):
             group=context.name,
             rank=context.rank,
             ranks=context.ranks,
-            incarnations=tuple(member.incarnation for member in context.members),
+            members=tuple(member.id for member in context.members),
         )
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # touched on the loop's thread only

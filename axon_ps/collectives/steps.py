@@ -15,12 +15,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from axon_ps.collectives.pace import Pace
 from axon_ps.collectives.work import LoopWork, Work
@@ -42,6 +43,9 @@ from axon_ps.wire.v1.common_pb2 import CallContext
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
+NO_GENERATION = -1
+"""Of a void ticket."""
+
 _DECISIONS_KEPT = 16
 """After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
 
@@ -54,6 +58,10 @@ class Ticket:
     step: int
     replica: int
     num_replicas: int
+
+    def void(self) -> Self:
+        """The same, of a step that cannot commit: nothing is pushed under it, and its vote is an abort."""
+        return dataclasses.replace(self, generation=NO_GENERATION)
 
 
 class StepClient:
@@ -83,7 +91,8 @@ class StepClient:
         self._failure: AxonError | None = None
         self._pace = Pace()
         self._pace_wait_s = 0.0
-        self._pushes: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()  # everything under way; on the loop's thread
+        self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
         self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
         self._mapped_bytes = 0
 
@@ -171,9 +180,9 @@ class StepClient:
                 self._membership = event
                 self._step = max(self._step, event.step)
                 self._version = event.version
-                ours = (m.replica for m in event.workers if m.incarnation == self._coordinator.incarnation)
-                self._pace.begin(event.generation, next(ours, -1))
-                self._shards.set_members(event)
+                me = next((m for m in event.workers if m.incarnation == self._coordinator.incarnation), None)
+                self._pace.begin(event.generation, -1 if me is None else me.replica)
+                self._shards.set_members(event, "" if me is None else me.id)
                 self._cancel_stale_pushes(event.generation)
             elif isinstance(event, JobState):
                 if self._job is not None and event.epoch != self._job.epoch:
@@ -194,6 +203,8 @@ class StepClient:
                 self._version = event.version
             elif isinstance(event, SessionLost) and event.final:
                 self._failure = event.error
+                for task in self._calls:
+                    task.cancel()
             self._changed.notify_all()
 
     def _say_what_is_missing(self, now: Membership) -> None:
@@ -423,13 +434,25 @@ class StepClient:
         return copy
 
     async def _explained(self, call: Coroutine[Any, Any, T]) -> T:
-        """A call whose time-out says what the job is waiting for, if it is."""
+        """A call that ends when this worker is a member no more, and whose time-out says what the job waits for."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._failure is not None:
+            call.close()
+            raise self._failure
+        self._calls.add(task)
         try:
             return await call
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
         except Timeout as error:
             if not (reason := self._waiting_for()):
                 raise
             raise Timeout(f"{error}{reason}") from error
+        finally:
+            self._calls.discard(task)
 
     def gather_ahead(
         self,
@@ -459,15 +482,17 @@ class StepClient:
         """
         return LoopWork(
             self._loop,
-            self._shards.gather_ahead(
-                unit,
-                out,
-                step=ticket.step,
-                hyper=tuple(hyper),
-                context=lambda: self._context_of(ticket),
-                timeout_s=self.timeout_s,
-                begin=begin,
-                end=end,
+            self._explained(
+                self._shards.gather_ahead(
+                    unit,
+                    out,
+                    step=ticket.step,
+                    hyper=tuple(hyper),
+                    context=lambda: self._context_of(ticket),
+                    timeout_s=self.timeout_s,
+                    begin=begin,
+                    end=end,
+                )
             ),
             f"gathering unit {unit} ahead of step {ticket.step}",
         )

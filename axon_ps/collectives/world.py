@@ -274,14 +274,14 @@ class World:
     def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
         """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
         deadline = Deadline(self._limit(timeout_s))
-        workers = {m.incarnation for m in self.membership.workers}
+        workers = {m.id for m in self.membership.workers}
         while True:
             try:
                 self._loop.run(self._coordinator.barrier(name, ranks, deadline.remaining()))
                 return
             except GenerationChanged as error:
                 self.steps.wait_generation(error.generation, deadline.remaining())
-                if {m.incarnation for m in self.membership.workers} != workers:
+                if {m.id for m in self.membership.workers} != workers:
                     raise
 
     def _limit(self, timeout_s: float | None) -> float:

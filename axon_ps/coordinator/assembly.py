@@ -99,7 +99,8 @@ class Assembly:
             self.roster.remove(seat)
         self.abort(reason)
         if joined is not None:
-            seat = self.roster.add(joined, session, now + self._config.lease_s)
+            member = dataclasses.replace(joined, joined=self.generation + 1)
+            seat = self.roster.add(member, session, now + self._config.lease_s)
             self.greet(seat)
         self.generation += 1
         self.membership = self._describe(self.step, self.version)

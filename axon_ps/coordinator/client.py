@@ -45,7 +45,18 @@ from axon_ps.coordinator.messages import (
     snapshot_report_to_proto,
 )
 from axon_ps.coordinator.operator import SERVICE, OperatorClient
-from axon_ps.errors import AxonError, Broken, Busy, Closed, GenerationChanged, InternalError, Misuse, Timeout
+from axon_ps.errors import (
+    AxonError,
+    Broken,
+    Busy,
+    Closed,
+    GenerationChanged,
+    InternalError,
+    InvalidRequest,
+    MemberLost,
+    Misuse,
+    Timeout,
+)
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
@@ -304,6 +315,12 @@ class CoordinatorClient(Calls):
                         raise
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
                 wait_s = min(wait_s * 2, 2.0, self.lease_s / 4)
+        except InvalidRequest as error:  # of a member: its place was given to another
+            was_member = self.membership is not None
+            reason = (
+                f"the coordinator gave up this {self.role.value}, rank {self.rank}, and does not take it back: {error}"
+            )
+            self._fail(MemberLost(reason) if was_member else error)
         except AxonError as error:
             self._fail(error)
         except Exception as error:

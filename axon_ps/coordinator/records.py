@@ -103,7 +103,14 @@ def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Rec
 def members_record(membership: Membership, members: list[Member], *, was_complete: bool) -> Record:
     """Who is a member, and where their generation began."""
     fields = [
-        {"role": m.role.value, "rank": m.rank, "incarnation": m.incarnation, "node": m.node, "address": m.address}
+        {
+            "role": m.role.value,
+            "rank": m.rank,
+            "incarnation": m.incarnation,
+            "node": m.node,
+            "address": m.address,
+            "joined": m.joined,
+        }
         for m in members
     ]
     value = {

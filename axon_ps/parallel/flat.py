@@ -106,6 +106,7 @@ class FlatUnit:
         self._work: Pending | None = None
         self._buffer: torch.Tensor | None = None
         self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
+        self._read: tuple[int, int] | None = None  # of those that `flat` held last
         self._coming: tuple[int, int] | None = None  # of those under way
         self._ahead: tuple[Pending, torch.Tensor | None] | None = None  # of an undecided step; None: into `flat`
         self._adopted = False  # whether what is under way was begun ahead
@@ -170,6 +171,12 @@ class FlatUnit:
     def fresh(self, steps: Steps) -> bool:
         """Whether `flat` holds current values."""
         return self._held == self.wanted(steps)
+
+    def torn(self, steps: Steps) -> bool:
+        """Whether a mapped unit's server has changed it since it was read: it no longer waits for this worker."""
+        if self._mapped is None or self._read is None or self._read != self.wanted(steps):
+            return False
+        return not self._mapped.holds(self._read[1])
 
     def coming(self, steps: Steps) -> bool:
         """Whether current values are under way."""
@@ -267,7 +274,8 @@ class FlatUnit:
                 pool.give(self._buffer)
                 self._buffer = None
             self._show(self._views)
-            self._held, self._coming = self._coming, None
+            self._held = self._read = self._coming
+            self._coming = None
 
     def free(self, pool: BufferPool) -> None:
         """Give the memory back, unless the values are to be kept."""

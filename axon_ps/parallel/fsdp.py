@@ -296,7 +296,20 @@ class FullyShardedDataParallel(ShardedValues):
     # ------------------------------------------------------------------ as a module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with its parameters gathered unit by unit."""
+        """Run the module with its parameters gathered unit by unit.
+
+        A forward whose parameters changed meanwhile (this worker was frozen or cut off, and the job went on) is run
+        again: what it returns is of one version.
+
+        Raises:
+            StepAborted: the parameters change faster than it can read them, since this worker is no member.
+        """
+        while True:
+            output = self._forward(args, kwargs)
+            if not self._runtime.forward_again():
+                return output
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._runtime
         root = runtime.units[0]
         runtime.before_forward(root)

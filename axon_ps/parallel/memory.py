@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from axon_ps.collectives.world import DEFAULT_TIMEOUT_S
+from axon_ps.errors import Timeout
 from axon_ps.types import Array
 
 
@@ -33,11 +35,20 @@ class BufferPool:
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
         make: gives memory for a buffer, u8[size]; None = torch does.
+        timeout_s: how long `wait_for_room` waits at most. What holds buffers ends by itself before, when the membership
+            changes or its own deadline passes.
     """
 
     def __init__(
-        self, limit_bytes: int, meter: Meter, *, pinned: bool = False, make: Callable[[int], Array] | None = None
+        self,
+        limit_bytes: int,
+        meter: Meter,
+        *,
+        pinned: bool = False,
+        make: Callable[[int], Array] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
         self._pinned = pinned
         self._make = make
@@ -53,9 +64,17 @@ class BufferPool:
         return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
 
     def wait_for_room(self, size_bytes: int) -> None:
-        """Block until there is room; another thread must be giving buffers back."""
+        """Block until there is room; another thread must be giving buffers back.
+
+        Raises:
+            Timeout: none was given back for so long.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self.has_room(size_bytes))
+            if not self._changed.wait_for(lambda: self.has_room(size_bytes), self._timeout_s):
+                raise Timeout(
+                    f"no room for {size_bytes} bytes after {self._timeout_s:g} s: {self._out_bytes} bytes are still "
+                    f"under way, {self._limit_bytes} may be; what was sent before is not taken"
+                )
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of exactly `numel` elements, room or not."""

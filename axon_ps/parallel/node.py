@@ -15,18 +15,19 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.steps import StepClient, Ticket
+from axon_ps.collectives.steps import NO_GENERATION, StepClient, Ticket
 from axon_ps.collectives.work import Lane, LoopWork
 from axon_ps.errors import AxonError, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
@@ -50,6 +51,10 @@ class NodeTicket(Ticket):
     """
 
     shared: Ticket
+
+    def void(self) -> Self:
+        """See `Ticket.void`."""
+        return dataclasses.replace(self, generation=NO_GENERATION, shared=self.shared.void())
 
 
 class _Part:

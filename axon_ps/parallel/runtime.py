@@ -27,6 +27,13 @@ Note: [Gathering ahead of the decision]
     travel. It begins once a step went by without clipping.
     Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
     backward has freed them: straight into their own memory, which holds nothing that counts any more.
+
+Note: [One version a step]
+    While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
+    that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
+    change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
+    was not of one version from its first to its last read is made again, before anybody sees what came of it; and
+    gradients of another version than the present one get a void ticket: they are not sent, and the step aborts.
 """
 
 from __future__ import annotations
@@ -39,13 +46,16 @@ import torch
 from torch import nn
 
 from axon_ps.collectives.steps import Ticket
-from axon_ps.errors import Misuse
+from axon_ps.errors import Misuse, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
 from axon_ps.parallel.steps import Assuming, Foresight, Mapping, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
+
+_MOST_FORWARDS = 8
+"""How often a forward is made before it is given up; see Note: [One version a step]."""
 
 _BUFFERS = 2
 """How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
@@ -101,6 +111,7 @@ class Counters:
     pushed_bytes: int = 0
     gather_wait_s: float = 0.0
     push_wait_s: float = 0.0
+    forwards_repeated: int = 0
     step_wait_s: float = 0.0
     steps_committed: int = 0
     steps_not_committed: int = 0
@@ -162,6 +173,12 @@ class Runtime:
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None
+        self._void = ""  # why the step cannot commit, if it cannot
+        self._read: tuple[int, int] = (0, 0)  # (epoch, version) when the forward began
+        self._uses: list[int] = []  # of every unit, when the forward began
+        self._forwards = 0  # attempts at this forward
+        self._computed_from: tuple[int, int] | None = None  # (epoch, version) of this step's gradients
+        self._has_gradients = False  # whether there are any
         self._pushes: dict[int, Pending] = {}
         self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
         self._unclipped = False
@@ -189,6 +206,10 @@ class Runtime:
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
+            self._read = self._now
+            self._uses = [other.uses for other in self.units]
+            if self._training and not self._has_gradients:
+                self._computed_from = self._read
         if not recomputing:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
@@ -208,6 +229,37 @@ class Runtime:
         elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
             self._free(unit)
         self._prefetch()
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """(epoch, version) that this worker computes with."""
+        return self._steps.epoch, self._steps.version
+
+    @property
+    def torn(self) -> bool:
+        """Whether what was read since the forward began is not of one version."""
+        return self._read != self._now or any(f.torn(self._steps) for u in self.units for f in u.flats)
+
+    def forward_again(self) -> bool:
+        """After the root's forward: whether it must be made again. See Note: [One version a step].
+
+        Raises:
+            StepAborted: it was made often enough; the parameters change faster than it reads them.
+        """
+        if in_backward() or not self.torn:
+            self._forwards = 0
+            return False
+        self._forwards += 1
+        for unit, uses in zip(self.units, self._uses, strict=True):
+            unit.uses = uses
+            self._free(unit)
+        if self._forwards == _MOST_FORWARDS:
+            self._forwards = 0
+            raise StepAborted(
+                f"the parameters changed during each of {_MOST_FORWARDS} forwards: the job goes on without this worker"
+            )
+        self.counters.forwards_repeated += 1
+        return True
 
     def _needed_soon(self, unit: ModuleUnit, upcoming: Iterable[int]) -> bool:
         """Whether it is among the upcoming units that there is room for; see Note: [Memory]."""
@@ -233,6 +285,7 @@ class Runtime:
     def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
         """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete]."""
         unit.fired.add(param)
+        self._has_gradients = True
         flat = unit.trainable
         assert flat is not None
         if len(unit.fired) < len(flat.params):
@@ -278,6 +331,7 @@ class Runtime:
         """Make every unit whole, and block until it is."""
         if self.agree is not None:
             self.agree()
+        self._read = self._now
         for unit in self.units:
             for flat in unit.flats:
                 self._gather(flat)
@@ -392,7 +446,14 @@ class Runtime:
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self._steps.ticket()
-            self._hyper = self.foresee() if self.foresee is not None and self._unclipped else None
+            if self._computed_from is not None and self._computed_from != self._now:
+                self._ticket = self._ticket.void()
+                self._void = (
+                    f"its gradients are of version {self._computed_from[1]} and the job is at {self._now[1]}: it went "
+                    "on while this worker was no member, or was restored"
+                )
+            foresees = self._unclipped and not self._void
+            self._hyper = self.foresee() if foresees and self.foresee is not None else None
             if isinstance(self._steps, Assuming):
                 self._steps.assume(self._hyper)
         return self._ticket
@@ -429,7 +490,8 @@ class Runtime:
             raise
         finally:
             self._unclipped = self.max_norm == 0.0
-            self._ticket = None
+            self._ticket, self._computed_from, self._has_gradients = None, None, False
+            void, self._void = self._void, ""
             self._pushes = {}
             self.max_norm = 0.0
             self.counters.step_wait_s += time.perf_counter() - began
@@ -440,7 +502,7 @@ class Runtime:
         self._training = True
         self._prefetch()
         return StepResult(
-            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
+            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=void or decision.reason
         )
 
     def _settle_ahead(self, *, foreseen: bool) -> None:

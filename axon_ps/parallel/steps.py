@@ -64,6 +64,9 @@ class Mapped(Protocol):
     def values(self) -> Array:
         """wire[unit_numel]; the same memory as long as the server lives."""
 
+    def holds(self, version: int) -> bool:
+        """Whether `values` are, and have been since they were found to be, those of a version."""
+
     def forget_writes(self) -> None:
         """Whatever was written to `values` here is gone."""
 

@@ -14,13 +14,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.world import CheckpointInfo
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel import local_checkpoint
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import Runtime
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
+
+_TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
 
 class ShardedValues(nn.Module):
@@ -47,26 +49,38 @@ class ShardedValues(nn.Module):
 
         Raises:
             Misuse: a forward or backward is under way.
+            StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
         """
         self._check_idle("summon_full_params")
         try:
             self._runtime.gather_all()
             yield
+            torn = self._runtime.torn
         finally:
             self._runtime.reset()
+        if torn:
+            raise StepAborted(_TORN)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
 
         Takes the memory of one unit at a time.
+
+        Raises:
+            StepAborted: the job went on without this worker (it was frozen or cut off), so what it has read is of
+                several versions; begin again. Where replicas step alone they may always be.
         """
         local = self._replicated_units()
+        steps = self._group.world.steps
+        began = steps.epoch, steps.latest_version
         for index, unit in enumerate(self._spec.layout.units):
             if local:
                 values = local[index].master.detach().to("cpu", torch.float32)
             else:
                 values = torch.empty(unit.numel, dtype=torch.float32)
-                self._group.world.steps.gather(index, values.numpy(), exact=True).wait()
+                steps.gather(index, values.numpy(), exact=True).wait()
+                if (steps.epoch, steps.latest_version) != began and not self._spec.policy.alone:
+                    raise StepAborted(_TORN)
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
 

@@ -13,6 +13,7 @@ where the server says, a changed generation is the caller's to handle (the step 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -65,10 +66,10 @@ class ShardGroup:
         self._transfers = Transfers()
         self._retries = 0
 
-    def set_members(self, membership: Membership) -> None:
-        """Take the current shard servers; calls under way go on, and retries use the new addresses."""
+    def set_members(self, membership: Membership, me: str = "") -> None:
+        """Take the current shard servers, and our own id; calls under way go on, and retries use the new addresses."""
         self._peers.set_members(membership)
-        self._reach.set_members(membership)
+        self._reach.set_members(membership, me)
 
     def set_spec(self, spec: JobSpec) -> None:
         """Take the job's layout."""
@@ -402,7 +403,7 @@ class ShardGroup:
             try:
                 return await do(stub, s, transfer)
             except (Broken, GenerationChanged, Closed) as error:
-                await self._pause(pause_s, transfer.deadline, error)
+                transfer = await self._again(pause_s, s, transfer, error)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _resumed(self, s: Slice, transfer: Transfer) -> None:
@@ -414,22 +415,32 @@ class ShardGroup:
             try:
                 return await self._transfers.push(stub, s, transfer, resume=resume)
             except (Broken, Closed) as error:
-                await self._pause(pause_s, transfer.deadline, error)
+                transfer = await self._again(pause_s, s, transfer, error)
             resume = True
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _pause(self, pause_s: float, deadline: Deadline, error: BaseException) -> None:
+    async def _again(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
         """Before another attempt: wait a moment, less if the membership changes.
 
-        A call is `Closed` when the server has moved, and its old connection was closed under it.
+        A call is `Closed` when the server has moved, and its old connection was closed under it. What has failed for
+        another reason than a new generation may have failed because one side cannot read the other any more.
+
+        Returns:
+            What to attempt: nothing is lent or borrowed if that may be what failed.
 
         Raises:
             Closed: all connections were closed by their owner.
+            Timeout: there is no time left for another attempt.
         """
-        if deadline.remaining() <= pause_s:
-            raise Timeout(f"gave up after {deadline.timeout_s:g} s; the last attempt failed: {error}") from error
+        if transfer.deadline.remaining() <= pause_s:
+            what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"
+            raise Timeout(what) from error
         self._retries += 1
         await self._peers.wait(pause_s)
+        if isinstance(error, GenerationChanged):
+            return transfer
+        self._reach.forget(s.server)
+        return dataclasses.replace(transfer, sent=True)
 
 
 @functools.cache

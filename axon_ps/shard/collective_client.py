@@ -62,13 +62,13 @@ class Seating:
         group: name of the group.
         rank: our position.
         ranks: the members' world ranks, by position.
-        incarnations: the members' incarnations, by position.
+        members: the members' ids, by position.
     """
 
     group: str
     rank: int
     ranks: tuple[int, ...]
-    incarnations: tuple[str, ...]
+    members: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +107,13 @@ class CollectiveClient:
         self._peers = Peers(security, lanes=1)
         self._streams = KeptStreams(lambda stub: OperationStream(stub.open("Collective")), MOST_IDLE)
         self._context = context
-        self._nodes: dict[str, str] = {}  # of workers, by incarnation
+        self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     def set_members(self, membership: Membership) -> None:
         """Take the current shard servers, and on which hosts everybody is."""
-        self._nodes = {worker.incarnation: worker.node for worker in membership.workers}
+        self._nodes = {worker.id: worker.node for worker in membership.workers}
         self._server_nodes = tuple(server.node for server in sorted(membership.shards, key=lambda s: s.rank))
         self._peers.set_members(membership)
 
@@ -139,7 +139,7 @@ class CollectiveClient:
     async def _all_shares(self, seating: Seating, call: Call, buffers: Buffers, deadline: Deadline) -> None:
         num_servers = await self._peers.num_servers(deadline)
         home, shares = home_of(seating.group, call.sequence, num_servers), shares_of(call, num_servers)
-        nodes = [self._nodes.get(incarnation, "") for incarnation in seating.incarnations]
+        nodes = [self._nodes.get(member, "") for member in seating.members]
         known = self._server_nodes if len(self._server_nodes) == num_servers else ()
         owners = owners_of(call, home, shares, nodes, known) if known else ()
         exchanges = [
@@ -266,7 +266,7 @@ class CollectiveClient:
             group=seating.group,
             position=seating.rank,
             ranks=seating.ranks,
-            incarnations=seating.incarnations,
+            members=seating.members,
             timeout_s=timeout_s,
             shares=1,
         )

@@ -53,7 +53,7 @@ class CollectiveShell:
         """Take the job's members."""
         self._generation = membership.generation
         self._workers = {m.incarnation: m for m in membership.workers}
-        self.engine.set_workers(self._workers)
+        self.engine.set_workers({m.id for m in membership.workers})
         _fire(self._news)
         self._wake()
 
@@ -118,7 +118,8 @@ class CollectiveShell:
             raise PermissionDenied(
                 f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
             )
-        if begin.incarnations[begin.position : begin.position + 1] != [context.incarnation]:
+        named = begin.members[begin.position] if begin.position < len(begin.members) else ""
+        if named.partition("@")[0] != context.incarnation:
             raise PermissionDenied(f"the caller is not the member at position {begin.position} of {begin.group[:80]!r}")
 
     async def _warm_up(self, dtype: DType) -> None:
@@ -218,7 +219,7 @@ class CollectiveStream:
 
 def _opening(begin: CollectiveBegin) -> Opening:
     """A first message's words, checked."""
-    ranks, incarnations = tuple(begin.ranks), tuple(begin.incarnations)
+    ranks, members = tuple(begin.ranks), tuple(begin.members)
     if len(ranks) > MAX_RANKS:
         raise InvalidRequest(f"a group of {len(ranks)} ranks is larger than {MAX_RANKS}")
     if begin.HasField("letter") == begin.HasField("call"):
@@ -243,7 +244,7 @@ def _opening(begin: CollectiveBegin) -> Opening:
         group=name_from_proto(begin.group, "a group's name"),
         rank=begin.position,
         ranks=ranks,
-        incarnations=incarnations,
+        members=members,
         timeout_s=begin.timeout_s,
         share=begin.share,
         shares=begin.shares,

@@ -6,7 +6,7 @@ over, time. Out: what each seat is to be sent, what ended it, and which seats ch
 
 Invariants:
 - An operation is named by group and sequence; its state lives until every member has got its answer or has left.
-- A group is the incarnations of its members. When one of them is no worker any more, everything of the group ends with
+- A group is the ids of its members. When one of them is no worker any more, everything of the group ends with
   `MemberLost`, also what comes later, except calls in which it had done its part. Workers outside the group come and
   go without any effect on it.
 - Nothing is allocated for data before all ranks of an operation are there and agree.
@@ -41,7 +41,7 @@ class Opening:
         group: name of the group.
         rank: the caller's position in it.
         ranks: the members' world ranks, by position.
-        incarnations: the members' incarnations, by position.
+        members: the members' ids, by position.
         timeout_s: seconds until it gives up.
         share: which share of the operation this is.
         shares: how many there are.
@@ -54,7 +54,7 @@ class Opening:
     group: str
     rank: int
     ranks: tuple[int, ...]
-    incarnations: tuple[str, ...]
+    members: tuple[str, ...]
     timeout_s: float
     share: int
     shares: int
@@ -68,7 +68,7 @@ class _Group:
     def __init__(self, opening: Opening, mailbox: Mailbox) -> None:
         self.name = opening.group
         self.ranks = opening.ranks
-        self.incarnations = opening.incarnations
+        self.members = opening.members
         self.meetings: dict[int, Meeting] = {}
         self.mailbox = mailbox
 
@@ -94,13 +94,13 @@ class CollectiveEngine:
 
     # ------------------------------------------------------------------ events
 
-    def set_workers(self, incarnations: Collection[str]) -> None:
+    def set_workers(self, ids: Collection[str]) -> None:
         """Take who is a worker of the job now; groups that lost a member end."""
-        self._workers = frozenset(incarnations)
+        self._workers = frozenset(ids)
         for group in list(self._groups.values()):
-            if (error := self._loss(group.name, group.ranks, group.incarnations)) is not None:
+            if (error := self._loss(group.name, group.ranks, group.members)) is not None:
                 self._counters["failures"] += 1
-                lost = [i for i, incarnation in enumerate(group.incarnations) if incarnation not in self._workers]
+                lost = [i for i, member in enumerate(group.members) if member not in self._workers]
                 for meeting in group.meetings.values():
                     meeting.lose(lost, error)
                 group.mailbox.fail(error)
@@ -126,13 +126,13 @@ class CollectiveEngine:
             AxonError: what ended the operation before it came.
         """
         self._check(opening)
-        if (error := self._loss(opening.group, opening.ranks, opening.incarnations)) is not None:
+        if (error := self._loss(opening.group, opening.ranks, opening.members)) is not None:
             raise error
         group = self._groups.get(opening.group)
         if group is None:
             mailbox = Mailbox(opening.group, opening.ranks, self.ledger, self._wake)
             group = self._groups[opening.group] = _Group(opening, mailbox)
-        if (group.ranks, group.incarnations) != (opening.ranks, opening.incarnations):
+        if (group.ranks, group.members) != (opening.ranks, opening.members):
             raise InvalidRequest(
                 f"group {opening.group!r} has the ranks {group.ranks[:32]} here; {opening.ranks[:32]} were given, or "
                 "other lives of the same ranks: a group's name is used once in a job"
@@ -261,8 +261,8 @@ class CollectiveEngine:
         if group.over and self._groups.get(group.name) is group:
             del self._groups[group.name]
 
-    def _loss(self, name: str, ranks: Sequence[int], incarnations: Sequence[str]) -> AxonError | None:
-        lost = [r for r, incarnation in zip(ranks, incarnations, strict=True) if incarnation not in self._workers]
+    def _loss(self, name: str, ranks: Sequence[int], members: Sequence[str]) -> AxonError | None:
+        lost = [r for r, member in zip(ranks, members, strict=True) if member not in self._workers]
         if not lost:
             return None
         words = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
@@ -271,9 +271,9 @@ class CollectiveEngine:
     @staticmethod
     def _check(opening: Opening) -> None:
         size = len(opening.ranks)
-        if len(opening.incarnations) != size or not 0 <= opening.rank < size:
+        if len(opening.members) != size or not 0 <= opening.rank < size:
             raise InvalidRequest(
-                f"group {opening.group!r} came with {size} ranks, {len(opening.incarnations)} incarnations, and a "
+                f"group {opening.group!r} came with {size} ranks, {len(opening.members)} members, and a "
                 f"caller at position {opening.rank}"
             )
         if not 0 <= opening.share < opening.shares:

@@ -3,8 +3,12 @@
 Owns: the introductions, on both sides (`Servers` in a worker, `Callers` in a server), and loans as messages. What may
 be read and until when is `transport.direct_memory`'s. Refuses: to decide what is lent; transfers and the servicer do.
 
-Invariant: where an introduction fails (another host, another container, a kernel that forbids it), everything goes
-through gRPC as if nobody had asked.
+Invariants:
+- Where an introduction fails (another host, another container, a kernel that forbids it), everything goes through gRPC
+  as if nobody had asked.
+- Either side keeps an introduction under the ids of *both* members, so it ends with either membership: a worker that
+  was lost and came back is introduced again, though its process and the server's are the same as before.
+- A refusal is never answered by asking the same again: what failed once is sent, and the server is asked anew later.
 """
 
 from __future__ import annotations
@@ -62,24 +66,31 @@ class Servers:
 
     def __init__(self, node: str) -> None:
         self._node = node
+        self._me = ""
         self._members: dict[int, Member] = {}
-        self._known: dict[str, asyncio.Future[Access]] = {}
+        self._known: dict[str, asyncio.Future[Access]] = {}  # by the server's id
 
-    def set_members(self, membership: Membership) -> None:
-        """Take the current shard servers."""
+    def set_members(self, membership: Membership, me: str) -> None:
+        """Take the current shard servers, and the id under which they know us."""
         self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
-        there = {m.incarnation for m in self._members.values()}
+        there = {m.id for m in self._members.values()} if me == self._me else set()
         self._known = {k: v for k, v in self._known.items() if k in there}
+        self._me = me
 
     async def access(self, server: int, stub: Stub, context: MakeContext) -> Access:
         """What can be done with a server's memory; asked once per server."""
         member = self._members.get(server)
         if member is None:
             return Access()
-        known = self._known.get(member.incarnation)
+        known = self._known.get(member.id)
         if known is None:
-            known = self._known[member.incarnation] = asyncio.ensure_future(self._introduce(member, stub, context))
+            known = self._known[member.id] = asyncio.ensure_future(self._introduce(member, stub, context))
         return await asyncio.shield(known)
+
+    def forget(self, server: int) -> None:
+        """Something went wrong between us and a server: who wants its memory next asks again what can be done."""
+        if (member := self._members.get(server)) is not None:
+            self._known.pop(member.id, None)
 
     @property
     def near(self) -> bool:
@@ -98,13 +109,13 @@ class Servers:
             reply = await stub.call("Introduce", request, timeout_s=_TIMEOUT_S)
         except AxonError as error:  # the call that wanted this fails of the same in a moment, and asks again later
             _logger.debug("shard server %d was not asked whether it reads us: %s", member.rank, error)
-            self._known.pop(member.incarnation, None)
+            self._known.pop(member.id, None)
             return Access()
         return Access(_borrower(reply.introduction), reply.readable)
 
 
 class Callers:
-    """The workers that this server can read, by incarnation."""
+    """The workers that this server can read, by their id as members."""
 
     def __init__(self) -> None:
         self._known: dict[str, Borrower] = {}
@@ -112,37 +123,37 @@ class Callers:
 
     def set_members(self, membership: Membership) -> None:
         """Forget workers that have gone."""
-        there = {m.incarnation for m in membership.workers}
+        there = {m.id for m in membership.workers}
         self._known = {k: v for k, v in self._known.items() if k in there}
         self._buffers.keep(there)
 
-    def introduce(self, incarnation: str, introduction: memory_pb2.Introduction) -> shard_pb2.IntroduceReply:
+    def introduce(self, worker: str, introduction: memory_pb2.Introduction) -> shard_pb2.IntroduceReply:
         """Take a worker's introduction, and give ours."""
         borrower = _borrower(introduction)
         if borrower is not None:
-            self._known[incarnation] = borrower
+            self._known[worker] = borrower
         return shard_pb2.IntroduceReply(introduction=_ours(), readable=borrower is not None)
 
-    def view(self, incarnation: str, loan: memory_pb2.Loan) -> memoryview | None:
+    def view(self, worker: str, loan: memory_pb2.Loan) -> memoryview | None:
         """What a worker lends, where it lies; it stays as it is. None: it must be read.
 
         Raises:
             InvalidRequest: it is not in a buffer of that worker.
         """
-        borrower = self._known.get(incarnation)
+        borrower = self._known.get(worker)
         if borrower is None or not loan.HasField("mapping"):
             return None
-        found = self._buffers.view(incarnation, borrower.pid, loan.mapping, loan.offset, loan.size_bytes)
+        found = self._buffers.view(worker, borrower.pid, loan.mapping, loan.offset, loan.size_bytes)
         return None if found is None else found.data
 
-    def read(self, incarnation: str, loan: Loan, most_bytes: int) -> memoryview:
+    def read(self, worker: str, loan: Loan, most_bytes: int) -> memoryview:
         """A copy of what a worker lends.
 
         Raises:
             Broken: it was taken back, or that worker was never introduced.
             InvalidRequest: it is more than `most_bytes`.
         """
-        borrower = self._known.get(incarnation)
+        borrower = self._known.get(worker)
         if borrower is None:
             raise Broken("this server cannot read the caller's memory; send the payload")
         if loan.size_bytes > most_bytes:

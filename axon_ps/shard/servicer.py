@@ -197,7 +197,7 @@ class ShardServicer:
     async def introduce(self, request: shard_pb2.IntroduceRequest, context: Context) -> shard_pb2.IntroduceReply:
         """Whether this server and a worker of its host can read each other's memory."""
         member = await self._shell.fence(request.context)
-        return self._shell.callers.introduce(member.incarnation, request.introduction)
+        return self._shell.callers.introduce(member.id, request.introduction)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
@@ -223,13 +223,13 @@ class ShardServicer:
         if len(header.loans) > 1 or rest:
             raise InvalidRequest(f"{header.numel} elements were lent as {len(header.loans)} x {loan.size_bytes} bytes")
         begin, end = header.offset, header.offset + header.numel
-        there = self._shell.callers.view(member.incarnation, header.loans[0])
+        there = self._shell.callers.view(member.id, header.loans[0])
         while header.offset < end:
             header.numel = min(chunk_numel, end - header.offset)
             size_bytes = header.numel * element_bytes
             part = dataclasses.replace(loan, size_bytes=size_bytes)
             if there is None:
-                payload = self._shell.callers.read(member.incarnation, part, chunk_numel * MOST_ELEMENT_BYTES)
+                payload = self._shell.callers.read(member.id, part, chunk_numel * MOST_ELEMENT_BYTES)
             else:
                 payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
                 self._engine.counters["mapped_bytes_in"] += size_bytes

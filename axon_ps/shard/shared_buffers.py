@@ -75,18 +75,16 @@ def _base_of(address: int, size_bytes: int) -> int | None:
 
 
 class MappedBuffers:
-    """The buffers of workers that a server has mapped, by the worker's incarnation."""
+    """The buffers of workers that a server has mapped, by the worker's id as a member."""
 
     def __init__(self) -> None:
         self._known: dict[str, OrderedDict[tuple[int, int], Array]] = {}
 
-    def keep(self, incarnations: set[str]) -> None:
+    def keep(self, workers: set[str]) -> None:
         """Forget all other workers'."""
-        self._known = {k: v for k, v in self._known.items() if k in incarnations}
+        self._known = {k: v for k, v in self._known.items() if k in workers}
 
-    def view(
-        self, incarnation: str, pid: int, mapping: memory_pb2.Mapping, offset: int, size_bytes: int
-    ) -> Array | None:
+    def view(self, worker: str, pid: int, mapping: memory_pb2.Mapping, offset: int, size_bytes: int) -> Array | None:
         """u8[size_bytes]: bytes of a worker's buffer where they lie; None where they cannot be mapped.
 
         Raises:
@@ -97,7 +95,7 @@ class MappedBuffers:
                 f"bytes {offset} to {offset + size_bytes} of a buffer of {mapping.size_bytes} in process {mapping.pid} "
                 f"were lent by process {pid}"
             )
-        buffers = self._known.setdefault(incarnation, OrderedDict())
+        buffers = self._known.setdefault(worker, OrderedDict())
         key = (mapping.fd, mapping.inode)
         memory = buffers.get(key)
         if memory is None:

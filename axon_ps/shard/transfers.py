@@ -84,6 +84,7 @@ class Transfer:
         compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
             into any wire dtype.
         reach: knows which servers' memory we can read, and which can read ours; None = nobody's.
+        sent: whether payloads go through the socket whoever can read whom: after a failure.
         residuals: gradients, compressed: f32[end - begin] that earlier steps owe, and where to keep what is lost now.
     """
 
@@ -102,6 +103,7 @@ class Transfer:
     one_version: bool = True
     compressor: Compressor | None = None
     reach: Servers | None = None
+    sent: bool = False
     residuals: tuple[Array, Array] | None = None
 
     async def access(self, s: Slice, stub: Stub) -> Access:
@@ -150,7 +152,7 @@ class Transfers:
             AxonError: what the server raised.
         """
         position, stop = _whole_chunks(s, t)
-        borrower = (await t.access(s, stub)).borrower
+        borrower = None if t.sent else (await t.access(s, stub)).borrower
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
             unit=s.unit,
@@ -235,7 +237,8 @@ class Transfers:
             compressed=t.compressor is not None,
         )
         self.counters["pushes"] += 1
-        lender = Lender() if t.compressor is None and (await t.access(s, stub)).readable else None
+        lends = t.compressor is None and not t.sent and (await t.access(s, stub)).readable
+        lender = Lender() if lends else None
         try:
             async with self._pushes.take(stub, t.deadline) as stream:
                 if t.array is None:

@@ -156,6 +156,7 @@ def member_to_proto(member: Member) -> common_pb2.Member:
         address=member.address,
         local_rank=member.local_rank,
         replica=member.replica,
+        joined=member.joined,
     )
 
 
@@ -173,6 +174,7 @@ def member_from_proto(message: common_pb2.Member) -> Member:
         address=name_from_proto(message.address, "a member's address", empty=True),
         local_rank=message.local_rank,
         replica=message.replica,
+        joined=message.joined,
     )
 
 

@@ -70,7 +70,7 @@ class Session:
         self._number = number
         self._owned = owned
         self._embedded = embedded
-        self._members = {m.rank: m.incarnation for m in world.membership.workers}
+        self._members = {m.rank: m.id for m in world.membership.workers}
         self._lives = lives_of(world)
         self._closed = False
         self.users = 0
@@ -152,11 +152,11 @@ class Session:
         try:
             self.world.kv_put(f"{key}/{self.world.rank}", b"1")
             begun = time.monotonic()
-            for rank, incarnation in self._members.items():
+            for rank, member in self._members.items():
                 while not self._is_done(f"{key}/{rank}"):
-                    alive = {m.incarnation for m in self.world.membership.workers}
+                    alive = {m.id for m in self.world.membership.workers}
                     grace_s = limit_s if alive.issuperset(self._members.values()) else LOSS_GOODBYE_S
-                    if incarnation not in alive or time.monotonic() - begun > grace_s:
+                    if member not in alive or time.monotonic() - begun > grace_s:
                         break
         except AxonError as error:
             _logger.debug("the end of the session was not waited for: %s", error)
@@ -184,13 +184,15 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
     deadline = Deadline(timeout_s)
     world = World.init(config, join_timeout_s=timeout_s)
     try:
-        ours = next(m.incarnation for m in world.membership.workers if m.rank == world.rank)
-        world.kv_put(f"c10d-join/{number}/{world.rank}", ours.encode())
+        ours = ""
         while True:
-            members = {m.rank: m.incarnation for m in world.membership.workers}
+            members = {m.rank: m.id for m in world.membership.workers}
+            if ours != members.get(world.rank, ours):  # also when this worker was lost and is back
+                ours = members[world.rank]
+                world.kv_put(f"c10d-join/{number}/{world.rank}", ours.encode())
             said = {r: world.kv_wait(f"c10d-join/{number}/{r}", deadline.remaining()).decode() for r in members}
             whole = not config.world_size or len(members) == config.world_size
-            if whole and said == members and said == {m.rank: m.incarnation for m in world.membership.workers}:
+            if whole and said == members and said == {m.rank: m.id for m in world.membership.workers}:
                 return world
             if deadline.passed:
                 raise Timeout(f"some workers of the job did not join a process group within {timeout_s:g} s")
@@ -202,7 +204,7 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
 
 def lives_of(world: World) -> str:
     """A name of the workers' lives in this world: the same on all of them, and never again."""
-    return uuid.uuid5(uuid.NAMESPACE_OID, "".join(m.incarnation for m in world.membership.workers)).hex[:12]
+    return uuid.uuid5(uuid.NAMESPACE_OID, "".join(m.id for m in world.membership.workers)).hex[:12]
 
 
 def _make_job(

@@ -85,12 +85,12 @@ class Letter(_message.Message):
     def __init__(self, receive: bool = ..., peer: _Optional[int] = ..., tag: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., numel: _Optional[int] = ..., closes: bool = ...) -> None: ...
 
 class CollectiveBegin(_message.Message):
-    __slots__ = ("context", "group", "position", "ranks", "incarnations", "timeout_s", "share", "shares", "call", "letter", "input_counts", "output_counts", "owners")
+    __slots__ = ("context", "group", "position", "ranks", "members", "timeout_s", "share", "shares", "call", "letter", "input_counts", "output_counts", "owners")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
-    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
@@ -103,7 +103,7 @@ class CollectiveBegin(_message.Message):
     group: str
     position: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    incarnations: _containers.RepeatedScalarFieldContainer[str]
+    members: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
     share: int
     shares: int
@@ -112,7 +112,7 @@ class CollectiveBegin(_message.Message):
     input_counts: _containers.RepeatedScalarFieldContainer[int]
     output_counts: _containers.RepeatedScalarFieldContainer[int]
     owners: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., incarnations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CollectiveChunk(_message.Message):
     __slots__ = ("begin", "matched", "source", "part", "offset", "ended", "payload")

@@ -64,7 +64,7 @@ class CallContext(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("role", "rank", "incarnation", "node", "address", "local_rank", "replica")
+    __slots__ = ("role", "rank", "incarnation", "node", "address", "local_rank", "replica", "joined")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Member(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     role: Role
     rank: int
     incarnation: str
@@ -79,7 +80,8 @@ class Member(_message.Message):
     address: str
     local_rank: int
     replica: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+    joined: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ..., joined: _Optional[int] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("name", "shape", "offset", "dtype", "aliases")

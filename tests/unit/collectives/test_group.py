@@ -199,7 +199,7 @@ def test_a_group_is_over_after_a_timeout() -> None:
 def test_the_loss_of_a_member_ends_its_groups_only() -> None:
     def body(group: ProcessGroup) -> None:
         pair, rest = group.new_group([0, 1]), group.new_group([2])
-        lost = {group._context.members[1].incarnation}
+        lost = {group._context.members[1].id}
         if group.rank == 0:
             pending = pair.all_reduce(np.ones(1), async_op=True)
             group.member_lost(lost, MemberLost("rank 1 has left"))

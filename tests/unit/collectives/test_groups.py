@@ -56,15 +56,20 @@ class Workers:
             incarnation=lambda: "a",
         )
         self._generation = 0
+        self._joined: dict[str, int] = {}
 
     def _make(self, context: GroupContext, name: str) -> Backend:
         self.backends.append(FakeBackend(context))
         return cast(Backend, self.backends[-1])
 
     def are(self, *incarnations: str) -> None:
-        """The workers change."""
+        """The workers change; who is new, or was not there before, joins now."""
         self._generation += 1
-        workers = tuple(Member(role=Role.WORKER, rank=i, incarnation=x, node=x) for i, x in enumerate(incarnations))
+        self._joined = {x: self._joined.get(x, self._generation) for x in incarnations}
+        workers = tuple(
+            Member(role=Role.WORKER, rank=i, incarnation=x, node=x, joined=self._joined[x])
+            for i, x in enumerate(incarnations)
+        )
         membership = Membership(
             generation=self._generation,
             step=0,
@@ -104,6 +109,41 @@ def test_a_death_ends_the_group_and_the_next_one_frees_what_it_held(workers: Wor
     for async_op in (False, True):
         with pytest.raises(MemberLost):
             old.barrier(async_op=async_op)
+
+
+def test_a_worker_that_was_lost_and_came_back_gives_everybody_a_new_group(workers: Workers) -> None:
+    workers.are("a", "b")
+    old = workers.groups.default()
+    old.backend_of()
+    workers.are("a")
+    workers.are("a", "b")
+    new = workers.groups.default()
+    assert new is not old
+    assert new.name != old.name
+    assert new.backend_of() is not None
+
+
+def test_who_was_lost_itself_gets_a_new_group(workers: Workers) -> None:
+    workers.are("a", "b")
+    old = workers.groups.default()
+    workers.are("b")
+    with pytest.raises(MemberLost):
+        workers.groups.default()
+    workers.are("a", "b")
+    assert workers.groups.default().name != old.name
+    assert workers.groups.default().backend_of() is not None
+
+
+def test_members_that_missed_a_loss_agree_with_those_who_saw_it(workers: Workers) -> None:
+    others = Workers()
+    for seen in (workers, others):
+        seen.are("a", "b")
+    workers.are("a")
+    workers.are("a", "b")
+    others._joined["b"] = 3  # told of the newest membership only
+    others._generation = 2
+    others.are("a", "b")
+    assert workers.groups.default().name == others.groups.default().name
 
 
 def test_a_sub_group_without_the_dead_member_goes_on(workers: Workers) -> None:

@@ -54,6 +54,10 @@ class FakeSteps:
     outcome: Outcome = Outcome.COMMIT
     clip_factor: float = 1.0
 
+    @property
+    def latest_version(self) -> int:
+        return self.version
+
     def register(self, spec: JobSpec) -> Registered:
         self.spec = spec
         return Registered(first=True, initialized=False, version=0, upload=True)

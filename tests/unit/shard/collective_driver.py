@@ -19,7 +19,7 @@ from axon_ps.wire.frames import decode_bulk, elements, encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk
 
 
-def incarnations(n: int) -> tuple[str, ...]:
+def members(n: int) -> tuple[str, ...]:
     """Those of the ranks of a test."""
     return tuple(f"worker-{rank}" for rank in range(n))
 
@@ -43,7 +43,7 @@ class Servers:
         self.engines = [CollectiveEngine() for _ in range(shares)]
         self.now_s = 0.0
         for engine in self.engines:
-            engine.set_workers(incarnations(n) if workers is None else workers)
+            engine.set_workers(members(n) if workers is None else workers)
 
     def opening(self, rank: int, what: Call | Letter, share: int = 0, **changes: Any) -> Opening:
         """A first message's words."""
@@ -51,7 +51,7 @@ class Servers:
             "group": "g",
             "rank": rank,
             "ranks": tuple(range(self.n)),
-            "incarnations": incarnations(self.n),
+            "members": members(self.n),
             "timeout_s": 10.0,
             "share": share,
             "shares": len(self.engines),
@@ -177,4 +177,4 @@ def shares_needed(call: Call, servers: int) -> int:
     return shares_of(call, servers)
 
 
-__all__ = ["Operation", "Part", "Servers", "incarnations", "np", "placed", "shares_needed"]
+__all__ = ["Operation", "Part", "Servers", "members", "np", "placed", "shares_needed"]

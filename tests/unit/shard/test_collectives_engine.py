@@ -33,7 +33,7 @@ from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
-from collective_driver import Part, Servers, incarnations, placed
+from collective_driver import Part, Servers, members, placed
 
 SUM = ReduceOp.SUM
 
@@ -422,7 +422,7 @@ def test_workers_outside_the_group_do_not_disturb_it() -> None:
     servers = Servers(2)
     call = call_of(Operation.BARRIER)
     first = servers.join(0, call)
-    servers.engines[0].set_workers([*incarnations(2), "joiner"])
+    servers.engines[0].set_workers([*members(2), "joiner"])
     second = servers.join(1, call)
     servers.run([(first, 0), (second, 0)])
     assert first.error is second.error is None
