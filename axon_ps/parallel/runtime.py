@@ -32,8 +32,9 @@ Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
     that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
     change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
-    was not of one version from its first to its last read is made again, before anybody sees what came of it; and
-    gradients of another version than the present one get a void ticket: they are not sent, and the step aborts.
+    was not of one version from its first to its last read is made again, before anybody sees what came of it; and a
+    step during which the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins
+    where the one before it ended, since that is when its batch is drawn: others may have had the same samples since.)
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ class Runtime:
         self._read: tuple[int, int] = (0, 0)  # (epoch, version) when the forward began
         self._uses: list[int] = []  # of every unit, when the forward began
         self._forwards = 0  # attempts at this forward
-        self._computed_from: tuple[int, int] | None = None  # (epoch, version) of this step's gradients
-        self._has_gradients = False  # whether there are any
+        self._began: tuple[int, int] | None = None  # (epoch, version) when the step began
+        self._has_gradients = False  # whether the step has any
         self._pushes: dict[int, Pending] = {}
         self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
         self._unclipped = False
@@ -208,8 +209,9 @@ class Runtime:
                 other.depth = 0
             self._read = self._now
             self._uses = [other.uses for other in self.units]
-            if self._training and not self._has_gradients:
-                self._computed_from = self._read
+            replaced = self._began is None or self._began[0] != self._read[0]
+            if self._training and not self._has_gradients and replaced:
+                self._began = self._read
         if not recomputing:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
@@ -446,11 +448,11 @@ class Runtime:
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self._steps.ticket()
-            if self._computed_from is not None and self._computed_from != self._now:
+            if self._began is not None and self._began != self._now:
                 self._ticket = self._ticket.void()
                 self._void = (
-                    f"its gradients are of version {self._computed_from[1]} and the job is at {self._now[1]}: it went "
-                    "on while this worker was no member, or was restored"
+                    f"the step began at version {self._began[1]} and the job is at {self._now[1]}: it went on while "
+                    "this worker was no member, or was restored"
                 )
             foresees = self._unclipped and not self._void
             self._hyper = self.foresee() if foresees and self.foresee is not None else None
@@ -490,7 +492,7 @@ class Runtime:
             raise
         finally:
             self._unclipped = self.max_norm == 0.0
-            self._ticket, self._computed_from, self._has_gradients = None, None, False
+            self._ticket, self._began, self._has_gradients = None, self._now, False
             void, self._void = self._void, ""
             self._pushes = {}
             self.max_norm = 0.0
