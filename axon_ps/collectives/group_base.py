@@ -23,7 +23,7 @@ from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
 from axon_ps.collectives.work import Lane, Work
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
-from axon_ps.types import DType, ReduceOp
+from axon_ps.types import DType, Member, ReduceOp
 
 if TYPE_CHECKING:
     from axon_ps.collectives.group import ProcessGroup
@@ -112,6 +112,11 @@ class GroupBase:
     def contains(self, rank: int) -> bool:
         """Whether a world rank is a member."""
         return rank in self.ranks
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Who they are, by position."""
+        return self._context.members
 
     @property
     def sequence(self) -> int:

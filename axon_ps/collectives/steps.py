@@ -59,6 +59,11 @@ class Ticket:
     replica: int
     num_replicas: int
 
+    @property
+    def is_void(self) -> bool:
+        """Whether its step cannot commit."""
+        return self.generation == NO_GENERATION
+
     def void(self) -> Self:
         """The same, of a step that cannot commit: nothing is pushed under it, and its vote is an abort."""
         return dataclasses.replace(self, generation=NO_GENERATION)
@@ -140,19 +145,26 @@ class StepClient:
             "coordinator lost sight of it and it has not been able to join again"
         )
 
-    def ticket(self) -> Ticket:
-        """The names of the step attempt that starts now."""
+    @property
+    def lease_s(self) -> float:
+        """How long a member may be silent before it is given up."""
+        return self._coordinator.lease_s
+
+    def ticket(self, *, void: bool = False) -> Ticket:
+        """The names of the step attempt that starts now; of one that cannot commit, if it shall be void."""
         with self._changed:
             membership = self.membership
             if self._pace.alone:
                 begun = self._pace.view(self._version).generation
-                return Ticket(generation=begun, step=self._pace.clock, replica=self.me.replica, num_replicas=1)
-            return Ticket(
-                generation=membership.generation,
-                step=self._step,
-                replica=self.me.replica,
-                num_replicas=membership.num_replicas,
-            )
+                ticket = Ticket(generation=begun, step=self._pace.clock, replica=self.me.replica, num_replicas=1)
+            else:
+                ticket = Ticket(
+                    generation=membership.generation,
+                    step=self._step,
+                    replica=self.me.replica,
+                    num_replicas=membership.num_replicas,
+                )
+        return ticket.void() if void else ticket
 
     def valid(self, ticket: Ticket) -> bool:
         """Whether the step that `ticket` names can still commit."""
@@ -253,6 +265,24 @@ class StepClient:
             lambda: self._membership if self._membership is not None and self._membership.complete else None,
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: "the job is not complete" if self._membership else "the coordinator has said nothing",
+        )
+
+    def wait_members(self, ready: Callable[[Membership], bool], timeout_s: float, what: str) -> None:
+        """Block until the membership is as wanted.
+
+        Args:
+            ready: whether it is; called with locks held.
+            timeout_s: how long to wait, in seconds.
+            what: what is waited for, for the error.
+
+        Raises:
+            Timeout: it is not.
+            AxonError: the session ended for good.
+        """
+        self._wait(
+            lambda: True if self._membership is not None and ready(self._membership) else None,
+            timeout_s,
+            lambda: f"it was waited in vain that {what},",
         )
 
     def wait_generation(self, generation: int, timeout_s: float) -> None:

@@ -21,6 +21,7 @@ from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_tor
 from axon_ps.parallel.flat import FlatUnit
 from axon_ps.parallel.memory import Meter
 from axon_ps.parallel.node import NodeSteps
+from axon_ps.parallel.node_groups import WorldNodeGroups
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import ModuleUnit, Runtime
 from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats, UnitBytes
@@ -271,8 +272,7 @@ class FullyShardedDataParallel(ShardedValues):
         if self._strategy is ShardingStrategy.HYBRID_SHARD:
             steps = node = NodeSteps(
                 world.steps,
-                world.node_group(),
-                world.node_group(),
+                WorldNodeGroups(world, self._node_size),
                 self._spec,
                 self._wire_of(self._precision.compute(self._built)),
                 world.num_shards,

@@ -7,8 +7,11 @@ Invariants:
 - The workers of a node make the same calls in the same order; what they decide by (epoch, version, ticket) is agreed on
   among them first, since they learn of it at different moments. `vote` compares what each has done, so that workers
   that ran different modules get an error and not a wrong sum.
-- After a collective inside the node has failed, no further one is begun: every call raises that error. A node fails as
-  a whole; the other nodes go on.
+- After a worker of the node was lost, no further collective inside the node is begun in that step: units come unsharded
+  from the servers, gradients are dropped, and the vote is an abort. The next forward begins with groups of who is there
+  then (`NodeGroups.form`), which is where a worker that was started in the place of another begins, too. Where nobody
+  comes back in time the node fails as a whole, and the other nodes go on.
+- After any other failure inside the node every call raises that error.
 - Everything that must keep its order inside the node goes through one lane; what is agreed on goes through a second
   group, so that it does not wait behind data.
 """
@@ -18,25 +21,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
-from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.steps import NO_GENERATION, StepClient, Ticket
 from axon_ps.collectives.work import Lane, LoopWork
-from axon_ps.errors import AxonError, Closed, Disagreement, StepAborted
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import array_of
 from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.node_groups import NodeGroups
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.parts import part_bounds
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -81,8 +88,7 @@ class NodeSteps:
 
     Args:
         steps: the worker's own.
-        data: the workers of the node.
-        control: another group of the same.
+        groups: the workers of the node.
         spec: of the job; a node is a replica in it.
         wire: what units are gathered as.
         num_servers: shard servers of the job.
@@ -93,8 +99,7 @@ class NodeSteps:
     def __init__(
         self,
         steps: StepClient,
-        data: ProcessGroup,
-        control: ProcessGroup,
+        groups: NodeGroups,
         spec: JobSpec,
         wire: DType,
         num_servers: int,
@@ -103,27 +108,45 @@ class NodeSteps:
         meter: Meter,
     ) -> None:
         self._steps = steps
-        self._data = data
-        self._control = control
+        self._groups = groups
         self._lane = Lane("axon-ps-node-units")
         self._units = spec.layout.units
         self._grad = spec.precision.grad
         self._wire = wire
-        self._parts = [
-            _Part(
-                part_bounds(slices, spec.options.chunk_numel, data.world_size),
-                data.rank,
-                TORCH_DTYPES[self._wire],
-                pinned=pinned,
-            )
-            for slices in spec.plan(num_servers).slices
-        ]
-        meter.add(self.part_bytes)
+        size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
+        self._bounds = [part_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
+        self._pinned = pinned
+        self._meter = meter
+        self._rank = -1
+        self._parts: list[_Part] = []
+        self._make_parts()
         self._done = hashlib.sha256()
-        self._failure: AxonError | None = None
+        self._failure: AxonError | None = None  # what no further step can be made after
+        self._lost: AxonError | None = None  # what ended the node's groups, until they are made again
         self._assumed: Sequence[Hyper] | None = None
         self._pulling = threading.RLock()  # parts are pulled ahead on the lane's thread, and else on the caller's
-        self.epoch, self.version = steps.epoch, steps.version
+        self._agreed = steps.epoch, steps.version
+
+    def _make_parts(self) -> None:
+        """This worker's parts, empty; others than before if it has another place among the node's workers."""
+        for part in self._parts:
+            part.drop()
+        if self._rank != self._groups.data.rank:
+            self._meter.add(-self.part_bytes)
+            self._rank = self._groups.data.rank
+            dtype = TORCH_DTYPES[self._wire]
+            self._parts = [_Part(bounds, self._rank, dtype, pinned=self._pinned) for bounds in self._bounds]
+            self._meter.add(self.part_bytes)
+
+    @property
+    def epoch(self) -> int:
+        """How often the parameters were replaced, as the node's workers agreed."""
+        return self._agreed[0] if self._lost is None else self._steps.epoch
+
+    @property
+    def version(self) -> int:
+        """Committed steps, as the node's workers agreed."""
+        return self._agreed[1] if self._lost is None else self._steps.version
 
     @property
     def part_bytes(self) -> int:
@@ -139,32 +162,62 @@ class NodeSteps:
     def agree(self) -> None:
         """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
 
+        If a worker of the node was lost, this waits for it to be back, or for another in its place.
+
+        Raises:
+            MemberLost: nobody came, and the job goes on without this node.
+
         After an error: the workers of the node do not agree; build the model again.
         """
-        epochs = self._exchange([self._steps.epoch, self._steps.version])
-        self.epoch, self.version = max((int(e), int(v)) for e, v in epochs)
+        while (rows := self._exchange([self._steps.epoch, self._steps.version])) is None:
+            self._form_again()
+        self._agreed = max((int(e), int(v)) for e, v in rows)
 
-    def ticket(self) -> NodeTicket:
+    def _form_again(self) -> None:
+        """Make the node's groups anew. What the lane still has to do is of the old ones, and does nothing."""
+        self._lane.submit(lambda: None).result(self._steps.timeout_s)
+        _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._lost)
+        self._groups.form(self._lost)
+        self._make_parts()
+        self._done, self._assumed = hashlib.sha256(), None
+        self._lost = None
+
+    def ticket(self, *, void: bool = False) -> NodeTicket:
         """The ticket of the node's first worker: whether it is valid is the same for all of them."""
         mine = self._steps.ticket()
-        first = self._exchange([mine.generation, mine.step, mine.num_replicas])[0]
-        generation, step, replicas = map(int, first)
+        rows = self._exchange([mine.generation, mine.step, mine.num_replicas, void])
+        if rows is None:
+            return self._node_ticket(mine).void()
+        generation, step, replicas = map(int, rows[0][:3])
         if mine.generation < generation:
             self._steps.wait_generation(generation, self._steps.timeout_s)
-        shared = Ticket(generation=generation, step=step, replica=self._steps.me.replica, num_replicas=replicas)
+        replica = self._steps.me.replica
+        ticket = self._node_ticket(Ticket(generation=generation, step=step, replica=replica, num_replicas=replicas))
+        return ticket.void() if any(row[3] for row in rows) else ticket
+
+    def _node_ticket(self, shared: Ticket) -> NodeTicket:
         return NodeTicket(
-            generation=generation,
-            step=step,
+            generation=shared.generation,
+            step=shared.step,
             replica=shared.replica,
-            num_replicas=replicas * self._data.world_size,
+            num_replicas=shared.num_replicas * len(self._bounds[0][1:]),
             shared=shared,
         )
 
-    def _exchange(self, values: Sequence[int]) -> Array:
-        """Every worker's numbers, i64[workers, numbers]."""
+    def _exchange(self, values: Sequence[int]) -> Array | None:
+        """Every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
         mine = np.array([values], np.int64)
-        gathered: Array = self._control.all_gather(mine)
-        return gathered
+        return self._within(lambda: self._groups.control.all_gather(mine))
+
+    def _within(self, call: Callable[[], T]) -> T | None:
+        """What a collective of the node gives; None, and from then on at once, if a worker of the node was lost."""
+        if self._lost is not None:
+            return None
+        try:
+            return call()
+        except (Broken, Closed) as error:
+            self._lost = error
+            return None
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """As `StepClient.register_optimizer`."""
@@ -180,21 +233,26 @@ class NodeSteps:
             out: wire[unit_numel] in host memory; must stay untouched until the work is done.
         """
         self._noted(b"g", unit)
-        part = self._parts[unit]
-        self._pull(unit)
+        target = out if isinstance(out, np.ndarray) else array_of(out, self._wire)
+        if self._lost is None:
+            self._pull(unit)
 
         def run() -> int:
-            with self._pulling:
-                if part.ahead:  # used once more after its push, which went through this lane before us
-                    self._pull(unit)
-            self._wait(unit)
-            parts = array_of(part.values, self._wire).view(np.uint8)
-            itemsize = self._wire.itemsize
-            target = out if isinstance(out, np.ndarray) else array_of(out, self._wire)
-            self._data.all_gather(parts, out=target.view(np.uint8), counts=[n * itemsize for n in part.counts])
-            return self.version
+            version = self._within(lambda: self._gather_within(unit, target))
+            return self._steps.gather(unit, target).wait() if version is None else version
 
         return self._in_order(run, f"gathering unit {unit} inside the node")
+
+    def _gather_within(self, unit: int, target: Array) -> int:
+        part = self._parts[unit]
+        with self._pulling:
+            if part.ahead:  # used once more after its push, which went through this lane before us
+                self._pull(unit)
+        self._wait(unit)
+        parts = array_of(part.values, self._wire).view(np.uint8)
+        counts = [n * self._wire.itemsize for n in part.counts]
+        self._groups.data.all_gather(parts, out=target.view(np.uint8), counts=counts)
+        return self.version
 
     def pull(self) -> None:
         """Begin to pull this worker's part of every unit that has changed, in forward order."""
@@ -291,8 +349,8 @@ class NodeSteps:
         def run() -> LoopWork[None] | None:
             started = False
             try:
-                mine = None if grad is None else self._reduced(part, grad)
-                if part.end == part.begin:
+                mine = None if grad is None else self._within(lambda: self._reduced(part, grad))
+                if part.end == part.begin or self._lost is not None:
                     return None
                 started = True
                 pushing = self._steps.push(unit, mine, ticket.shared, done, begin=part.begin, end=part.end)
@@ -307,7 +365,7 @@ class NodeSteps:
     def _reduced(self, part: _Part, grad: Array) -> Array:
         """This worker's part of the node's sum, in its place in `grad`."""
         whole = torch.from_numpy(grad).view(TORCH_DTYPES[self._grad])
-        self._data.reduce_scatter(whole, out=whole[part.begin : part.end], counts=part.counts)
+        self._groups.data.reduce_scatter(whole, out=whole[part.begin : part.end], counts=part.counts)
         return grad[part.begin : part.end]
 
     # ------------------------------------------------------------------ the step
@@ -325,14 +383,17 @@ class NodeSteps:
         finally:
             self._settle(decision)
         if decision.outcome is Outcome.COMMIT:
-            self.version = decision.version
+            self._agreed = self._agreed[0], decision.version
             self.pull()
         return decision
 
     def _vote(self, ticket: NodeTicket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         digest, self._done = self._done.digest(), hashlib.sha256()
         number = int.from_bytes(digest[:8], "little", signed=True)
-        if len({int(row[0]) for row in self._exchange([number])}) > 1:
+        rows = self._exchange([number])
+        if rows is None:
+            return self._steps.vote(ticket.shared.void(), (), max_norm=max_norm, hyper=hyper)
+        if len({int(row[0]) for row in rows}) > 1:
             raise Disagreement(
                 "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "
                 "they must run the same modules in the same order, since each of them holds a part of every unit"

@@ -128,7 +128,7 @@ class _Local:
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         raise AssertionError("an optimizer is local under NO_SHARD")
 
-    def ticket(self) -> Ticket:
+    def ticket(self, *, void: bool = False) -> Ticket:
         raise AssertionError("there are no tickets under NO_SHARD")
 
     def push(self, *_: Any) -> Any:

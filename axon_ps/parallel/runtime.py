@@ -209,8 +209,8 @@ class Runtime:
                 other.depth = 0
             self._read = self._now
             self._uses = [other.uses for other in self.units]
-            replaced = self._began is None or self._began[0] != self._read[0]
-            if self._training and not self._has_gradients and replaced:
+            first = not self._has_gradients and not self._forwards
+            if self._training and first and (self._began is None or self._began[0] != self._read[0]):
                 self._began = self._read
         if not recomputing:
             unit.depth += 1
@@ -447,14 +447,13 @@ class Runtime:
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
-            self._ticket = self._steps.ticket()
             if self._began is not None and self._began != self._now:
-                self._ticket = self._ticket.void()
                 self._void = (
                     f"the step began at version {self._began[1]} and the job is at {self._now[1]}: it went on while "
                     "this worker was no member, or was restored"
                 )
-            foresees = self._unclipped and not self._void
+            self._ticket = self._steps.ticket(void=bool(self._void))
+            foresees = self._unclipped and not self._ticket.is_void
             self._hyper = self.foresee() if foresees and self.foresee is not None else None
             if isinstance(self._steps, Assuming):
                 self._steps.assume(self._hyper)

@@ -36,8 +36,8 @@ class Steps(Protocol):
     def gather(self, unit: int, out: Array) -> Pending:
         """Fill `out` with a unit."""
 
-    def ticket(self) -> Ticket:
-        """What the step that begins now is named by."""
+    def ticket(self, *, void: bool = False) -> Ticket:
+        """What the step that begins now is named by; it is void for all who share it, if any of them asks for that."""
 
     def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`."""

@@ -97,8 +97,9 @@ class FakeSteps:
         foreseen = self.values[unit] - hyper[0]["lr"] * grad
         return FakeWork(lambda: _tensor(out).copy_(foreseen))
 
-    def ticket(self) -> Ticket:
-        return Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
+    def ticket(self, *, void: bool = False) -> Ticket:
+        ticket = Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
+        return ticket.void() if void else ticket
 
     def push(
         self,
@@ -122,7 +123,8 @@ class FakeSteps:
             work.wait()
         grads, self.grads = self.grads, {}
         norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
-        if self.outcome is Outcome.COMMIT:
+        outcome = Outcome.ABORT if ticket.is_void else self.outcome
+        if outcome is Outcome.COMMIT:
             for unit, grad in grads.items():
                 if grad is not None:
                     self.values[unit] -= hyper[0]["lr"] * self.clip_factor * grad
@@ -131,7 +133,7 @@ class FakeSteps:
         return Decision(
             step=ticket.step,
             generation=1,
-            outcome=self.outcome,
+            outcome=outcome,
             version=self.version,
             grad_norm=norm,
             clip_factor=self.clip_factor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from axon_ps.collectives.world import World
-from axon_ps.errors import Disagreement
+from axon_ps.errors import AxonError, Disagreement, MemberLost
 from axon_ps.parallel.memory import Meter
 from axon_ps.parallel.node import NodeSteps
 from axon_ps.sharding.job import JobSpec
@@ -57,6 +58,17 @@ class PartSteps(FakeSteps):
         return FakeWork(lambda: None)
 
 
+@dataclass
+class MockGroups:
+    """Groups that are never made again."""
+
+    data: Any
+    control: Any
+
+    def form(self, error: AxonError | None = None) -> None:
+        raise AssertionError(f"nobody was lost: {error}")
+
+
 def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[Any]:
     """`do` on every worker of a node; results, or what was raised."""
     results: list[Any] = [None] * size
@@ -65,8 +77,7 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
         steps = PartSteps()
         mine = NodeSteps(
             steps,  # type: ignore[arg-type]
-            data.default_group,
-            control.default_group,
+            MockGroups(data.default_group, control.default_group),
             SPEC,
             DType.F32,
             2,
@@ -229,3 +240,68 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
         assert pulled.count(0) == 3
     elif surprise != "skipped":
         assert (pulled.count(0), pulled.count(2) > 0) == (3, True)
+
+
+@dataclass
+class TwoGroups(MockGroups):
+    """Groups that are made again once."""
+
+    others: tuple[Any, Any] = ()  # type: ignore[assignment]
+
+    def form(self, error: AxonError | None = None) -> None:
+        assert isinstance(error, MemberLost)
+        self.data, self.control = self.others
+
+
+@pytest.mark.parametrize("when", ["agree", "gather", "push", "vote"])
+def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_new_groups(when: str) -> None:
+    worlds = [World.mock(2) for _ in range(4)]
+    lost = MemberLost("rank 1 (node a) has left the job")
+    arrived = threading.Barrier(2)
+
+    def step(mine: NodeSteps, steps: PartSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
+        def at(this: str) -> None:
+            if this == moment:
+                arrived.wait()
+                groups.data.abort(lost)
+                groups.control.abort(lost)
+
+        at("agree")
+        mine.agree()
+        at("gather")
+        gathered = []
+        for unit, numel in enumerate(UNITS):
+            gathered.append(np.empty(numel, np.float32))
+            mine.gather(unit, gathered[-1]).wait()
+        ticket = mine.ticket()
+        at("push")
+        pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
+        for push in pushes:
+            push.wait()
+        at("vote")
+        return gathered, mine.vote(ticket, pushes, max_norm=0.0, hyper=()).outcome
+
+    def run(rank: int) -> None:
+        steps = PartSteps()
+        pairs = [(worlds[i][rank].default_group, worlds[i + 1][rank].default_group) for i in (0, 2)]
+        groups = TwoGroups(*pairs[0], others=pairs[1])
+        mine = NodeSteps(steps, groups, SPEC, DType.F32, 2, pinned=False, meter=Meter())  # type: ignore[arg-type]
+        try:
+            results[rank] = [step(mine, steps, groups, moment) for moment in (when, "", "")]
+        except Exception as error:
+            results[rank] = error
+        finally:
+            mine.close()
+
+    results: list[Any] = [None, None]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        assert isinstance(result, list), result
+        for gathered, _ in result:
+            assert all(np.array_equal(out, np.arange(n)) for out, n in zip(gathered, UNITS, strict=True))
+        first = Outcome.COMMIT if when == "agree" else Outcome.ABORT  # groups were made again before anything was done
+        assert [outcome for _, outcome in result] == [first, Outcome.COMMIT, Outcome.COMMIT]
