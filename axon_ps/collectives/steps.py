@@ -33,6 +33,7 @@ from axon_ps.coordinator.client import (
     SessionLost,
 )
 from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
@@ -612,6 +613,7 @@ class StepClient:
             return self._aborted(ticket, str(error))
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
+        reached(Moment.VOTE)
         self._coordinator.vote(
             generation=ticket.generation,
             step=ticket.step,
