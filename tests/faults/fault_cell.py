@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from axon_ps.storage import manifest
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
 from axon_ps.testing.processes import ChildProcess, wait_for_any
-from axon_ps.testing.workers import WorkerProcess, WorkerResult
+from axon_ps.testing.workers import WorkerProcess
 from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
-from fault_model import Report, expected, train
+from fault_model import Attempt, Values, attempts_in, expected, train
 
 MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.collectives.world")
 PRELOADED = (*MODULES, *SERVICE_MODULES, "fault_warm")
@@ -40,6 +41,7 @@ class Outcome:
         name: the cell's.
         problems: what broke a promise, in words; empty when all is well.
         waited_s: of each worker, from healing to its next committed step.
+        stalled_s: the longest time for which this process did not get to run; it carries every byte of the cell.
         restarts: workers that were started again because they ended with an error.
         seconds: how long the cell took.
         logs: what everybody wrote; empty when all is well.
@@ -48,14 +50,16 @@ class Outcome:
     name: str
     problems: list[str] = field(default_factory=list)
     waited_s: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
     restarts: int = 0
     seconds: float = 0.0
     logs: str = ""
 
     @property
-    def only_late(self) -> bool:
-        """Whether the one thing wrong is that somebody waited too long."""
-        return bool(self.problems) and all(p.startswith("late:") for p in self.problems)
+    def suspect(self) -> bool:
+        """Whether it may be the machine's fault: somebody was late and nothing else wrong, or we stood still."""
+        late = all(p.startswith("late:") for p in self.problems)
+        return bool(self.problems) and (late or self.stalled_s > LEASE_S / 3)
 
 
 def run(cell: Cell) -> Outcome:
@@ -65,6 +69,7 @@ def run(cell: Cell) -> Outcome:
     try:
         with _cluster(cell) as cluster:
             Scene(cell, cluster, outcome).play()
+            outcome.stalled_s = round(cluster.stalled_s, 2)
             if outcome.problems:
                 raise AxonError("; ".join(outcome.problems))
     except Exception as error:
@@ -91,7 +96,8 @@ class Scene:
     def __init__(self, cell: Cell, cluster: FaultyCluster, outcome: Outcome) -> None:
         self._cell, self._cluster, self._outcome = cell, cluster, outcome
         self._workers: dict[int, WorkerProcess] = {}
-        self._ended: list[WorkerResult] = []
+        self._lives: list[tuple[int, Path]] = []  # of every worker that was started: its rank, and what it wrote down
+        self._earlier = ""
         self._save: WorkerProcess | None = None
         self._healed = 0.0
         self._dealt = 0.0
@@ -107,14 +113,17 @@ class Scene:
             self._strike(hit)
             self._watch()
             self._judge()
+        self._outcome.logs += self._earlier
         for rank, worker in self._workers.items():
-            if (result := worker.end()) and self._outcome.problems:
-                self._outcome.logs += f"--- worker {rank}: {result.error}\n{result.output}\n"
+            result = worker.end()
+            self._outcome.logs += f"--- worker {rank}: {result.error}\n{result.output}\n"
 
     def _start(self, rank: int) -> None:
         env = {"AXON_PS_NODE": "ab"[rank // 2]} if self._cell.hybrid else {}
+        written = self._cluster.directory / f"attempts-{len(self._lives)}"
+        self._lives.append((rank, written))
         self._workers[rank] = self._cluster.start_worker(
-            rank, train, args=(self._cell.strategy, STEPS, _TIMEOUT_S), env=env
+            rank, train, args=(self._cell.strategy, STEPS, _TIMEOUT_S, written), env=env
         )
 
     # ------------------------------------------------------------------ the moment
@@ -205,9 +214,8 @@ class Scene:
             if self._workers[rank].process.wait(max(0.0, deadline - time.monotonic())) is None:
                 self._outcome.problems.append(f"hang: worker {rank} goes on though its node has failed")
         for rank in node:
-            self._ended.append(self._workers[rank].end())
-            if self._outcome.problems:
-                self._outcome.logs += f"--- worker {rank}: {self._ended[-1].error}\n{self._ended[-1].output}\n"
+            result = self._workers[rank].end()
+            self._earlier += f"--- worker {rank}, earlier life: {result.error}\n{result.output}\n"
             self._start(rank)
 
     def _watch(self) -> None:
@@ -217,6 +225,8 @@ class Scene:
             deadline = self._healed + PATIENCE_S + _SLACK_S
             ended = wait_for_any([self._workers[rank].process for rank in running], deadline)
             if not ended:
+                for rank in running:  # all at once: each shows where it is
+                    self._workers[rank].kill(signal.SIGABRT)
                 hanging = ", ".join(map(str, sorted(running)))
                 self._outcome.problems.append(f"hang: {hanging} of {len(self._workers)} workers had not ended")
                 return
@@ -234,23 +244,24 @@ class Scene:
 
     def _judge(self) -> None:
         """Compare with what is promised."""
-        reports: dict[int, Report] = {}
+        values: dict[int, Values] = {}
         problems = self._outcome.problems
         for rank, worker in self._workers.items():
             if worker.process.exit_code is None:
                 continue
             result = worker.end()
             if result.error:
-                problems.append(f"worker {rank} ended: {result.error.strip().splitlines()[-1]}")
+                problems.append(f"worker {rank} ended: {_last_line(result.error)}")
             else:
-                reports[rank] = result.value
-        for rank, report in reports.items():
-            waited_s = _waited(report, self._healed)
+                values[rank] = result.value
+        attempts = [(rank, attempt) for rank, written in self._lives for attempt in attempts_in(written)]
+        for rank in values:
+            waited_s = _waited([a for r, a in attempts if r == rank], self._healed)
             self._outcome.waited_s[str(rank)] = round(waited_s, 3)
             if waited_s > PATIENCE_S:
                 problems.append(f"late: worker {rank} waited {waited_s:.1f} s after the fault had healed")
-        if len(reports) == len(self._workers):
-            problems += wrong_bits(reports)
+        if len(values) == len(self._workers):
+            problems += wrong_bits(attempts, values)
         self._judge_checkpoint()
 
     def _judge_checkpoint(self) -> None:
@@ -267,27 +278,32 @@ class Scene:
             self._outcome.problems.append(f"`checkpoint save` ended without a reason: {result.error} {result.output}")
 
 
-def _waited(report: Report, healed: float) -> float:
+def _last_line(error: str) -> str:
+    """The exception of a traceback, without its notes."""
+    lines = error.strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("axon_ps.errors.")), lines[-1])
+
+
+def _waited(attempts: Iterable[Attempt], healed: float) -> float:
     """From healing to the next committed step; 0 when all were committed before."""
-    return max(0.0, min((a.ended - healed for a in report.attempts if a.committed and a.ended >= healed), default=0.0))
+    return min((a.ended - healed for a in attempts if a.committed and a.ended >= healed), default=0.0)
 
 
-def wrong_bits(reports: dict[int, Report]) -> list[str]:
+def wrong_bits(attempts: Iterable[tuple[int, Attempt]], found: dict[int, Values]) -> list[str]:
     """What differs between workers, and from plain torch over the ranks that took part in each committed step."""
     problems, took_part = [], {}
-    for rank, report in reports.items():
-        for a in report.attempts:
-            if a.committed and a.version != a.became - 1:
-                problems.append(f"wrong: worker {rank}: a gradient of version {a.version} counted in {a.became - 1}")
-            if a.committed:
-                took_part[a.became - 1] = a.ranks
+    for rank, a in sorted(attempts, key=lambda pair: pair[1].ended):
+        if a.committed and a.version != a.became - 1:
+            problems.append(f"wrong: worker {rank}: a gradient of version {a.version} counted in {a.became - 1}")
+        if a.committed:
+            took_part[a.became - 1] = tuple(a.ranks)
     steps = tuple(took_part.get(version, ()) for version in range(STEPS))
     if missing := [version for version, ranks in enumerate(steps) if not ranks]:
         return [*problems, f"no worker saw the steps from {missing} commit"]
     values = expected(steps)
-    for rank, report in reports.items():
+    for rank, theirs in found.items():
         for name, right in values.items():
-            differ = int(np.count_nonzero(report.values[name] != right))
+            differ = int(np.count_nonzero(theirs[name] != right))
             if differ:
                 problems.append(f"wrong: worker {rank}: {differ} of {right.size} values of {name} after {steps}")
     return problems

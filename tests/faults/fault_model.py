@@ -9,9 +9,9 @@ and SGD's steps are powers of two, so no sum is ever rounded, whatever the order
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +117,14 @@ class Attempt:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What one worker did."""
-
-    attempts: Sequence[Attempt]
-    values: Values
-    ready: float
+def attempts_in(path: Path) -> list[Attempt]:
+    """What a worker wrote down; its last line is missing if it was killed while writing that."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+    return [Attempt(**json.loads(line)) for line in lines[:-1]]
 
 
-def train(strategy: str, steps: int, timeout_s: float) -> Report:
-    """Train to version `steps`."""
+def train(strategy: str, steps: int, timeout_s: float, written: Path) -> Values:
+    """Train to version `steps`; each attempt is written down at once. The final values."""
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=timeout_s, join_timeout_s=timeout_s) as world:
         model = parallel.FSDP(
@@ -138,23 +135,20 @@ def train(strategy: str, steps: int, timeout_s: float) -> Report:
             plan_options=PlanOptions(chunk_numel=10_000, min_slice_numel=5_000),
         )
         optimizer = parallel.SGD(model, lr=LR, momentum=MOMENTUM)
-        ready = time.monotonic()
-        attempts = []
         while world.version < steps:
             version = world.version
             model(data(version, world.rank)).backward()
             ranks = tuple(m.rank for m in world.membership.workers)
             result = optimizer.step()
             optimizer.zero_grad()
-            attempts.append(
-                Attempt(
-                    version=version,
-                    ended=time.monotonic(),
-                    committed=result.committed,
-                    became=result.version,
-                    ranks=ranks,
-                    reason=result.reason,
-                )
+            attempt = Attempt(
+                version=version,
+                ended=time.monotonic(),
+                committed=result.committed,
+                became=result.version,
+                ranks=ranks,
+                reason=result.reason,
             )
-        values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
-        return Report(attempts=attempts, values=values, ready=ready)
+            with open(written, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(attempt)) + "\n")
+        return {name: value.numpy().copy() for name, value in model.state_dict().items()}

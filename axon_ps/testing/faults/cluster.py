@@ -116,7 +116,23 @@ class FaultyCluster(LocalCluster):
         environment = self._common_environment() | {"AXON_PS_COORDINATOR": f"{host}:{port}"}
         return self._fork(argv[0], environment, _run_command, list(argv), None)
 
+    def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
+        """Run `axon-ps ARGV` for this cluster's coordinator; what it printed.
+
+        Raises:
+            AxonError: it failed; what it printed is in the message.
+        """
+        result = self.begin_command(*argv).result(timeout_s)
+        if result.error or result.value:
+            raise AxonError(f"axon-ps {' '.join(argv)} failed: {result.error}\n{result.output}")
+        return result.output
+
     # ------------------------------------------------------------------ faults
+
+    @property
+    def stalled_s(self) -> float:
+        """The longest time for which no byte passed any proxy, because this process did not get to run."""
+        return self._proxies.stalled_s
 
     def slot_of(self, process: ChildProcess) -> int:
         """The slot of a process, for `moments.arm`."""

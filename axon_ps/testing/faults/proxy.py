@@ -25,6 +25,7 @@ from typing import Any
 _READ_BYTES = 1 << 16
 _QUEUED = 256  # reads of a direction that wait to be written
 _CALL_S = 10.0
+_TICK_S = 0.05
 _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
@@ -277,6 +278,9 @@ class Proxies:
 
     Args:
         processes: gives the ids of all processes that may be clients.
+
+    Attributes:
+        stalled_s: the longest time for which the thread did not get to run: so long nothing passed any proxy.
     """
 
     def __init__(self, processes: Callable[[], Collection[int]]) -> None:
@@ -284,9 +288,12 @@ class Proxies:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="axon-ps-proxies", daemon=True)
         self._all: list[tuple[TcpProxy, asyncio.Task[None]]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self.stalled_s = 0.0
 
     def __enter__(self) -> Proxies:
         self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
         return self
 
     def open(self, upstream: tuple[str, int] | None = None) -> TcpProxy:
@@ -298,7 +305,17 @@ class Proxies:
         self._all.append((proxy, self._loop.create_task(proxy.serve())))
         return proxy
 
+    async def _watch(self) -> None:
+        self._watching = asyncio.current_task()
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.stalled_s = max(self.stalled_s, time.monotonic() - began - _TICK_S)
+
     async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         for proxy, serving in self._all:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
