@@ -179,7 +179,7 @@ class StepClient:
             if isinstance(event, Membership):
                 self._say_what_is_missing(event)
                 self._membership = event
-                self._step = max(self._step, event.step)
+                self._step = event.step
                 self._version = event.version
                 me = next((m for m in event.workers if m.incarnation == self._coordinator.incarnation), None)
                 self._pace.begin(event.generation, -1 if me is None else me.replica)
@@ -200,7 +200,8 @@ class StepClient:
                     self._own_decision = event
                 for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
                     del self._decisions[old]
-                self._step = max(self._step, event.step + 1)
+                if event.generation == self.membership.generation:  # of an earlier one, the membership has said it
+                    self._step = event.step + 1
                 self._version = event.version
             elif isinstance(event, SessionLost) and event.final:
                 self._failure = event.error

@@ -137,7 +137,9 @@ class Scene:
             self._keep_a_checkpoint()
             return hit
         self._keep_a_checkpoint()
-        place = {Moment.DECISION: self._cluster.process("coordinator"), Moment.CHECKPOINT: self._shard}.get(moment, first)
+        place = {Moment.DECISION: self._cluster.process("coordinator"), Moment.CHECKPOINT: self._shard}.get(
+            moment, first
+        )
         moments.arm(self._cluster.slot_of(place), moment)
         if moment is Moment.CHECKPOINT:
             self._save = self._cluster.begin_command("checkpoint", "save", self._written, "--timeout-s", "30")
@@ -225,8 +227,9 @@ class Scene:
             deadline = self._healed + PATIENCE_S + _SLACK_S
             ended = wait_for_any([self._workers[rank].process for rank in running], deadline)
             if not ended:
-                for rank in running:  # all at once: each shows where it is
-                    self._workers[rank].kill(signal.SIGABRT)
+                self._cluster.show_stacks()
+                for rank in running:
+                    self._workers[rank].kill()
                 hanging = ", ".join(map(str, sorted(running)))
                 self._outcome.problems.append(f"hang: {hanging} of {len(self._workers)} workers had not ended")
                 return

@@ -66,7 +66,9 @@ def play(cells: list[Cell], jobs: int, results: Path) -> None:
             write(results, outcome)
             verdict = "; ".join(outcome.problems)[:150] or "well"
             minutes = (time.monotonic() - began) / 60
-            print(f"{number}/{len(cells)} {minutes:.1f} min  {outcome.name}  {outcome.seconds} s  {verdict}", flush=True)
+            print(
+                f"{number}/{len(cells)} {minutes:.1f} min  {outcome.name}  {outcome.seconds} s  {verdict}", flush=True
+            )
     if late:
         print(f"{len(late)} were late, or this process was; again, one at a time", flush=True)
         play(late, 1, results)
@@ -85,7 +87,9 @@ def table(records: dict[str, dict[str, Any]]) -> list[str]:
     for fault in faults:
         counts = [f"{well[t, fault]}/{all_[t, fault]}" if all_[t, fault] else "-" for t in targets]
         lines.append("".join(f"{word:>20}" for word in (fault, *counts)))
-    longest = max((max(r["waited_s"].values(), default=0.0) for r in records.values() if not r["problems"]), default=0.0)
+    longest = max(
+        (max(r["waited_s"].values(), default=0.0) for r in records.values() if not r["problems"]), default=0.0
+    )
     return [*lines, f"longest wait after healing, of cells that are well: {longest:.2f} s"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from axon_ps.errors import AxonError, Misuse
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
-from axon_ps.testing.faults import injector
+from axon_ps.testing.faults import injector, stacks
 from axon_ps.testing.faults.injector import Moments
 from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
 from axon_ps.testing.processes import ChildProcess
@@ -33,6 +33,7 @@ MODULES = (
 
 _COMMAND_S = 60.0
 _POLL_S = 0.005
+_SHOW_S = 1.0
 
 
 class FaultyCluster(LocalCluster):
@@ -128,6 +129,14 @@ class FaultyCluster(LocalCluster):
         return result.output
 
     # ------------------------------------------------------------------ faults
+
+    def show_stacks(self) -> None:
+        """Have every process that runs write its stacks to its log."""
+        running = [fork.process for fork in self._forks if fork.process.exit_code is None]
+        for process in running:
+            process.send_signal(stacks.SHOW)
+        for process in running:
+            process.wait(_SHOW_S / len(running))
 
     @property
     def stalled_s(self) -> float:
@@ -235,6 +244,7 @@ class FaultyCluster(LocalCluster):
 def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
     """In the fork: a worker's function."""
     injector.install(directory, slot)
+    stacks.install()
     return target.load()(*args)
 
 
@@ -243,6 +253,7 @@ def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None
     from axon_ps.cli.main import main
 
     injector.install(directory, slot)
+    stacks.install()
     if ready is not None:
         argv = [*argv, "--ready-fd", str(os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))]
     return main(argv)
