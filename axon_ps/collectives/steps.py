@@ -33,6 +33,7 @@ from axon_ps.coordinator.client import (
     SessionLost,
 )
 from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
@@ -190,7 +191,7 @@ class StepClient:
             if isinstance(event, Membership):
                 self._say_what_is_missing(event)
                 self._membership = event
-                self._step = max(self._step, event.step)
+                self._step = event.step
                 self._version = event.version
                 me = next((m for m in event.workers if m.incarnation == self._coordinator.incarnation), None)
                 self._pace.begin(event.generation, -1 if me is None else me.replica)
@@ -211,7 +212,8 @@ class StepClient:
                     self._own_decision = event
                 for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
                     del self._decisions[old]
-                self._step = max(self._step, event.step + 1)
+                if event.generation == self.membership.generation:  # of an earlier one, the membership has said it
+                    self._step = event.step + 1
                 self._version = event.version
             elif isinstance(event, SessionLost) and event.final:
                 self._failure = event.error
@@ -642,6 +644,7 @@ class StepClient:
             return self._aborted(ticket, str(error))
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
+        reached(Moment.VOTE)
         self._coordinator.vote(
             generation=ticket.generation,
             step=ticket.step,

@@ -87,11 +87,13 @@ class Roster:
 
         Raises:
             InvalidRequest: somebody holds the one it wants, or there is no such rank.
-            Busy: none is free.
+            Busy: none is free, or who held it may yet come back to a coordinator that was restarted.
         """
         held = {s.member.rank: s for s in self.of_role(role)}
         wanted = hello.requested_rank
         if wanted >= 0:
+            if wanted in held and held[wanted].session is None:
+                raise Busy(f"rank {wanted} is kept for {held[wanted].name} until its lease is over; try again then")
             if wanted in held:
                 raise InvalidRequest(
                     f"rank {wanted} is held by {held[wanted].name}, incarnation {held[wanted].member.incarnation}; "

@@ -25,6 +25,7 @@ from axon_ps.coordinator.events import RestoreOrder, ServerEvent, SnapshotOrder,
 from axon_ps.coordinator.messages import event_to_proto
 from axon_ps.coordinator.state import CoordinatorState
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, StorageFull
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.storage.state_store import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.wire.v1 import session_pb2
@@ -233,6 +234,8 @@ class Shell:
                 if message is None:
                     message = messages[id(action.event)] = event_to_proto(action.event)
                     self._log(action.event)
+                    if isinstance(action.event, Decision):
+                        reached(Moment.DECISION, action.event.version)
                 self._push(action.session, message)
             elif isinstance(action, Reply):
                 self._answer(action.call, action.result)

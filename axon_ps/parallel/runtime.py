@@ -48,6 +48,7 @@ from torch import nn
 
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import Misuse, StepAborted
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
@@ -216,6 +217,8 @@ class Runtime:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
         self._need(unit)
+        if not (unit.is_root or recomputing):
+            reached(Moment.FORWARD)
 
     def after_forward(self, unit: ModuleUnit) -> None:
         """A module has run: free it, unless it is needed again at once."""
@@ -283,6 +286,8 @@ class Runtime:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
         self._need(unit)
+        if not unit.is_root:
+            reached(Moment.BACKWARD)
 
     def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
         """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete]."""
@@ -502,6 +507,7 @@ class Runtime:
         self.counters.steps_not_committed += not committed
         self._training = True
         self._prefetch()
+        reached(Moment.BETWEEN_STEPS, decision.version)
         return StepResult(
             committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=void or decision.reason
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, Closed, Misuse
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.optim import registry
 from axon_ps.shard.apply import Hold, SnapshotGate
 from axon_ps.shard.engine import ShardEngine
@@ -74,6 +75,7 @@ def write(
             if not gate.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")
             _write_slice(writer, unit, owned, list(states[unit]))
+            reached(Moment.CHECKPOINT, version)
             gate.passed(hold, unit)
     return writer.entry(name)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.observe.moments import Moment, reached
 from axon_ps.shard import shared_buffers
 from axon_ps.shard.reach import (
     LEAST_LENT_BYTES,
@@ -170,6 +171,7 @@ class Transfers:
         self.counters["gathers"] += 1
         async with self._gathers.take(stub, t.deadline) as stream:
             await stream.write(request)
+            reached(Moment.GATHER)
             while position < stop:
                 header, payload = await _chunk(stream)
                 if header.offset != position or not 0 < header.numel <= stop - position:
@@ -212,6 +214,7 @@ class Transfers:
         self.counters["gathers"] += 1
         async with self._gathers.take(stub, t.deadline) as stream:
             await stream.write(request)
+            reached(Moment.GATHER)
             header, _ = await _chunk(stream)
         return header.mapping if header.HasField("mapping") else None
 
@@ -249,6 +252,7 @@ class Transfers:
                         await stream.write(encode_chunk(header, None))
                         begin = int((await _reply(stream)).missing)
                     await self._send(stream, header, begin, end, t, lender)
+                reached(Moment.PUSH)
                 await _reply(stream)
         except BaseException:
             if lender is not None and t.array is not None:

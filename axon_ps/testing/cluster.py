@@ -102,10 +102,7 @@ class LocalCluster:
         Raises:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
         """
-        if self._temporary is not None:
-            raise Misuse("this LocalCluster is running already; make another")
-        self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
-        self.directory = Path(self._temporary.name)
+        self._make_directory()
         deadline = time.monotonic() + self._start_timeout_s
         try:
             coordinator, coordinator_pipe = self._spawn_coordinator(port=0)
@@ -292,6 +289,12 @@ class LocalCluster:
         return self.process(role, index).output
 
     # ------------------------------------------------------------------ inside
+
+    def _make_directory(self) -> None:
+        if self._temporary is not None:
+            raise Misuse("this LocalCluster is running already; make another")
+        self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
+        self.directory = Path(self._temporary.name)
 
     def _spawn_coordinator(self, port: int) -> tuple[ChildProcess, LinePipe]:
         state = str(self.directory / "coordinator.sqlite") if self._durable else "memory"

@@ -13,7 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -25,7 +27,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from axon_ps.errors import InternalError
 from axon_ps.transport.children import tethered
@@ -136,13 +138,26 @@ def main(argv: Sequence[str]) -> int:
     """Serve requests on the socket `argv[0]` with the modules `argv[1:]` imported; in a fork, one call."""
     for module in argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # no fork looks through what was imported, which would copy every page of it
     with socket.socket(fileno=int(argv[0])) as requests:
         fd = _serve(requests)
     if fd is None:
         return 0
     from axon_ps.testing import worker_main
 
-    return worker_main.main(fd)
+    _leave(worker_main.main(fd))
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End a fork as `multiprocessing` does: threads and exit functions, but no taking apart of all that was imported.
+
+    That would be a second of CPU time with torch's compiler in memory, of which every page would first be copied.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _serve(requests: socket.socket) -> int | None:

@@ -219,6 +219,16 @@ def test_after_a_restart_members_have_one_lease_to_come_back_without_a_new_gener
     assert other.join().last(Welcome).rank == 1
 
 
+def test_after_a_restart_a_replacement_waits_until_it_is_known_that_the_member_does_not_come_back() -> None:
+    d = Driver()
+    d.assembled()
+    d.restart()
+    with pytest.raises(Busy, match=r"rank 1 is kept for worker 1 \(node a\)"):
+        d.worker(rank=1)
+    d.advance(5.0)
+    assert d.worker(rank=1).last(Welcome).rank == 1
+
+
 def test_restarting_with_other_options_is_a_new_generation_or_refused() -> None:
     d = Driver()
     (w, _), (shard,) = d.assembled()

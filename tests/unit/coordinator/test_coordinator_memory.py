@@ -69,6 +69,19 @@ def test_a_vote_whose_generation_ended_without_a_decision_is_an_abort() -> None:
     assert m.hear(COMMIT) == [], "a step has one decision"
 
 
+def test_a_vote_of_no_attempt_is_an_abort_that_uses_up_no_step() -> None:
+    """While members are missing there is no attempt; the step of that number is made in the next generation."""
+    m = Memory()
+    m.hear(MEMBERS)
+    m.say(Vote(generation=3, step=5))
+    (abort, _) = m.hear(dataclasses.replace(MEMBERS, generation=4))
+    assert isinstance(abort, Decision)
+    assert (abort.step, abort.outcome) == (5, Outcome.ABORT)
+    assert m.say(Vote(generation=4, step=5)) == []
+    decided = dataclasses.replace(COMMIT, generation=4)
+    assert m.hear(decided) == [decided]
+
+
 def test_a_vote_that_comes_after_its_generation_is_an_abort_at_once() -> None:
     m = Memory()
     m.hear(next_generation())

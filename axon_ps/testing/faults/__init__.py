@@ -1,0 +1,12 @@
+"""Faults dealt to a running cluster at an exact moment: kill, freeze, and disturb connections.
+
+`FaultyCluster` is a `LocalCluster` whose every connection goes through a `TcpProxy`, and whose every process stops at a
+moment of a step (`observe.moments`) that the test has armed.
+"""
+
+from axon_ps.observe.moments import Moment
+from axon_ps.testing.faults.cluster import FaultyCluster
+from axon_ps.testing.faults.injector import Hit, Moments
+from axon_ps.testing.faults.proxy import Proxies, TcpProxy
+
+__all__ = ["FaultyCluster", "Hit", "Moment", "Moments", "Proxies", "TcpProxy"]

@@ -1,0 +1,259 @@
+"""`FaultyCluster`: a cluster on which faults are dealt: each connection through a proxy, each process with an injector.
+
+The services are the command line's own, run by forks of the process that `testing.preloaded` starts (a grid of two
+thousand small clusters would else do little but import). So enter `preloaded(MODULES)` first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axon_ps.errors import AxonError, Misuse
+from axon_ps.testing.cluster import COORDINATOR, LocalCluster
+from axon_ps.testing.faults import injector, stacks
+from axon_ps.testing.faults.injector import Moments
+from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
+from axon_ps.testing.processes import ChildProcess
+from axon_ps.testing.worker_main import Target
+from axon_ps.testing.workers import WorkerProcess
+from axon_ps.types import Role
+
+MODULES = (
+    "axon_ps.cli.main",
+    "axon_ps.cli.settings",
+    "axon_ps.coordinator.server",
+    "axon_ps.shard.server",
+    "axon_ps.testing.faults.cluster",
+)
+"""What the services import, beside what the workers do: for `testing.preloaded`."""
+
+_COMMAND_S = 60.0
+_POLL_S = 0.005
+_SHOW_S = 1.0
+
+
+class FaultyCluster(LocalCluster):
+    """A `LocalCluster` for faults. Its workers are functions, in forks; `preloaded` must be entered.
+
+    Args:
+        shards, world_size, min_workers, lease_s, environment: as for `LocalCluster`.
+        shard_nodes: the node of each shard server; () = this host's name.
+
+    Attributes:
+        moments: arms moments, and waits for processes that stop there.
+    """
+
+    def __init__(
+        self,
+        shards: int,
+        world_size: int,
+        *,
+        min_workers: int | None = None,
+        lease_s: float = 1.0,
+        environment: Mapping[str, str] | None = None,
+        shard_nodes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            shards, world_size, min_workers=min_workers, lease_s=lease_s, environment=environment, durable=True
+        )
+        self._nodes = [{"AXON_PS_NODE": node} for node in shard_nodes] or [{}] * shards
+        self._slots: dict[int, int] = {}  # by process id
+        self._forks: list[WorkerProcess] = []
+        self._proxies = Proxies(lambda: tuple(self._slots))
+
+    def __enter__(self) -> FaultyCluster:
+        """Start proxies, coordinator and shard servers.
+
+        Raises:
+            AxonError: a service ended, or did not listen in time; its log is in the message.
+        """
+        self._make_directory()
+        self.moments = Moments(self.directory)
+        self._proxies.__enter__()
+        self._to_coordinator = self._proxies.open()
+        self._to_shards = [self._proxies.open() for _ in range(self._num_shards)]
+        self._address = self._to_coordinator.address
+        try:
+            self._begin_coordinator()
+            for index in range(self._num_shards):
+                self._begin_shard(index)
+            for index in range(self._num_shards):
+                self._wait_for_shard(index)
+        except BaseException:
+            self._end_all()
+            raise
+        return self
+
+    # ------------------------------------------------------------------ workers
+
+    def start_worker(
+        self,
+        rank: int,
+        target: Callable[..., object],
+        *,
+        args: Sequence[Any] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> WorkerProcess:
+        """Start a worker that runs a function; its slot is known at once.
+
+        Args:
+            rank: the rank it takes.
+            target: a function at the top of a module.
+            args: its arguments.
+            env: further variables.
+        """
+        environment = self.env(rank) | dict(env or {})
+        worker = self._fork(f"worker-{rank}", environment, _run_worker, Target.of(target), tuple(args), rank=rank)
+        self._workers.append(worker)
+        return worker
+
+    def begin_command(self, *argv: str) -> WorkerProcess:
+        """Start `axon-ps ARGV` for this cluster's coordinator, past its proxy: an operator's network is another."""
+        host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
+        environment = self._common_environment() | {"AXON_PS_COORDINATOR": f"{host}:{port}"}
+        return self._fork(argv[0], environment, _run_command, list(argv), None)
+
+    def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
+        """Run `axon-ps ARGV` for this cluster's coordinator; what it printed.
+
+        Raises:
+            AxonError: it failed; what it printed is in the message.
+        """
+        result = self.begin_command(*argv).result(timeout_s)
+        if result.error or result.value:
+            raise AxonError(f"axon-ps {' '.join(argv)} failed: {result.error}\n{result.output}")
+        return result.output
+
+    # ------------------------------------------------------------------ faults
+
+    def show_stacks(self) -> None:
+        """Have every process that runs write its stacks to its log."""
+        running = [fork.process for fork in self._forks if fork.process.exit_code is None]
+        for process in running:
+            process.send_signal(stacks.SHOW)
+        for process in running:
+            process.wait(_SHOW_S / len(running))
+
+    @property
+    def stalled_s(self) -> float:
+        """The longest time for which no byte passed any proxy, because this process did not get to run."""
+        return self._proxies.stalled_s
+
+    def slot_of(self, process: ChildProcess) -> int:
+        """The slot of a process, for `moments.arm`."""
+        return self._slots[process.pid]
+
+    def disturb(self, what: Disturbance, process: ChildProcess) -> None:
+        """Disturb a process's connections: those it made, and those that others made to it."""
+        own = self._proxy_of(process)
+        for proxy in (self._to_coordinator, *self._to_shards):
+            proxy.disturb(what, None if proxy is own else {process.pid})
+
+    def restart(self, role: Role | str, index: int = 0) -> None:
+        """Start a service again in the place of one that was killed, behind the same address.
+
+        Raises:
+            Misuse: it still runs, or it is a worker.
+        """
+        old = self.process(role, index)
+        own = self._proxy_of(old)
+        if old.exit_code is None or own is None:
+            raise Misuse(f"{old.name} still runs, or is a worker; only a service that was killed is restarted")
+        old.end()
+        own.upstream = None
+        if own is self._to_coordinator:
+            self._begin_coordinator()
+        else:
+            self._begin_shard(index)
+            self._wait_for_shard(index)
+
+    # ------------------------------------------------------------------ inside
+
+    def _proxy_of(self, process: ChildProcess) -> TcpProxy | None:
+        """What stands before a service; None for a worker."""
+        if process is self._coordinator:
+            return self._to_coordinator
+        return self._to_shards[self._shards.index(process)] if process in self._shards else None
+
+    def _begin_coordinator(self) -> None:
+        state = str(self.directory / "coordinator.sqlite")
+        self._coordinator = self._service(
+            COORDINATOR, ["coordinator", *self._coordinator_options, "--port", "0", "--state", state], {}
+        )
+        self._to_coordinator.upstream = self._listening_at(self._coordinator)
+
+    def _begin_shard(self, index: int) -> None:
+        argv = ["shard", "--coordinator", self._address, "--port", "0", "--rank", str(index), "--threads", "1"]
+        argv += ["--advertise", self._to_shards[index].address]
+        self._shards[index : index + 1] = [self._service(f"shard-{index}", argv, self._nodes[index])]
+
+    def _wait_for_shard(self, index: int) -> None:
+        self._to_shards[index].upstream = self._listening_at(self._shards[index])
+
+    def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> ChildProcess:
+        values = self._common_environment() | self._service_environment() | dict(environment)
+        return self._fork(name, values, _run_command, argv, self._ready_file(name)).process
+
+    def _ready_file(self, name: str) -> Path:
+        path = self.directory / f"{name}.ready"
+        path.unlink(missing_ok=True)
+        return path
+
+    def _listening_at(self, service: ChildProcess) -> tuple[str, int]:
+        """Where a service says it listens."""
+        deadline = time.monotonic() + self._start_timeout_s
+        path = self.directory / f"{service.name}.ready"
+        while not (path.exists() and (line := path.read_text()).endswith("\n")):
+            if service.exit_code is not None or time.monotonic() > deadline:
+                raise AxonError(f"{service.name} did not start (exit code {service.end()}):\n{service.output}")
+            service.wait(_POLL_S)
+        host, _, port = line.strip().rpartition(":")
+        return host, int(port)
+
+    def _fork(
+        self, name: str, environment: Mapping[str, str], call: Callable[..., object], *args: Any, rank: int = -1
+    ) -> WorkerProcess:
+        slot = len(self._slots)
+        process = WorkerProcess(
+            rank,
+            call,
+            (self.directory, slot, *args),
+            {},
+            environment=self._process_environment(environment),
+            log=self._new_log(name),
+        )
+        process.process.name = name
+        self._slots[process.process.pid] = slot
+        self._forks.append(process)
+        return process
+
+    def _end_all(self) -> tuple[list[str], str]:
+        for fork in self._forks:
+            if fork.process not in (*self._shards, self._coordinator):
+                fork.end()
+        ended = super()._end_all()
+        self._proxies.__exit__(None, None, None)
+        self.moments.close()
+        return ended
+
+
+def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
+    """In the fork: a worker's function."""
+    injector.install(directory, slot)
+    stacks.install()
+    return target.load()(*args)
+
+
+def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None) -> int:
+    """In the fork: the command line; its exit code."""
+    from axon_ps.cli.main import main
+
+    injector.install(directory, slot)
+    stacks.install()
+    if ready is not None:
+        argv = [*argv, "--ready-fd", str(os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))]
+    return main(argv)

@@ -1,0 +1,356 @@
+"""`TcpProxy`: stands between a client and a server on loopback, and disturbs their connections when told to.
+
+All proxies of a test run on one event loop in a thread of their own (`Proxies`). Each direction of a connection is read
+by one task and written by another, with a bounded queue between them, so that bytes can be late without being lost:
+what TCP promises holds here too, as long as a connection lives.
+
+Whose a connection is, is found out when a disturbance needs it: the process that owns the client's port, by `/proc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+_READ_BYTES = 1 << 16
+_QUEUED = 256  # reads of a direction that wait to be written
+_CALL_S = 10.0
+_TICK_S = 0.05
+_ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+
+
+class Kind(Enum):
+    """What can be done to a connection."""
+
+    RESET = "reset"  # closed on both sides with a TCP reset
+    HALF_CLOSE = "half-close"  # the client's direction ends (FIN); the server's goes on until the server ends it
+    BLACK_HOLE = "black hole"  # nothing arrives for a time, then everything does
+    DELAY = "delay"  # what is sent within a time arrives that much later
+    RESETS = "resets"  # reset, and every new connection again, for a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """What is done.
+
+    Attributes:
+        kind: what.
+        seconds: how long: of silence, of delay, of resets; 0 for what happens once.
+        every_s: RESETS: how often.
+    """
+
+    kind: Kind
+    seconds: float = 0.0
+    every_s: float = 0.1
+
+    @property
+    def heals_after_s(self) -> float:
+        """Seconds until nothing is disturbed any more."""
+        return 2 * self.seconds if self.kind is Kind.DELAY else self.seconds
+
+
+@dataclass(eq=False)
+class _Rule:
+    """A disturbance under way on one proxy."""
+
+    what: Disturbance
+    clients: Collection[int] | None
+    began: float
+
+    def due(self, read_at: float) -> float:
+        """When what was read then may be written."""
+        ends = self.began + self.what.seconds
+        if self.what.kind is Kind.BLACK_HOLE:
+            return ends
+        return read_at + self.what.seconds if self.began <= read_at < ends else read_at
+
+
+class _Connection:
+    """One client's connection, and ours to the server."""
+
+    def __init__(self, proxy: TcpProxy, client: socket.socket, server: socket.socket) -> None:
+        self.proxy = proxy
+        self.client, self.server = client, server
+        self._port = int(client.getpeername()[1])
+        self._pid = -1
+        self._cut = False
+        self._reset = False
+        self._up: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
+        self._down: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def meant(self, clients: Collection[int] | None) -> bool:
+        """Whether it is of one of these processes."""
+        if clients is not None and self._pid < 0:
+            self._pid = owner_of(self._port, self.proxy.processes())
+        return clients is None or self._pid in clients
+
+    async def run(self) -> None:
+        """Pass bytes until both directions have ended, or one is broken."""
+        self._tasks = [
+            asyncio.ensure_future(task)
+            for task in (
+                self._read(self.client, self._up, upward=True),
+                self._read(self.server, self._down, upward=False),
+                self._write(self._up, self.server),
+                self._write(self._down, self.client),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+            self._reset |= any(not t.cancelled() and t.exception() is not None for t in done)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)  # nobody uses the sockets any more
+            for end in (self.client, self.server):
+                _close(end, reset=self._reset)
+
+    def reset(self) -> None:
+        """End it with a reset on both sides."""
+        self._reset = True
+        for task in self._tasks:
+            task.cancel()
+
+    def half_close(self) -> None:
+        """End the client's direction; what it sends from now on is lost."""
+        if not self._cut:
+            self._cut = True
+            self._tasks.append(asyncio.ensure_future(self._up.put((0.0, b""))))
+
+    async def _read(self, source: socket.socket, queue: asyncio.Queue[tuple[float, bytes]], *, upward: bool) -> None:
+        loop = asyncio.get_running_loop()
+        data = b"-"
+        while data:
+            data = await loop.sock_recv(source, _READ_BYTES)
+            if not (upward and self._cut):
+                await queue.put((time.monotonic(), data))
+
+    async def _write(self, queue: asyncio.Queue[tuple[float, bytes]], sink: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            read_at, data = await queue.get()
+            while (late_s := self.proxy.due(self, read_at) - time.monotonic()) > 0:
+                await asyncio.sleep(late_s)
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            await loop.sock_sendall(sink, data)
+
+
+def _close(end: socket.socket, *, reset: bool) -> None:
+    with contextlib.suppress(OSError):
+        if reset:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+    end.close()
+
+
+class TcpProxy:
+    """Passes connections on to a server. Made by `Proxies.open`; any thread may use it.
+
+    Attributes:
+        address: "host:port" where clients connect.
+        upstream: (host, port) of the server; may be changed. None = it is not there: clients are refused.
+        processes: gives the ids of all processes that may be clients.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        upstream: tuple[str, int] | None,
+        processes: Callable[[], Collection[int]],
+    ) -> None:
+        self._loop = loop
+        self.upstream = upstream
+        self.processes = processes
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener.setblocking(False)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._connections: set[_Connection] = set()
+        self._rules: list[_Rule] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def disturb(self, what: Disturbance, clients: Collection[int] | None = None) -> None:
+        """Begin to disturb connections, also those that are made meanwhile.
+
+        Args:
+            what: what is done, and for how long.
+            clients: process ids of the clients whose connections are meant; None = all.
+        """
+        self._call(self._disturb(what, clients))
+
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return len(self._connections)
+
+    # ------------------------------------------------------------------ on the loop's thread
+
+    async def serve(self) -> None:
+        """Accept until closed."""
+        while True:
+            client, _ = await self._loop.sock_accept(self._listener)
+            self._start(self._connect(client))
+
+    async def _connect(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        server = socket.socket()
+        server.setblocking(False)
+        try:
+            if self.upstream is None:
+                raise ConnectionRefusedError
+            await self._loop.sock_connect(server, self.upstream)
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _Connection(self, client, server)
+        except OSError:
+            for end in (client, server):
+                _close(end, reset=True)
+            return
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+    def due(self, connection: _Connection, read_at: float) -> float:
+        """When what was read from a connection may be written."""
+        due = read_at
+        for rule in self._rules:
+            if connection.meant(rule.clients):
+                due = max(due, rule.due(read_at))
+        return due
+
+    async def _disturb(self, what: Disturbance, clients: Collection[int] | None) -> None:
+        if what.kind in (Kind.BLACK_HOLE, Kind.DELAY):
+            rule = _Rule(what, clients, time.monotonic())
+            self._rules.append(rule)
+            self._loop.call_later(what.heals_after_s + 0.1, self._rules.remove, rule)
+        elif what.kind is Kind.HALF_CLOSE:
+            for connection in self._meant(clients):
+                connection.half_close()
+        elif what.kind is Kind.RESET:
+            self._reset(clients)
+        else:
+            self._start(self._reset_for(what, clients))
+
+    async def _reset_for(self, what: Disturbance, clients: Collection[int] | None) -> None:
+        ends = time.monotonic() + what.seconds
+        while time.monotonic() < ends:
+            self._reset(clients)
+            await asyncio.sleep(what.every_s)
+
+    def _reset(self, clients: Collection[int] | None) -> None:
+        for connection in self._meant(clients):
+            connection.reset()
+
+    def _meant(self, clients: Collection[int] | None) -> list[_Connection]:
+        return [c for c in self._connections if c.meant(clients)]
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End every connection and stop listening."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_CALL_S)
+
+
+class Proxies:
+    """The thread that proxies run in, as a context manager.
+
+    Args:
+        processes: gives the ids of all processes that may be clients.
+
+    Attributes:
+        stalled_s: the longest time for which the thread did not get to run: so long nothing passed any proxy.
+    """
+
+    def __init__(self, processes: Callable[[], Collection[int]]) -> None:
+        self._processes = processes
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="axon-ps-proxies", daemon=True)
+        self._all: list[tuple[TcpProxy, asyncio.Task[None]]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self.stalled_s = 0.0
+
+    def __enter__(self) -> Proxies:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+        return self
+
+    def open(self, upstream: tuple[str, int] | None = None) -> TcpProxy:
+        """A proxy that listens on a port of loopback."""
+        return asyncio.run_coroutine_threadsafe(self._open(upstream), self._loop).result(_CALL_S)
+
+    async def _open(self, upstream: tuple[str, int] | None) -> TcpProxy:
+        proxy = TcpProxy(self._loop, upstream, self._processes)
+        self._all.append((proxy, self._loop.create_task(proxy.serve())))
+        return proxy
+
+    async def _watch(self) -> None:
+        self._watching = asyncio.current_task()
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.stalled_s = max(self.stalled_s, time.monotonic() - began - _TICK_S)
+
+    async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        for proxy, serving in self._all:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await proxy.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CALL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CALL_S)
+        self._loop.close()
+
+
+def owner_of(port: int, processes: Collection[int]) -> int:
+    """Which of these processes has a TCP socket at this local port; -1 when none has."""
+    inodes = {
+        fields[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for fields in map(str.split, _lines(table))
+        if fields[1].endswith(f":{port:04X}")
+    }
+    wanted = {f"socket:[{inode}]" for inode in inodes if inode != "0"}
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path) in wanted:
+                        return pid
+    return -1
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.readlines()[1:]
+    except OSError:
+        return []

@@ -1,0 +1,317 @@
+"""One cell of the grid: a small cluster, a fault at its moment, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from axon_ps.errors import AxonError
+from axon_ps.storage import manifest
+from axon_ps.testing.faults import FaultyCluster, Hit, Moment
+from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
+from axon_ps.testing.processes import ChildProcess, wait_for_any
+from axon_ps.testing.workers import WorkerProcess
+from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
+from fault_model import Attempt, Values, attempts_in, expected, train
+
+MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.collectives.world")
+PRELOADED = (*MODULES, *SERVICE_MODULES, "fault_warm")
+
+STEPS, FATAL = 7, 3
+SHARDS = 2
+_MOST_RESTARTS = 2
+_START_S = 20.0
+_SLACK_S = 3.0
+"""Beyond what is promised, before a worker counts as hanging: what it takes to train to the end and leave."""
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of a cell.
+
+    Attributes:
+        name: the cell's.
+        problems: what broke a promise, in words; empty when all is well.
+        waited_s: of each worker, from healing to its next committed step.
+        stalled_s: the longest time for which this process did not get to run; it carries every byte of the cell.
+        restarts: workers that were started again because they ended with an error.
+        seconds: how long the cell took.
+        logs: what everybody wrote; empty when all is well.
+    """
+
+    name: str
+    problems: list[str] = field(default_factory=list)
+    waited_s: dict[str, float] = field(default_factory=dict)
+    stalled_s: float = 0.0
+    restarts: int = 0
+    seconds: float = 0.0
+    logs: str = ""
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be the machine's fault: somebody was late and nothing else wrong, or we stood still."""
+        late = all(p.startswith("late:") for p in self.problems)
+        return bool(self.problems) and (late or self.stalled_s > LEASE_S / 3)
+
+
+def run(cell: Cell) -> Outcome:
+    """Run a cell; never raises."""
+    began = time.monotonic()
+    outcome = Outcome(name=cell.name)
+    try:
+        with _cluster(cell) as cluster:
+            Scene(cell, cluster, outcome).play()
+            outcome.stalled_s = round(cluster.stalled_s, 2)
+            if outcome.problems:
+                raise AxonError("; ".join(outcome.problems))
+    except Exception as error:
+        if not outcome.problems:
+            outcome.problems.append(f"{type(error).__name__}: {str(error)[:2000]}")
+        outcome.logs += "\n".join(getattr(error, "__notes__", ()))
+    outcome.seconds = round(time.monotonic() - began, 2)
+    return outcome
+
+
+def _cluster(cell: Cell) -> FaultyCluster:
+    return FaultyCluster(
+        SHARDS,
+        4 if cell.hybrid else 3,
+        lease_s=LEASE_S,
+        environment={} if cell.direct else {"AXON_PS_DIRECT_MEMORY": "0"},
+        shard_nodes=("a", "b") if cell.hybrid else (),
+    )
+
+
+class Scene:
+    """A cell while it is played."""
+
+    def __init__(self, cell: Cell, cluster: FaultyCluster, outcome: Outcome) -> None:
+        self._cell, self._cluster, self._outcome = cell, cluster, outcome
+        self._workers: dict[int, WorkerProcess] = {}
+        self._lives: list[tuple[int, Path]] = []  # of every worker that was started: its rank, and what it wrote down
+        self._earlier = ""
+        self._save: WorkerProcess | None = None
+        self._healed = 0.0
+        self._dealt = 0.0
+        self._kept = f"{cluster.directory}/kept"
+        self._written = f"{cluster.directory}/written"
+
+    def play(self) -> None:
+        """Start, strike, heal, wait, judge."""
+        for rank in range(self._cluster.world_size):
+            self._start(rank)
+        hit = self._reach_the_moment()
+        if hit is not None:
+            self._strike(hit)
+            self._watch()
+            self._judge()
+        self._outcome.logs += self._earlier
+        for rank, worker in self._workers.items():
+            result = worker.end()
+            self._outcome.logs += f"--- worker {rank}: {result.error}\n{result.output}\n"
+
+    def _start(self, rank: int) -> None:
+        env = {"AXON_PS_NODE": "ab"[rank // 2]} if self._cell.hybrid else {}
+        written = self._cluster.directory / f"attempts-{len(self._lives)}"
+        self._lives.append((rank, written))
+        self._workers[rank] = self._cluster.start_worker(
+            rank, train, args=(self._cell.strategy, STEPS, _TIMEOUT_S, written), env=env
+        )
+
+    # ------------------------------------------------------------------ the moment
+
+    def _reach_the_moment(self) -> Hit | None:
+        """The process that stopped at the cell's moment; everything is as it was until it is released."""
+        moments, moment = self._cluster.moments, self._cell.moment
+        first = self._workers[(self._cell.victims or (1,))[0]].process
+        moments.arm(self._cluster.slot_of(first), Moment.BETWEEN_STEPS, version=FATAL)
+        if (hit := self._wait("version", _START_S)) is None or moment is Moment.BETWEEN_STEPS:
+            self._keep_a_checkpoint()
+            return hit
+        self._keep_a_checkpoint()
+        place = {Moment.DECISION: self._cluster.process("coordinator"), Moment.CHECKPOINT: self._shard}.get(
+            moment, first
+        )
+        moments.arm(self._cluster.slot_of(place), moment)
+        if moment is Moment.CHECKPOINT:
+            self._save = self._cluster.begin_command("checkpoint", "save", self._written, "--timeout-s", "30")
+        hit.release()
+        return self._wait(moment.name, 5.0)
+
+    @property
+    def _shard(self) -> ChildProcess:
+        return self._cluster.process("shard", 0)
+
+    def _wait(self, what: str, timeout_s: float) -> Hit | None:
+        hit = self._cluster.moments.wait(timeout_s)
+        if hit is None:
+            self._outcome.problems.append(f"the moment was not reached: {what}")
+        return hit
+
+    def _keep_a_checkpoint(self) -> None:
+        if self._cell.target is Target.SHARD and self._cell.fault is Fault.SIGKILL and not self._outcome.problems:
+            self._cluster.command("checkpoint", "save", self._kept)
+
+    # ------------------------------------------------------------------ the fault
+
+    def _strike(self, hit: Hit) -> None:
+        self._dealt = time.monotonic()
+        fault = self._cell.fault
+        struck = [self._workers[rank].process for rank in self._cell.victims]
+        if self._cell.target in (Target.COORDINATOR, Target.BOTH):
+            struck.append(self._cluster.process("coordinator"))
+        if self._cell.target is Target.SHARD:
+            struck.append(self._shard)
+        if fault is Fault.SIGKILL:
+            self._kill(struck, hit)
+        elif fault in STOPS_S:
+            self._stop(struck, hit, STOPS_S[fault])
+        else:
+            for process in struck:
+                self._cluster.disturb(DISTURBANCES[fault], process)
+            hit.release()
+            time.sleep(DISTURBANCES[fault].heals_after_s)
+        self._healed = time.monotonic()
+
+    def _stop(self, struck: Iterable[ChildProcess], hit: Hit, seconds: float) -> None:
+        for process in struck:
+            process.send_signal(signal.SIGSTOP)
+        hit.release()
+        time.sleep(seconds)
+        for process in struck:
+            process.send_signal(signal.SIGCONT)
+
+    def _kill(self, struck: Iterable[ChildProcess], hit: Hit) -> None:
+        for process in struck:
+            process.send_signal(signal.SIGKILL)
+        for process in struck:
+            process.wait(5.0)
+        hit.release()
+        if self._cell.target in (Target.COORDINATOR, Target.BOTH):
+            self._cluster.restart("coordinator")
+        if self._cell.target is Target.SHARD:
+            self._cluster.restart("shard", 0)
+            self._cluster.command("checkpoint", "restore", self._kept, "--timeout-s", "30")
+        for node in {self._node(rank) for rank in self._cell.victims}:
+            self._replace(node)
+
+    # ------------------------------------------------------------------ what comes of it
+
+    def _node(self, rank: int) -> tuple[int, ...]:
+        """The workers that fail and are started together."""
+        return (rank // 2 * 2, rank // 2 * 2 + 1) if self._cell.hybrid else (rank,)
+
+    def _replace(self, node: Sequence[int]) -> None:
+        """Start a node's workers again once all of them have ended, as a launcher does."""
+        deadline = time.monotonic() + PATIENCE_S
+        for rank in node:
+            if self._workers[rank].process.wait(max(0.0, deadline - time.monotonic())) is None:
+                self._outcome.problems.append(f"hang: worker {rank} goes on though its node has failed")
+        for rank in node:
+            result = self._workers[rank].end()
+            self._earlier += f"--- worker {rank}, earlier life: {result.error}\n{result.output}\n"
+            self._start(rank)
+
+    def _watch(self) -> None:
+        """Until every worker has ended, or one has waited for too long."""
+        running = set(self._workers)
+        while running:
+            deadline = self._healed + PATIENCE_S + _SLACK_S
+            ended = wait_for_any([self._workers[rank].process for rank in running], deadline)
+            if not ended:
+                self._cluster.show_stacks()
+                for rank in running:
+                    self._workers[rank].kill()
+                hanging = ", ".join(map(str, sorted(running)))
+                self._outcome.problems.append(f"hang: {hanging} of {len(self._workers)} workers had not ended")
+                return
+            for rank in [r for r in running if r in self._workers and self._workers[r].process in ended]:
+                running.discard(rank)
+                if self._workers[rank].process.exit_code and self._may_restart(rank):
+                    self._outcome.restarts += 1
+                    self._replace(self._node(rank))
+                    self._healed = time.monotonic()
+                    running |= set(self._node(rank))
+
+    def _may_restart(self, rank: int) -> bool:
+        """Whether a worker that ended with an error is started again: a node that fails as a whole."""
+        return self._cell.hybrid and bool(self._cell.victims) and self._outcome.restarts < _MOST_RESTARTS
+
+    def _judge(self) -> None:
+        """Compare with what is promised."""
+        values: dict[int, Values] = {}
+        problems = self._outcome.problems
+        for rank, worker in self._workers.items():
+            if worker.process.exit_code is None:
+                continue
+            result = worker.end()
+            if result.error:
+                problems.append(f"worker {rank} ended: {_last_line(result.error)}")
+            else:
+                values[rank] = result.value
+        attempts = [(rank, attempt) for rank, written in self._lives for attempt in attempts_in(written)]
+        for rank in values:
+            waited_s = _waited([a for r, a in attempts if r == rank], self._healed)
+            self._outcome.waited_s[str(rank)] = round(waited_s, 3)
+            if waited_s > PATIENCE_S:
+                problems.append(f"late: worker {rank} waited {waited_s:.1f} s after the fault had healed")
+        if len(values) == len(self._workers):
+            problems += wrong_bits(attempts, values)
+        self._judge_checkpoint()
+
+    def _judge_checkpoint(self) -> None:
+        """It was written, and is whole; or it failed with a reason, and leaves nothing that looks whole."""
+        if self._save is None:
+            return
+        result = self._save.result(5.0)
+        if result.value == 0:
+            try:
+                manifest.verify(self._written)
+            except AxonError as error:
+                self._outcome.problems.append(f"the checkpoint that was written is not whole: {error}")
+        elif result.value is None or not result.output.strip():
+            self._outcome.problems.append(f"`checkpoint save` ended without a reason: {result.error} {result.output}")
+
+
+def _last_line(error: str) -> str:
+    """The exception of a traceback, without its notes."""
+    lines = error.strip().splitlines()
+    return next((line for line in reversed(lines) if line.startswith("axon_ps.errors.")), lines[-1])
+
+
+def _waited(attempts: Iterable[Attempt], healed: float) -> float:
+    """From healing to the next committed step; 0 when all were committed before."""
+    return min((a.ended - healed for a in attempts if a.committed and a.ended >= healed), default=0.0)
+
+
+def wrong_bits(attempts: Iterable[tuple[int, Attempt]], found: dict[int, Values]) -> list[str]:
+    """What differs between workers, and from plain torch over the ranks that took part in each committed step."""
+    problems, took_part = [], {}
+    for rank, a in sorted(attempts, key=lambda pair: pair[1].ended):
+        if a.committed and a.version != a.became - 1:
+            problems.append(f"wrong: worker {rank}: a gradient of version {a.version} counted in {a.became - 1}")
+        if a.committed:
+            took_part[a.became - 1] = tuple(a.ranks)
+    steps = tuple(took_part.get(version, ()) for version in range(STEPS))
+    if missing := [version for version, ranks in enumerate(steps) if not ranks]:
+        return [*problems, f"no worker saw the steps from {missing} commit"]
+    values = expected(steps)
+    for rank, theirs in found.items():
+        for name, right in values.items():
+            differ = int(np.count_nonzero(theirs[name] != right))
+            if differ:
+                problems.append(f"wrong: worker {rank}: {differ} of {right.size} values of {name} after {steps}")
+    return problems
+
+
+def as_json(outcome: Outcome) -> dict[str, object]:
+    """For the results file."""
+    return dataclasses.asdict(outcome)

@@ -1,0 +1,136 @@
+"""The grid of faults, as data: who is struck, by what, at which moment, under which strategy, and what is promised."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from axon_ps.testing.faults import Moment
+from axon_ps.testing.faults.proxy import Disturbance, Kind
+
+LEASE_S = 1.0
+PATIENCE_S = LEASE_S + 2.0
+"""Nobody waits longer than this after a fault has healed."""
+
+
+class Target(Enum):
+    """Who is struck."""
+
+    WORKER = "worker"
+    TWO_WORKERS = "two-workers"
+    SHARD = "shard"
+    COORDINATOR = "coordinator"
+    BOTH = "coordinator+worker"
+
+
+class Fault(Enum):
+    """By what."""
+
+    SIGKILL = "sigkill"
+    STOP_SHORT = "sigstop-short"
+    STOP_LONG = "sigstop-long"
+    RESET = "reset"
+    HALF_CLOSE = "half-close"
+    BLACK_HOLE = "black-hole"
+    DELAY = "delay"
+    RESETS = "resets"
+
+
+STOPS_S = {Fault.STOP_SHORT: 0.4 * LEASE_S, Fault.STOP_LONG: 2.5 * LEASE_S}
+
+DISTURBANCES = {
+    Fault.RESET: Disturbance(kind=Kind.RESET),
+    Fault.HALF_CLOSE: Disturbance(kind=Kind.HALF_CLOSE),
+    Fault.BLACK_HOLE: Disturbance(kind=Kind.BLACK_HOLE, seconds=8.0),
+    Fault.DELAY: Disturbance(kind=Kind.DELAY, seconds=4.0),
+    Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=5.0, every_s=0.1),
+}
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination."""
+
+    target: Target
+    fault: Fault
+    moment: Moment
+    strategy: str
+    direct: bool
+
+    @property
+    def name(self) -> str:
+        """What it is called: "worker*sigkill*forward*FULL_SHARD*direct"."""
+        direct = "direct" if self.direct else "sent"
+        moment = self.moment.name.lower().replace("_", "-")
+        return "*".join((self.target.value, self.fault.value, moment, self.strategy, direct))
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether a replica is a node of two workers."""
+        return self.strategy == "HYBRID_SHARD"
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """Ranks of the workers that are struck."""
+        if self.target is Target.TWO_WORKERS:
+            return (2, 3) if self.hybrid else (1, 2)
+        return (1,) if self.target in (Target.WORKER, Target.BOTH) else ()
+
+    @property
+    def promise(self) -> str:
+        """What is to happen, beside what every cell promises: nobody waits longer than `PATIENCE_S`, right bits."""
+        if self.target is Target.SHARD and self.fault is Fault.SIGKILL:
+            return "another server takes its place, an operator restores the last checkpoint, the workers go on"
+        if self.hybrid and self.victims:
+            return "a node fails as a whole or not at all: its workers end with the reason, and are started again"
+        if self.victims and self.fault is Fault.SIGKILL:
+            return "another worker takes its place and needs no peer"
+        return "everybody goes on"
+
+
+def cannot_occur(cell: Cell) -> str:
+    """Why a combination cannot be had; empty when it can."""
+    return ""
+
+
+def all_cells() -> tuple[Cell, ...]:
+    """Every combination, those that cannot occur too."""
+    return tuple(
+        Cell(target=target, fault=fault, moment=moment, strategy=strategy, direct=direct)
+        for strategy, direct, moment, fault, target in itertools.product(
+            STRATEGIES, (True, False), Moment, Fault, Target
+        )
+    )
+
+
+def possible_cells() -> tuple[Cell, ...]:
+    """Those that can occur."""
+    return tuple(c for c in all_cells() if not cannot_occur(c))
+
+
+def pairwise(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Few of the cells in which every pair of values of two dimensions occurs that occurs in any. Greedy, the same each
+    time: always the cell with the most pairs that are still missing, the first of equals."""
+    missing = set().union(*map(_pairs, cells))
+    left, chosen = list(cells), []
+    while missing:
+        best = max(left, key=lambda c: len(_pairs(c) & missing))
+        chosen.append(best)
+        left.remove(best)
+        missing -= _pairs(best)
+    return tuple(chosen)
+
+
+def _pairs(cell: Cell) -> frozenset[tuple[object, object]]:
+    values: Iterable[object] = (
+        ("target", cell.target),
+        ("fault", cell.fault),
+        ("moment", cell.moment),
+        ("strategy", cell.strategy),
+        ("direct", cell.direct),
+    )
+    return frozenset(itertools.combinations(values, 2))
