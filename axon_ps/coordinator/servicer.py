@@ -133,7 +133,7 @@ class CoordinatorServicer:
         elif request.op == coordinator_pb2.KV_OP_GET:
             kv.get(call, request.key)
         elif request.op == coordinator_pb2.KV_OP_WAIT:
-            kv.wait(call, request.key, self._shell.now(), timeout_s)
+            kv.wait(call, request.key, self._shell.now(), timeout_s, caller.incarnation)
         elif request.op == coordinator_pb2.KV_OP_ADD:
             kv.add(call, request.key, request.amount)
         elif request.op == coordinator_pb2.KV_OP_COMPARE_AND_SET:

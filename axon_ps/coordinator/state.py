@@ -114,7 +114,7 @@ class CoordinatorState:
         else:
             replaced = Broken("a newer stream of the same process has taken the place of this one")
             self._out.close(a.roster.attach(seat, session), replaced)
-            seat.deadline = now + self.config.lease_s
+            a.roster.renew(seat, now + self.config.lease_s)
             if role is Role.SHARD:  # an order may have gone with the old stream
                 self._snapshots.lost([seat.member.rank], f"the stream of {seat.name} was replaced")
             a.greet(seat)
@@ -419,7 +419,7 @@ class CoordinatorState:
         """Whose session this is; that it speaks renews its lease."""
         seat = self._assembly.roster.of_session(session)
         if seat is not None:
-            seat.deadline = now + self.config.lease_s
+            self._assembly.roster.renew(seat, now + self.config.lease_s)
         return seat
 
     def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> Seat:
