@@ -81,14 +81,19 @@ class Barriers:
         """The caller does not wait any more: it has not arrived."""
         self._forget(call)
 
-    def generation_changed(self, membership: Membership, lost: Sequence[int], reason: str) -> None:
-        """Who is there has changed; `lost` are the ranks of workers that are gone."""
+    def generation_changed(
+        self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
+    ) -> None:
+        """Who is there has changed; `lost` are the ranks of workers that are gone: because they had `finished`, maybe.
+
+        Nobody waits for who has finished: a barrier of all workers goes on without.
+        """
         for key, barrier in list(self._barriers.items()):
             name, ranks = key
             gone = [r for r in lost if r in ranks]
             if gone:
                 self._fail(key, MemberLost(f"barrier {name!r} needs rank {ranks_in_words(gone)}: {reason}"))
-            elif not ranks and barrier.generation:
+            elif not ranks and barrier.generation and not finished:
                 words = f"barrier {name!r} was for all workers of generation {barrier.generation}: {reason}"
                 self._fail(key, GenerationChanged(words, membership.generation))
             else:
