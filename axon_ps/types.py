@@ -152,6 +152,7 @@ class Membership:
         num_replicas: how many replicas contribute gradients.
         complete: whether there are as many workers and shard servers as the job needs to make a step.
         waiting_for: what is missing when it is not complete, in words.
+        finished: workers that left because they had finished, the newest last: what they sent is still delivered.
     """
 
     generation: int
@@ -162,6 +163,7 @@ class Membership:
     num_replicas: int
     complete: bool
     waiting_for: str = ""
+    finished: tuple[Member, ...] = ()
 
 
 class Outcome(enum.Enum):

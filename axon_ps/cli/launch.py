@@ -107,6 +107,8 @@ class _Launcher:
         command += ["--ready-fd", str(ready_fd)]
         if launch.min_workers is not None:
             command += ["--min-workers", str(launch.min_workers)]
+        if launch.step_timeout_s is not None:
+            command += ["--step-timeout-s", str(launch.step_timeout_s)]
         if launch.resume:
             command += ["--resume", launch.resume]
         return command

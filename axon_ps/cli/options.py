@@ -63,6 +63,13 @@ ReadyFd = Annotated[
     int | None,
     typer.Option(help="File descriptor that gets a line with our address as soon as we listen.", hidden=True),
 ]
+StepTimeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that workers wait in a step for one that takes no part, before the job goes on without it.",
+        show_default="for ever",
+    ),
+]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -40,6 +40,7 @@ class Launch:
         node_rank: which of them we are; -1 = whichever, the coordinator gives out the ranks.
         shards: shard servers of the job that we and our like on other nodes start; 0 = they are elsewhere.
         min_workers: least workers to go on with; None = all.
+        step_timeout_s: how long a step waits for a worker that takes no part; None = for ever.
         master_addr: where node 0 is.
         master_port: port for torch.distributed's own store; 0 = any free one.
         coordinator_port: port of the embedded coordinator; 0 = any free one.
@@ -57,6 +58,7 @@ class Launch:
     node_rank: int
     shards: int
     min_workers: int | None
+    step_timeout_s: float | None
     master_addr: str
     master_port: int
     coordinator_port: int
@@ -105,6 +107,7 @@ def run(
     min_workers: Annotated[
         int | None, typer.Option(help="Least workers to go on with.", min=1, show_default="all")
     ] = None,
+    step_timeout_s: o.StepTimeout = None,
     checkpoint_dir: Annotated[
         str | None,
         typer.Option(help="Where checkpoints go: AXON_PS_CHECKPOINT_DIR of the workers.", show_default=False),
@@ -142,6 +145,7 @@ def run(
         node_rank=node_rank,
         shards=shards if shards is not None else int(embedded),
         min_workers=min_workers,
+        step_timeout_s=step_timeout_s,
         master_addr=master_addr,
         master_port=master_port if master_port is not None else DEFAULT_MASTER_PORT * (nnodes > 1),
         coordinator_port=_coordinator_port(coordinator_port, master_port, nnodes),
@@ -204,10 +208,11 @@ def _check(launch: Launch, *, embedded: bool) -> None:
         print("axon-ps: --master-addr is this machine itself; other machines will not find it", file=sys.stderr)
     if embedded and launch.shards < 1:
         raise ConfigurationError("--shards is 0, but a job without --coordinator needs a shard server of its own")
-    if not embedded and (launch.resume or launch.state != "memory" or launch.min_workers is not None):
+    of_coordinator = launch.resume, launch.min_workers, launch.step_timeout_s
+    if not embedded and (any(of_coordinator) or launch.state != "memory"):
         raise ConfigurationError(
-            "--resume, --state and --min-workers are the coordinator's; give them where you start it, "
-            "since --coordinator names one that runs already"
+            "--resume, --state, --min-workers and --step-timeout-s are the coordinator's; give them where you start "
+            "it, since --coordinator names one that runs already"
         )
     if launch.min_workers is not None and launch.min_workers > launch.world_size:
         raise ConfigurationError(f"--min-workers is {launch.min_workers}; the job has {launch.world_size} workers")

@@ -7,6 +7,7 @@ is 0 after SIGTERM (the way supervisors stop a service) and 130 after Ctrl-C.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ def coordinator(
     join_timeout_s: Annotated[
         float, typer.Option(help="Seconds that workers wait for lost members to be replaced.")
     ] = 600.0,
+    step_timeout_s: o.StepTimeout = None,
     state: Annotated[
         str | None,
         typer.Option(help="sqlite file that survives a restart, or 'memory'.", show_default="under ~/.local/state"),
@@ -81,6 +83,7 @@ def coordinator(
         min_workers=min_workers,
         lease_s=lease_s,
         join_timeout_s=join_timeout_s,
+        step_timeout_s=math.inf if step_timeout_s is None else step_timeout_s,
         resume=resume,
     )
     store = _state_store(state, settings.job)

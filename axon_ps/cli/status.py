@@ -94,7 +94,8 @@ def doctor(as_json: o.Json = False, config: o.Config = None) -> None:
 
 def _as_dict(reply: Status) -> dict[str, Any]:
     values = dataclasses.asdict(reply)
-    for member in (*values["membership"]["workers"], *values["membership"]["shards"]):
+    membership = values["membership"]
+    for member in (*membership["workers"], *membership["shards"], *membership["finished"]):
         member["role"] = member["role"].value
     return values
 
@@ -114,8 +115,8 @@ def _print_status(reply: Status, address: str) -> None:
         highlight=False,
     )
     table = Table("role", "rank", "node", "address", "replica", "incarnation")
-    for m in (*membership.shards, *membership.workers):
-        replica = str(m.replica) if m.replica >= 0 else ""
+    for m in (*membership.shards, *membership.workers, *membership.finished):
+        replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
         table.add_row(m.role.value, str(m.rank), m.node, m.address, replica, m.incarnation[:8])
     console.print(table)
     for line in reply.pending:

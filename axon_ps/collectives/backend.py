@@ -88,10 +88,12 @@ class Backend(ABC):
 
     Attributes:
         name: under which it is selected ("shm").
+        keeps_messages: whether what a rank has sent is received though that rank has closed and gone.
         dtypes: what its arrays may consist of.
     """
 
     name: ClassVar[str]
+    keeps_messages: ClassVar[bool] = False
     dtypes: tuple[DType, ...] = tuple(DType)
 
     def __init__(self, context: GroupContext) -> None:

@@ -12,6 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,12 @@ if TYPE_CHECKING:
     from axon_ps.collectives.world import World
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for calls under way."""
+"""How long `close` waits for calls under way, once they were ended."""
+
+LINGER_S = 10.0
+"""How long a worker that has finished waits until what it sent in the background was taken."""
+
+_logger = logging.getLogger(__name__)
 
 MakeBackend = Callable[[GroupContext, str], Backend]
 """Makes the backend of a group by its name; collective."""
@@ -78,6 +85,7 @@ class GroupBase:
         self._children: list[ProcessGroup] = []
         self._numbered = 0
         self._error: AxonError | None = None
+        self._departed: AxonError | None = None
 
     # ------------------------------------------------------------------ who is in it
 
@@ -165,6 +173,24 @@ class GroupBase:
         for child in self._children:
             child.member_lost(lost, error)
 
+    def member_finished(self, finished: set[str], error: AxonError) -> None:
+        """Members have left because they had finished: no collective can begin any more, but what they sent is there.
+
+        What waits for one of them ends with an error by itself: the backends see who is gone.
+
+        Args:
+            finished: ids of members.
+            error: what later collectives raise.
+        """
+        if any(m.id in finished for m in self._context.members):
+            self._departed = self._departed or error
+            self._store.expect_no_more(error)
+            for backend in (self._host, self._device):
+                if backend is not None and not backend.keeps_messages:
+                    backend.abort(error)
+        for child in self._children:
+            child.member_finished(finished, error)
+
     def _end(self, error: AxonError) -> None:
         """End what is pending or comes later in this group itself; the first error counts."""
         if self._error is None:
@@ -174,12 +200,33 @@ class GroupBase:
             if backend is not None:
                 backend.abort(error)
 
-    def close(self) -> None:
-        """Free the group on this worker, sub-groups first; calls under way are ended. Harmless when repeated."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Free the group on this worker, sub-groups first; calls under way are ended. Harmless when repeated.
+
+        Args:
+            linger_s: how long what was sent in the background may take to be taken by its receivers first.
+        """
+        deadline = time.monotonic() + linger_s
         for child in self._children:
-            child.close()
-        self.abort(Closed(f"group {self.name!r} was closed"))
+            child.close(max(0.0, deadline - time.monotonic()))
+        error = Closed(f"group {self.name!r} was closed")
+        if self._error is None and self._wait_idle(deadline) and all(b.keeps_messages for b in self._backends()):
+            self._error = error  # nothing is to be ended, and what the others have not read yet stays
+            self._store.abort(error)
+        else:
+            self.abort(error)
         self._free()
+
+    def _wait_idle(self, deadline: float) -> bool:
+        """Wait for what was sent in the background; whether nothing is under way then."""
+        for (direction, peer, _), lane in list(self._p2p_lanes.items()):
+            left_s = max(0.0, deadline - time.monotonic())
+            if direction == "send" and not lane.wait_idle(left_s) and left_s:
+                _logger.warning("group %s: rank %d did not take a message in time; it is lost", self.name, peer)
+        return all(lane.wait_idle(0.0) for lane in (self._lane, *self._p2p_lanes.values()))
+
+    def _backends(self) -> list[Backend]:
+        return [b for b in (self._device, self._host) if b is not None]
 
     def release(self) -> bool:
         """Free what this group and its sub-groups hold as far as they are over; whether nothing of them is in use.
@@ -195,9 +242,8 @@ class GroupBase:
     def _free(self) -> None:
         for lane in (self._lane, *self._p2p_lanes.values()):
             lane.close(CLOSE_TIMEOUT_S)
-        for backend in (self._device, self._host):
-            if backend is not None:
-                backend.close()
+        for backend in self._backends():
+            backend.close()
         self._host = self._device = None
 
     def statistics(self) -> dict[str, float]:
@@ -224,6 +270,8 @@ class GroupBase:
         device = flat is not None and flat.device
 
         def run() -> Any:
+            if self._error is None and self._departed is not None:
+                raise self._departed
             call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
             self._sequence += 1
             entry = self._recorder.begin(self.name, self.ranks, call)

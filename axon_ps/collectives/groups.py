@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -73,16 +74,19 @@ class Groups:
             self._workers = membership.workers
         return lost
 
-    def end_with(self, lost: Sequence[Member], generation: int) -> None:
-        """Abort the groups that any of these workers was in; they were gone in this generation."""
-        if not lost:
-            return
-        who = ", ".join(f"rank {m.rank} (node {m.node})" for m in lost)
-        error = MemberLost(f"{who} has left the job; a group with it is over (generation {generation})")
+    def end_with(self, lost: Sequence[Member], membership: Membership) -> None:
+        """End the groups that any of these workers was in, which this membership has no more; messages of those that
+        had finished stay.
+        """
+        ended = {m.id for m in membership.finished}
+        finished, died = [m for m in lost if m.id in ended], [m for m in lost if m.id not in ended]
         with self._lock:
             groups = list(self._made.values())
         for group in groups:
-            group.member_lost({m.id for m in lost}, error)
+            if finished:
+                group.member_finished({m.id for m in finished}, _gone(finished, "has finished", membership.generation))
+            if died:
+                group.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
 
     def abort(self, error: AxonError) -> None:
         """The session is over: end everything."""
@@ -141,12 +145,13 @@ class Groups:
             self._made[_NODE, number, *_key(members)] = group
             return group
 
-    def close(self) -> None:
-        """Free every group."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Free every group; what was sent in the background has `linger_s` seconds, in all, to be taken."""
+        deadline = time.monotonic() + linger_s
         with self._lock:
             groups, self._made = list(self._made.values()), {}
         for group in groups:
-            group.close()
+            group.close(max(0.0, deadline - time.monotonic()))
 
     def _group(self, name: str, position: int, members: tuple[Member, ...]) -> ProcessGroup:
         context = GroupContext(
@@ -170,6 +175,11 @@ class Groups:
 def _name_of(workers: tuple[Member, ...]) -> str:
     """The name of the default group of these workers: the same on all of them, and no other group's."""
     return f"world@{max(m.joined for m in workers)}-{_digest_of(workers)}"
+
+
+def _gone(members: Sequence[Member], how: str, generation: int) -> MemberLost:
+    who = ", ".join(f"rank {m.rank} (node {m.node})" for m in members)
+    return MemberLost(f"{who} {how}; a group with it is over (generation {generation})")
 
 
 def _digest_of(workers: tuple[Member, ...]) -> str:

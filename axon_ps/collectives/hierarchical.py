@@ -54,6 +54,7 @@ class HierarchicalBackend(RequestBackend):
     """
 
     name: ClassVar[str] = "hierarchical"
+    keeps_messages = True
 
     def __init__(
         self,

@@ -77,6 +77,7 @@ class SharedMemoryBackend(Backend):
     """
 
     name = "shm"
+    keeps_messages = True
 
     def __init__(
         self, context: GroupContext, *, slot_bytes: int = SLOT_BYTES, direct: bool = True, directory: str = ""

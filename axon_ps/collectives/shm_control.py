@@ -265,9 +265,10 @@ class Control:
                 dead = self.dead()
                 late = missing()  # asked after, for a rank may do its part and end
                 for rank in late:
+                    if self.closed(rank):
+                        raise self.fail(self.left(rank))
                     if rank in dead:
                         raise self.fail(self.lost(rank))
-                    self.see_closed(rank)
 
     def too_late(self, missing: Sequence[int]) -> Timeout:
         """The error for ranks (positions) that did not come in time."""
@@ -290,12 +291,9 @@ class Control:
                 return self.fail(self.lost(rank))
         return self.fail(Broken(f"rank {self.ranks[rank]} gave up its array in the middle of a call: {error}"))
 
-    def see_closed(self, rank: int) -> None:
-        """Raise when a rank (position) left the group in good order while we wait for it."""
-        if self.closed(rank):
-            raise self.fail(
-                Broken(f"rank {self.ranks[rank]} closed group {self.name!r} while others still wait for it in a call")
-            )
+    def left(self, rank: int) -> Broken:
+        """The error for a rank (position) that left the group in good order while we wait for it."""
+        return Broken(f"rank {self.ranks[rank]} closed group {self.name!r} while others still wait for it in a call")
 
     def closed(self, rank: int) -> bool:
         """Whether a rank (position) left the group in good order."""

@@ -281,4 +281,4 @@ class Mailbox:
         for rank in sorted(dead - closed):
             raise control.fail(control.lost(rank))
         if closed and closed == ranks:
-            control.see_closed(min(closed))
+            raise control.left(min(closed))  # and no more: what it sent to others they may still receive

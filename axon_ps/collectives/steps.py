@@ -37,6 +37,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
+from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
@@ -46,6 +47,12 @@ _logger = logging.getLogger(__name__)
 
 NO_GENERATION = -1
 """Of a void ticket."""
+
+_ARRIVED_EVERY_S = 1.0
+"""While pushes last, the coordinator is told so often that this worker waits, and is not the one waited for."""
+
+_ASK_S = 2.0
+"""How long the coordinator may take to say for whom a step waits, once that has timed out."""
 
 _DECISIONS_KEPT = 16
 """After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
@@ -638,8 +645,7 @@ class StepClient:
 
     def _vote(self, ticket: Ticket, pushes: Sequence[Work[None]], max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         try:
-            for work in pushes:
-                work.wait(self.timeout_s)
+            self._wait_pushed(ticket, pushes)
         except (GenerationChanged, StepAborted) as error:
             return self._aborted(ticket, str(error))
         if not self.valid(ticket):
@@ -653,13 +659,40 @@ class StepClient:
             version=self.version,
             replica=ticket.replica if self._pace.alone else None,
         )
-        decision = self._wait(
-            lambda: self._decided(ticket),
-            self.timeout_s,
-            lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
-        )
+        try:
+            decision = self._wait(
+                lambda: self._decided(ticket),
+                self.timeout_s,
+                lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
+            )
+        except Timeout as error:
+            raise Timeout(f"{error}{self._stragglers()}") from error
         self.wait_generation(decision.next_generation, self.timeout_s)
         return decision
+
+    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Work[None]]) -> None:
+        """Wait for the pushes; those of replicas before ours come first, so it may be for another worker."""
+        deadline = Deadline(self.timeout_s)
+        for work in pushes:
+            while True:
+                try:
+                    work.wait(min(_ARRIVED_EVERY_S, deadline.remaining()))
+                    break
+                except Timeout as error:
+                    if work.is_completed():
+                        raise
+                    if deadline.passed:
+                        raise Timeout(f"{error}{self._stragglers()}") from error
+                if not self._pace.alone and self.valid(ticket):
+                    self._coordinator.arrived(generation=ticket.generation, step=ticket.step)
+
+    def _stragglers(self) -> str:
+        """For whom the step under way waits, by the coordinator; empty if it does not say."""
+        try:
+            pending = self._loop.run(self._coordinator.status(_ASK_S), _ASK_S).pending
+        except AxonError:
+            return ""
+        return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""
 
     def _decided(self, ticket: Ticket) -> Decision | None:
         decision = self._decisions.get(ticket.step)

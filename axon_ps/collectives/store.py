@@ -77,6 +77,11 @@ class AbortableStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self._error: AxonError | None = None
+        self._no_more: AxonError | None = None
+
+    def expect_no_more(self, error: AxonError) -> None:
+        """A member has finished: what it stored is there; waits for what is not end with `error`. Any thread."""
+        self._no_more = self._no_more or error
 
     def abort(self, error: AxonError) -> None:
         """End waits under way and to come with `error`. Any thread."""
@@ -97,10 +102,13 @@ class AbortableStore:
         while True:
             if self._error is not None:
                 raise self._error
-            left_s = max(0.0, deadline - time.monotonic())
+            no_more = self._no_more  # of before we look
+            left_s = 0.0 if no_more is not None else max(0.0, deadline - time.monotonic())
             try:
                 return self.inner.wait(key, min(left_s, LOOK_EVERY_S))
             except Timeout:
+                if no_more is not None:
+                    raise no_more from None
                 if left_s <= LOOK_EVERY_S and self._error is None:
                     raise
 

@@ -134,8 +134,7 @@ class Lane:
             return call()
         finally:
             self._running.release()
-            with self._mutex:
-                self._unfinished -= 1
+            self._finished()
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have it done by the lane's thread.
@@ -152,14 +151,19 @@ class Lane:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-            self._mutex.notify()
+            self._mutex.notify_all()
         return future
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until everything that was given is done, at most `timeout_s` seconds; whether it is."""
+        with self._mutex:
+            return self._mutex.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Take nothing more; let what was given end, at most `timeout_s` seconds."""
         with self._mutex:
             self._closed = True
-            self._mutex.notify()
+            self._mutex.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -185,3 +189,5 @@ class Lane:
     def _finished(self) -> None:
         with self._mutex:
             self._unfinished -= 1
+            if not self._unfinished:
+                self._mutex.notify_all()

@@ -16,8 +16,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
@@ -151,7 +153,8 @@ class World:
         except BaseException:
             world.close()
             raise
-        atexit.register(world.close)
+        atexit.register(world._at_exit)
+        notice_exit()
         World._current = world
         world._loop.submit(world._watch())
         return world
@@ -445,7 +448,7 @@ class World:
             lost = self._groups.set_members(event)
         self.steps.on_event(event)
         if isinstance(event, Membership):
-            self._groups.end_with(lost, event.generation)
+            self._groups.end_with(lost, event)
         elif isinstance(event, SessionLost) and event.final:
             self._groups.abort(event.error)
 
@@ -463,21 +466,31 @@ class World:
 
         return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._collectives))
 
-    def close(self) -> None:
-        """Leave the job. The others learn of it at once. Harmless when repeated."""
+    def close(self, *, finished: bool | None = None) -> None:
+        """Leave the job. The others learn of it at once. Harmless when repeated.
+
+        Args:
+            finished: whether this worker has done all it had to do. Then the others go on without it, and wait for
+                none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
+                called while an error is being handled.
+        """
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         if World._current is self:
             World._current = None
-        self._groups.close()
+        finished = going_well() if finished is None else finished
+        self._groups.close(LINGER_S if finished else 0.0)
         try:
-            self._loop.run(self._coordinator.close("closed by its owner"), 10.0)
+            self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
         finally:
             self._loop.close()
+
+    def _at_exit(self) -> None:
+        self.close(finished=process_went_well())
 
     def __enter__(self) -> World:
         return self
@@ -485,7 +498,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(finished=going_well())
 
 
 def _info(reply: Any) -> CheckpointInfo:

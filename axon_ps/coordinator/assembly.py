@@ -28,6 +28,9 @@ from axon_ps.coordinator.steps import ranks_in_words
 from axon_ps.storage.state_store import Record
 from axon_ps.types import Decision, Member, Membership, Outcome, Role
 
+MAX_FINISHED = 1 << 10
+"""How many of the workers that finished last a membership names."""
+
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
 
 
@@ -62,6 +65,8 @@ class Assembly:
         self.generation = durable.generation
         self.step = durable.step
         self.version = durable.version
+        self._finished = list(durable.finished)
+        self._vacant = durable.vacant  # places of finished workers, which nobody is awaited for
         self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
         self._decisions = list(durable.decisions)
         for member in durable.members:
@@ -75,9 +80,15 @@ class Assembly:
 
     @property
     def needed_workers(self) -> int:
-        """How many workers it takes to make a step."""
+        """How many workers it takes to make a step: never one in the place of one that has finished."""
         least = self._config.min_workers
-        return min(least, self.world_size) if self.was_complete and least is not None else self.world_size
+        needed = min(least, self.world_size) if self.was_complete and least is not None else self.world_size
+        return min(needed, self.world_size - self._vacant)
+
+    def set_world_size(self, world_size: int) -> None:
+        """Take what the first worker says."""
+        self.world_size = world_size
+        self._out.persist([self.job_record()])
 
     # ------------------------------------------------------------------ generations
 
@@ -86,22 +97,29 @@ class Assembly:
         reason: str,
         *,
         lost: Sequence[Seat] = (),
+        finished: bool = False,
         joined: Member | None = None,
         session: int = -1,
         now: float = 0.0,
     ) -> None:
-        """Make the next generation: `lost` are gone, `joined` is new and speaks on `session`.
+        """Make the next generation: `lost` are gone, as they wished if `finished`; `joined` speaks on `session`.
 
         See Note: [A generation is immutable].
         """
         initialized = self.job_state().initialized
+        if joined is not None and joined.role is Role.WORKER and not self.membership.workers:
+            self._finished, self._vacant = [], 0  # the job begins anew
         for seat in lost:
             self.roster.remove(seat)
+        if finished:
+            self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
+            self._vacant += len(lost)
         self.abort(reason)
         if joined is not None:
             member = dataclasses.replace(joined, joined=self.generation + 1)
             seat = self.roster.add(member, session, now + self._config.lease_s)
             self.greet(seat)
+        self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
         self.generation += 1
         self.membership = self._describe(self.step, self.version)
         self.was_complete = self.was_complete or self.membership.complete
@@ -153,8 +171,14 @@ class Assembly:
 
     def records(self) -> list[Record]:
         """Who is there and where the job is, for the store."""
-        members = records.members_record(self.membership, self.roster.records(), was_complete=self.was_complete)
+        members = records.members_record(
+            self.membership, self.roster.records(), was_complete=self.was_complete, vacant=self._vacant
+        )
         return [members, records.progress_record(self.step, self.version)]
+
+    def job_record(self) -> Record:
+        """What the job is called and how many members it starts with, for the store."""
+        return records.job_record(self._state_id, self._config.job, self.world_size, self._config.num_shards)
 
     # ------------------------------------------------------------------ steps
 
@@ -177,6 +201,11 @@ class Assembly:
         """The attempts of this generation begin; also when the policy has just become known."""
         spec = self._registration.spec
         self.attempts.begin(None if spec is None else spec.policy, self.membership)
+
+    def arrived(self, rank: int, generation: int, step: int) -> None:
+        """A worker has computed everything of an attempt and waits; of another attempt it means nothing."""
+        if self._attempt_open and generation == self.generation:
+            self.attempts.arrived(rank, step, self.step)
 
     def vote(self, rank: int, vote: Vote) -> None:
         """A worker has pushed everything of an attempt; one of another attempt, or a second, is ignored."""
@@ -243,6 +272,7 @@ class Assembly:
             num_replicas=replicas,
             complete=not waiting_for,
             waiting_for=waiting_for,
+            finished=tuple(self._finished),
         )
 
     def _waiting_for(self, workers: int, shards: Sequence[Member]) -> str:
@@ -251,6 +281,8 @@ class Assembly:
             words.append("a first worker, which says how many there will be")
         elif workers < self.needed_workers:
             words.append(f"{self.needed_workers - workers} of {self.needed_workers} workers")
+        elif not workers and self._finished:
+            words.append("new workers, since all have finished")
         here = {s.rank for s in shards}
         if missing := [r for r in range(self._config.num_shards) if r not in here]:
             words.append(f"shard server {ranks_in_words(missing)} of {self._config.num_shards}")

@@ -31,11 +31,14 @@ class Attempts:
     Attributes:
         alone: whether each replica's gradient is a step of its own.
         clocks: per replica, its decided steps in this generation; not kept where all step together.
+        slowest: the lowest clock.
     """
 
     def __init__(self) -> None:
         self.alone = False
         self.clocks: list[int] = []
+        self.slowest = 0
+        self._fastest = 0
         self._most_behind: int | None = None
         self._workers: list[tuple[int, ...]] = [()]
         self._replica_of: dict[int, int] = {}
@@ -51,6 +54,7 @@ class Attempts:
         self._workers = [tuple(rank for rank, r in self._replica_of.items() if r == lane) for lane in range(count)]
         self._tallies = [Tally() for _ in range(count)]
         self.clocks = [0] * count if self.alone else []
+        self._clocks_moved()
 
     def resume(self, decisions: Sequence[Decision], generation: int) -> None:
         """Set the clocks as they were before the coordinator's restart."""
@@ -58,11 +62,25 @@ class Attempts:
             turn = decision.turn
             if turn is not None and decision.generation == generation and turn.replica < len(self.clocks):
                 self.clocks[turn.replica] = max(self.clocks[turn.replica], turn.clock + 1)
+        self._clocks_moved()
 
     @property
-    def slowest(self) -> int:
-        """The lowest clock."""
-        return min(self.clocks, default=0)
+    def somebody_waits(self) -> bool:
+        """Whether a worker has done its part and waits for others."""
+        if not self.alone:
+            return bool(self._tallies[0].votes or self._tallies[0].arrived)
+        return self._most_behind is not None and self._fastest - self.slowest > self._most_behind
+
+    def missing(self) -> tuple[int, ...]:
+        """The workers that it would wait for: those that take no part, or the slowest."""
+        lanes = [lane for lane in range(len(self._tallies)) if not self.alone or self.clocks[lane] == self.slowest]
+        return tuple(rank for lane in lanes for rank in self._tallies[lane].missing(self._workers[lane]))
+
+    def arrived(self, rank: int, name: int, step: int) -> None:
+        """A worker has computed everything of an attempt; see `coordinator.stragglers`."""
+        lane = self._replica_of.get(rank)
+        if lane is not None and name == self._name(lane, step):
+            self._tallies[lane].arrived.add(rank)
 
     def vote(self, rank: int, vote: Vote, step: int) -> bool:
         """Count a worker's vote; False for one of another attempt, or a second.
@@ -101,6 +119,7 @@ class Attempts:
             return None
         clock = self.clocks[lane]
         self.clocks[lane] += 1
+        self._clocks_moved()
         return Turn(replica=lane, clock=clock, slowest_clock=self.slowest)
 
     def clear(self) -> None:
@@ -122,6 +141,9 @@ class Attempts:
             if not self._admitted(lane):
                 slowest = self.clocks.index(self.slowest)
                 yield f"replica {lane} at clock {self.clocks[lane]} waits for replica {slowest} at {self.slowest}"
+
+    def _clocks_moved(self) -> None:
+        self.slowest, self._fastest = min(self.clocks, default=0), max(self.clocks, default=0)
 
     def _admitted(self, lane: int) -> bool:
         return self._most_behind is None or self._clock(lane) - self.slowest <= self._most_behind

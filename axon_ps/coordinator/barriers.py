@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 from axon_ps.coordinator.actions import Outbox
 from axon_ps.coordinator.steps import ranks_in_words
+from axon_ps.coordinator.waiting import Waiting
 from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from axon_ps.types import Membership
 
 MAX_BARRIERS = 1 << 12
+MAX_WAITERS = 1 << 14
 MAX_NAME_CHARS = 512
 
 Key = tuple[str, tuple[int, ...]]
@@ -27,8 +29,6 @@ class _Barrier:
     """Without ranks: the complete generation that waits; 0 while the job assembles."""
     calls: dict[int, int] = field(default_factory=dict)
     """Call by rank."""
-    deadlines: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By rank: when its time is over, and how long that is."""
 
 
 class Barriers:
@@ -42,6 +42,7 @@ class Barriers:
         self._out = out
         self._barriers: dict[Key, _Barrier] = {}
         self._key_of: dict[int, tuple[Key, int]] = {}
+        self._waiting = Waiting("barriers", MAX_WAITERS)
 
     def arrive(
         self,
@@ -57,7 +58,7 @@ class Barriers:
 
         Raises:
             InvalidRequest: the name is empty or too long, or the caller is not among `ranks`.
-            Busy: there are too many barriers.
+            Busy: there are too many barriers, or calls that wait at one.
         """
         if not 1 <= len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a barrier's name has 1 to {MAX_NAME_CHARS} characters; {len(name)} given")
@@ -66,13 +67,13 @@ class Barriers:
         key = (name, tuple(sorted(set(ranks))))
         if key not in self._barriers and len(self._barriers) >= MAX_BARRIERS:
             raise Busy(f"workers wait at {MAX_BARRIERS} barriers already")
+        self._waiting.add(call, str(rank), now, timeout_s)
         barrier = self._barriers.setdefault(key, _Barrier())
         if (earlier := barrier.calls.get(rank)) is not None:
             self._forget(earlier)
             self._out.reply(earlier, MemberLost(f"rank {rank} arrived at barrier {name!r} again with another call"))
             self._barriers[key] = barrier
         barrier.calls[rank] = call
-        barrier.deadlines[rank] = (now + timeout_s, timeout_s)
         self._key_of[call] = (key, rank)
         self._open_if_full(key, membership)
 
@@ -80,14 +81,19 @@ class Barriers:
         """The caller does not wait any more: it has not arrived."""
         self._forget(call)
 
-    def generation_changed(self, membership: Membership, lost: Sequence[int], reason: str) -> None:
-        """Who is there has changed; `lost` are the ranks of workers that are gone."""
+    def generation_changed(
+        self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
+    ) -> None:
+        """Who is there has changed; `lost` are the ranks of workers that are gone: because they had `finished`, maybe.
+
+        Nobody waits for who has finished: a barrier of all workers goes on without.
+        """
         for key, barrier in list(self._barriers.items()):
             name, ranks = key
             gone = [r for r in lost if r in ranks]
             if gone:
                 self._fail(key, MemberLost(f"barrier {name!r} needs rank {ranks_in_words(gone)}: {reason}"))
-            elif not ranks and barrier.generation:
+            elif not ranks and barrier.generation and not finished:
                 words = f"barrier {name!r} was for all workers of generation {barrier.generation}: {reason}"
                 self._fail(key, GenerationChanged(words, membership.generation))
             else:
@@ -97,17 +103,16 @@ class Barriers:
 
     def tick(self, now: float, membership: Membership) -> None:
         """Answer the calls whose time is over, naming who is missing."""
-        for key, barrier in list(self._barriers.items()):
-            missing = self._missing(key, barrier, membership)
-            for rank, (deadline, waited_s) in list(barrier.deadlines.items()):
-                if deadline <= now:
-                    call = barrier.calls[rank]
-                    self._forget(call)
-                    self._out.reply(call, Timeout(f"{_waiting(key[0], missing)} after {waited_s:g} s"))
+        late = [(call, *self._key_of[call]) for call in self._waiting.late(now)]
+        missing = {key: self._missing(key, self._barriers[key], membership) for _, key, _ in late}
+        for call, key, _ in late:
+            waited_s = self._waiting.timeout_s(call)
+            self._forget(call)
+            self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
         """When the next call's time is over."""
-        return min((d for b in self._barriers.values() for d, _ in b.deadlines.values()), default=float("inf"))
+        return self._waiting.next_deadline()
 
     def pending(self, membership: Membership) -> list[str]:
         """What barriers wait for, in words."""
@@ -145,8 +150,9 @@ class Barriers:
         if call not in self._key_of:
             return
         key, rank = self._key_of.pop(call)
+        self._waiting.remove(call)
         barrier = self._barriers[key]
-        del barrier.calls[rank], barrier.deadlines[rank]
+        del barrier.calls[rank]
         if not barrier.calls:
             del self._barriers[key]
 

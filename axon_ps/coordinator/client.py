@@ -200,13 +200,18 @@ class CoordinatorClient(Calls):
             await self.close()
             raise
 
-    async def close(self, reason: str = "") -> None:
-        """Leave the job: the others learn of it at once. Harmless when repeated, or before `start`."""
+    async def close(self, reason: str = "", *, finished: bool = False) -> None:
+        """Leave the job: the others learn of it at once. Harmless when repeated, or before `start`.
+
+        Args:
+            reason: for the others' logs.
+            finished: worker: we have done all we had to do, so nobody is to wait for another in our place.
+        """
         self._closing = True
         if self._task is not None and not self._task.done():
             if self._attached.is_set():
-                leave = session_pb2.SessionRequest(leave=session_pb2.Leave(reason=reason[:200]))
-                self._outbox.put_nowait(leave)
+                leave = session_pb2.Leave(reason=reason[:200], finished=finished)
+                self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
                 await asyncio.wait([self._task], timeout=LEAVE_S)
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -241,6 +246,11 @@ class CoordinatorClient(Calls):
         """
         vote = Vote(generation=generation, step=step, max_norm=max_norm, hyper=hyper, version=version)
         self._soon(self._cast, vote, replica)
+
+    def arrived(self, *, generation: int, step: int) -> None:
+        """Worker: say that everything of a step is computed, while the servers do not take it yet."""
+        arrived = session_pb2.Arrived(generation=generation, step=step)
+        self._soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
     def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
         """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current.

@@ -20,6 +20,8 @@ class CoordinatorConfig:
         lease_s: how long a silent member is kept.
         join_timeout_s: how long workers wait for lost members to be replaced before they are told to give up;
             inf = for ever.
+        step_timeout_s: how long workers wait in a step for one that takes no part in it, before it is set aside, if
+            without it there are still as many as the job needs; inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
     """
@@ -30,6 +32,7 @@ class CoordinatorConfig:
     min_workers: int | None = None
     lease_s: float = 5.0
     join_timeout_s: float = 600.0
+    step_timeout_s: float = math.inf
     resume: str = ""
 
     def __post_init__(self) -> None:
@@ -42,7 +45,11 @@ class CoordinatorConfig:
             raise ConfigurationError(
                 f"min_workers is {self.min_workers}, more than world_size, which is {self.world_size}"
             )
-        for what, seconds in (("lease_s", self.lease_s), ("join_timeout_s", self.join_timeout_s)):
+        for what, seconds in (
+            ("lease_s", self.lease_s),
+            ("join_timeout_s", self.join_timeout_s),
+            ("step_timeout_s", self.step_timeout_s),
+        ):
             if not seconds > 0:
                 raise ConfigurationError(f"{what} is {seconds}; it must be more than 0")
         if math.isinf(self.lease_s):

@@ -1,7 +1,7 @@
 """The job's key-value store: small values that workers leave for each other. Pure.
 
 Bounds: a key has 1 to 512 bytes, a value at most 1 MiB, all of it at most `MAX_TOTAL_BYTES`; at most `MAX_WAITERS`
-calls wait at a time.
+calls wait at a time, and of one caller at most `waiting.MAX_PER_CALLER`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from axon_ps.coordinator.actions import Outbox
 from axon_ps.coordinator.records import kv_record
+from axon_ps.coordinator.waiting import Waiting
 from axon_ps.errors import Busy, InvalidRequest, Timeout
 
 MAX_KEY_BYTES = 512
@@ -51,7 +52,8 @@ class KeyValues:
         self._values = dict(values)
         self._bytes = sum(_cost(k, v) for k, v in self._values.items())
         self._out = out
-        self._waiting: dict[str, dict[int, tuple[float, float]]] = {}
+        self._waiting = Waiting("keys", MAX_WAITERS)
+        self._calls_of: dict[str, dict[int, None]] = {}  # by key, in order of arrival
         self._key_of: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -73,20 +75,19 @@ class KeyValues:
         value = self._values.get(key)
         self._out.reply(call, KVResult(value is not None, value or b""))
 
-    def wait(self, call: int, key: str, now: float, timeout_s: float) -> None:
+    def wait(self, call: int, key: str, now: float, timeout_s: float, caller: str = "") -> None:
         """Read a value as soon as there is one; `Timeout` when it takes longer than `timeout_s`.
 
         Raises:
-            Busy: too many calls wait.
+            Busy: too many calls wait, of `caller` or of all.
         """
         _check_key(key)
         value = self._values.get(key)
         if value is not None:
             self._out.reply(call, KVResult(True, value))
             return
-        if len(self._key_of) >= MAX_WAITERS:
-            raise Busy(f"{MAX_WAITERS} calls wait for keys already; wait for fewer at a time")
-        self._waiting.setdefault(key, {})[call] = (now + timeout_s, timeout_s)
+        self._waiting.add(call, caller, now, timeout_s)
+        self._calls_of.setdefault(key, {})[call] = None
         self._key_of[call] = key
 
     def add(self, call: int, key: str, amount: int) -> None:
@@ -129,21 +130,22 @@ class KeyValues:
         """Nobody waits for this call any more."""
         key = self._key_of.pop(call, None)
         if key is not None:
-            waiting = self._waiting[key]
-            del waiting[call]
-            if not waiting:
-                del self._waiting[key]
+            self._waiting.remove(call)
+            calls = self._calls_of[key]
+            del calls[call]
+            if not calls:
+                del self._calls_of[key]
 
     def tick(self, now: float) -> None:
         """Answer the waiting calls whose time is over."""
-        late = [(c, k, w) for k, calls in self._waiting.items() for c, (d, w) in calls.items() if d <= now]
-        for call, key, waited_s in late:
+        for call in self._waiting.late(now):
+            key, waited_s = self._key_of[call], self._waiting.timeout_s(call)
             self.cancel(call)
             self._out.reply(call, Timeout(f"nobody stored key {key!r} within {waited_s:g} s"))
 
     def next_deadline(self) -> float:
         """When the next waiting call's time is over."""
-        return min((d for calls in self._waiting.values() for d, _ in calls.values()), default=float("inf"))
+        return self._waiting.next_deadline()
 
     def _store(self, key: str, value: bytes) -> None:
         _check_key(key)
@@ -159,7 +161,7 @@ class KeyValues:
         self._values[key] = value
         if value != present:
             self._out.persist([kv_record(key, value)])
-        for call in list(self._waiting.get(key, ())):
+        for call in list(self._calls_of.get(key, ())):
             self.cancel(call)
             self._out.reply(call, KVResult(True, value))
 

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 
 from axon_ps.coordinator.events import CheckpointInfo
+from axon_ps.coordinator.restores import Resume
 from axon_ps.coordinator.snapshots import Snapshot
-from axon_ps.coordinator.state import Resume
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into

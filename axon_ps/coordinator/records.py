@@ -86,6 +86,8 @@ class Durable:
     step: int = 1
     version: int = 0
     members: tuple[Member, ...] = ()
+    finished: tuple[Member, ...] = ()
+    vacant: int = 0
     parameters: Parameters = field(default_factory=Parameters)
     spec: JobSpec | None = None
     optimizer: OptimizerSpec | None = None
@@ -100,26 +102,17 @@ def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Rec
     return _record("job", value)
 
 
-def members_record(membership: Membership, members: list[Member], *, was_complete: bool) -> Record:
-    """Who is a member, and where their generation began."""
-    fields = [
-        {
-            "role": m.role.value,
-            "rank": m.rank,
-            "incarnation": m.incarnation,
-            "node": m.node,
-            "address": m.address,
-            "joined": m.joined,
-        }
-        for m in members
-    ]
+def members_record(membership: Membership, members: list[Member], *, was_complete: bool, vacant: int) -> Record:
+    """Who is a member, who has finished, and where their generation began."""
     value = {
         "generation": membership.generation,
         "step": membership.step,
         "version": membership.version,
         "complete": membership.complete,
         "was_complete": was_complete,
-        "members": fields,
+        "members": [_member_to_json(m) for m in members],
+        "finished": [_member_to_json(m) for m in membership.finished],
+        "vacant": vacant,
     }
     return _record("members", value)
 
@@ -240,7 +233,9 @@ def _load(records: Mapping[str, bytes]) -> Durable:
         generation=members["generation"],
         first_step=members["step"],
         first_version=members["version"],
-        members=tuple(Member(**{**m, "role": Role(m["role"])}) for m in members["members"]),
+        members=tuple(map(_member, members["members"])),
+        finished=tuple(map(_member, members.get("finished", []))),
+        vacant=members.get("vacant", 0),
         step=progress["step"],
         version=progress["version"],
         parameters=_parameters(value("parameters")) if "parameters" in records else Parameters(),
@@ -254,6 +249,15 @@ def _load(records: Mapping[str, bytes]) -> Durable:
 
 def _record(key: str, value: Any) -> Record:
     return Record(key, json.dumps(value, separators=(",", ":")).encode())
+
+
+def _member_to_json(member: Member) -> dict[str, Any]:
+    names = ("rank", "incarnation", "node", "address", "joined")
+    return {"role": member.role.value, **{name: getattr(member, name) for name in names}}
+
+
+def _member(value: dict[str, Any]) -> Member:
+    return Member(**{**value, "role": Role(value["role"])})
 
 
 def _decision(value: dict[str, Any]) -> Decision:

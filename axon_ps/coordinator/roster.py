@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.events import Hello
+from axon_ps.coordinator.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
 
@@ -26,7 +27,7 @@ class Seat:
 
     Attributes:
         member: who; `local_rank` and `replica` are filled in by `Roster.members`.
-        deadline: when its lease is over.
+        deadline: when its lease is over; moved by `Roster.renew`.
         session: its stream, if it has one.
         metrics: what it said of itself in its newest heartbeat.
     """
@@ -57,6 +58,7 @@ class Roster:
     def __init__(self) -> None:
         self._seats: dict[str, Seat] = {}
         self._by_session: dict[int, Seat] = {}
+        self._leases: Deadlines[str] = Deadlines()
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())
@@ -113,6 +115,7 @@ class Roster:
         """Give a new member its seat."""
         assert member.incarnation not in self._seats
         seat = self._seats[member.incarnation] = Seat(member, deadline)
+        self._leases.set(member.incarnation, deadline)
         if session is not None:
             self.attach(seat, session)
         return seat
@@ -135,19 +138,27 @@ class Roster:
         """Take a seat away."""
         self.detach(seat)
         del self._seats[seat.member.incarnation]
+        self._leases.remove(seat.member.incarnation)
 
     def expired(self, now: float) -> list[Seat]:
         """Seats whose lease is over."""
+        if self._leases.next() > now:
+            return []
         return [s for s in self._seats.values() if s.deadline <= now]
+
+    def renew(self, seat: Seat, deadline: float) -> None:
+        """A member lives: its lease is over later."""
+        seat.deadline = deadline
+        self._leases.set(seat.member.incarnation, deadline)
 
     def next_deadline(self) -> float:
         """When the next lease is over; inf without members."""
-        return min((s.deadline for s in self._seats.values()), default=float("inf"))
+        return self._leases.next()
 
     def extend(self, seconds: float) -> None:
         """Give everybody more time."""
         for seat in self._seats.values():
-            seat.deadline += seconds
+            self.renew(seat, seat.deadline + seconds)
 
     def records(self) -> list[Member]:
         """What must outlive the coordinator."""

@@ -94,6 +94,8 @@ class CoordinatorServicer:
             return state.heartbeat(session, _metrics(message.heartbeat), now)
         if kind == "vote":
             return state.vote(session, vote_from_proto(message.vote), now)
+        if kind == "arrived":
+            return state.arrived(session, message.arrived.generation, message.arrived.step, now)
         if kind == "ready":
             return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "initialized":
@@ -104,7 +106,7 @@ class CoordinatorServicer:
             error = error_from_detail(message.restore.error)
             return state.restore_report(session, message.restore.epoch, error, now)
         if kind == "leave":
-            return state.leave(session, message.leave.reason[:200], now)
+            return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
         raise InvalidRequest(
             f"a session's message is {kind or 'empty, or of a newer version'}; nothing can be made of it"
         )
@@ -133,7 +135,7 @@ class CoordinatorServicer:
         elif request.op == coordinator_pb2.KV_OP_GET:
             kv.get(call, request.key)
         elif request.op == coordinator_pb2.KV_OP_WAIT:
-            kv.wait(call, request.key, self._shell.now(), timeout_s)
+            kv.wait(call, request.key, self._shell.now(), timeout_s, caller.incarnation)
         elif request.op == coordinator_pb2.KV_OP_ADD:
             kv.add(call, request.key, request.amount)
         elif request.op == coordinator_pb2.KV_OP_COMPARE_AND_SET:

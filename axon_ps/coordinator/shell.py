@@ -31,6 +31,9 @@ from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.wire.v1 import session_pb2
 
 QUEUE_EVENTS: Final = 1024
+HELD_UP_S: Final = 10.0
+"""When workers have waited so long in a step for another, the log says for which."""
+
 MAX_CALLS: Final = 1 << 15
 LONGEST_NAP_S: Final = 1.0
 """The clock is looked at this often at least, so that a pause of the whole process is noticed."""
@@ -101,6 +104,7 @@ class Shell:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._logged_generation = self._logged_step = 0
+        self._held_up_s = 0.0
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -114,7 +118,7 @@ class Shell:
 
     def status(self) -> Status:
         """What the job looks like now."""
-        status = self.state.status()
+        status = self.state.status(self.now())
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(status, uptime_s=self.now() - self._started_s, pending=pending)
 
@@ -301,3 +305,10 @@ class Shell:
             _logger.warning("the coordinator stood still for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
         self.perform(self.state.tick(self.now()))
+        self._log_stragglers()
+
+    def _log_stragglers(self) -> None:
+        """Say once for whom the others wait, when they have for `HELD_UP_S`."""
+        before_s, (self._held_up_s, words) = self._held_up_s, self.state.held_up(self.now())
+        if before_s < HELD_UP_S <= self._held_up_s:
+            _logger.warning("%s", words)

@@ -4,41 +4,38 @@ Every method is one event and returns the actions it causes, in order; `Persist`
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. What comes from a session that is no member's any more is ignored.
 
-The work is done by the parts: `assembly` (generations and steps), `registration` (layout and parameters), `barriers`,
-`kv`, `snapshots`.
+The work is done by the parts: `members` (who comes and goes), `assembly` (generations and steps), `registration`
+(layout and parameters), `restores`, `barriers`, `kv`, `snapshots`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_ps.coordinator import records
 from axon_ps.coordinator.actions import Action, Outbox
-from axon_ps.coordinator.admission import find_place
 from axon_ps.coordinator.assembly import Assembly
 from axon_ps.coordinator.barriers import Barriers
 from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import UPLOADED, CheckpointInfo, Hello, Ready, Registered, SnapshotReport, Status, Vote
+from axon_ps.coordinator.events import UPLOADED, Hello, Ready, Registered, SnapshotReport, Status, Vote
 from axon_ps.coordinator.kv import KeyValues
-from axon_ps.coordinator.registration import RESTORE_HINT, Registration
-from axon_ps.coordinator.roster import Seat, name_of
+from axon_ps.coordinator.members import Members
+from axon_ps.coordinator.registration import Registration
+from axon_ps.coordinator.restores import Restores, Resume
+from axon_ps.coordinator.roster import Seat
 from axon_ps.coordinator.snapshots import Snapshots
 from axon_ps.errors import (
     AxonError,
-    Broken,
-    CheckpointError,
     ConfigurationError,
     GenerationChanged,
     InvalidRequest,
     MemberLost,
     Misuse,
     PermissionDenied,
-    Timeout,
 )
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Member, OptimizerSpec, Role
+from axon_ps.types import OptimizerSpec, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +44,6 @@ class Caller:
 
     job: str
     incarnation: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resume:
-    """A checkpoint that the job is to begin with, or go back to: what its manifest says."""
-
-    uri: str
-    version: int
 
 
 class CoordinatorState:
@@ -84,12 +73,11 @@ class CoordinatorState:
         self._barriers = Barriers(self._out)
         self._kv = KeyValues(durable.kv, self._out)
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
-        self._stored_parameters = records.parameters_record(durable.parameters)
-        self._restore_call = -1
-        self._incomplete_since = now
-        self._state_id = durable.state_id
-        self._persist_job()
-        self._out.persist(self._assembly.records())
+        self._members = Members(
+            config, self._assembly, self._registration, self._barriers, self._snapshots, self._out, now
+        )
+        self._restores = Restores(self._assembly, self._registration, self._members, self._snapshots, self._out)
+        self._out.persist([self._assembly.job_record(), *self._assembly.records()])
 
     # ------------------------------------------------------------------ sessions
 
@@ -105,20 +93,7 @@ class CoordinatorState:
         """
         if hello.job != self.config.job:
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {hello.job!r}")
-        a = self._assembly
-        seat = a.roster.get(hello.incarnation)
-        if seat is None:
-            self._admit(session, role, hello, now)
-        elif seat.member.role is not role:
-            raise InvalidRequest(f"incarnation {hello.incarnation} is a member already, {seat.name}, of another role")
-        else:
-            replaced = Broken("a newer stream of the same process has taken the place of this one")
-            self._out.close(a.roster.attach(seat, session), replaced)
-            seat.deadline = now + self.config.lease_s
-            if role is Role.SHARD:  # an order may have gone with the old stream
-                self._snapshots.lost([seat.member.rank], f"the stream of {seat.name} was replaced")
-            a.greet(seat)
-            self._out.push([session], a.membership)
+        self._members.join(session, role, hello, now)
         return self._out.take()
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
@@ -127,33 +102,22 @@ class CoordinatorState:
             seat.metrics = dict(metrics)
         return self._out.take()
 
-    def leave(self, session: int, reason: str, now: float) -> list[Action]:
-        """A member says goodbye."""
+    def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
+        """A member says goodbye; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
         if (seat := self._seat(session, now)) is not None:
-            self._out.close(session)
-            self._assembly.counters["leaves"] += 1
-            self._lost([seat], f"{seat.name} left" + (f": {reason}" if reason else ""), now)
+            self._members.leave(seat, reason, now, finished=finished)
         return self._out.take()
 
     def stream_lost(self, session: int, now: float) -> list[Action]:
         """A member's stream has broken: it is gone at once."""
         if (seat := self._seat(session, now)) is not None:
             self._assembly.counters["losses"] += 1
-            self._lost([seat], f"{seat.name} was lost: its connection broke", now)
+            self._members.lose([seat], f"{seat.name} was lost: its connection broke", now)
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: leases, waiting calls."""
-        expired = self._assembly.roster.expired(now)
-        if expired:
-            reasons = []
-            for seat in expired:
-                reasons.append(self._silence(seat))
-                self._out.close(seat.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
-            self._assembly.counters["losses"] += len(expired)
-            self._lost(expired, "; ".join(reasons), now)
-        if now >= self._join_deadline():
-            self._give_up_joining(now)
+        """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
+        self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
         self._kv.tick(now)
         return self._out.take()
@@ -164,14 +128,21 @@ class CoordinatorState:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf when nothing is waited for."""
-        return min(
-            self._assembly.roster.next_deadline(),
-            self._join_deadline(),
-            self._barriers.next_deadline(),
-            self._kv.next_deadline(),
-        )
+        return min(self._members.next_deadline(), self._barriers.next_deadline(), self._kv.next_deadline())
 
     # ------------------------------------------------------------------ steps
+
+    def arrived(self, session: int, generation: int, step: int, now: float) -> list[Action]:
+        """A worker has computed everything of a step and waits for the servers to take it.
+
+        Raises:
+            InvalidRequest: a shard server says so.
+        """
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.WORKER, "arrives")
+            self._assembly.arrived(seat.member.rank, generation, step)
+            self._members.stragglers.look(now)
+        return self._out.take()
 
     def vote(self, session: int, vote: Vote, now: float) -> list[Action]:
         """A worker has pushed everything of a step. One of another step or generation, or a second one, is ignored.
@@ -182,6 +153,7 @@ class CoordinatorState:
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.WORKER, "votes")
             self._assembly.vote(seat.member.rank, vote)
+            self._members.stragglers.look(now)
         return self._out.take()
 
     def ready(self, session: int, ready: Ready, now: float) -> list[Action]:
@@ -193,6 +165,7 @@ class CoordinatorState:
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "reports gradients")
             self._assembly.ready(seat.member.rank, ready)
+            self._members.stragglers.look(now)
         return self._out.take()
 
     # ------------------------------------------------------------------ what the job is made of
@@ -243,7 +216,7 @@ class CoordinatorState:
             self._out.persist([records.optimizer_record(new_optimizer)])
         resumes = new_spec is not None and resume is not None
         upload = spec is not None and not resumes and self._claim_upload(caller)
-        self._persist_parameters()
+        self._restores.persist()
         if new_spec is not None or new_optimizer is not None:
             self._announce_registration(new_spec, resume, rank, now)
         self._out.reply(
@@ -266,11 +239,7 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "holds parameters")
-            a, r = self._assembly, self._registration
-            if r.initialized_by(seat.member, version, epoch, a.version):
-                if r.all_hold(a.shards()):
-                    self._all_initialized()
-                self._persist_parameters()
+            self._restores.initialized(seat, version, epoch)
         return self._out.take()
 
     # ------------------------------------------------------------------ checkpoints
@@ -311,8 +280,7 @@ class CoordinatorState:
         self.check_caller(caller)
         if self._registration.spec is None:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
-        self._order_restore(resume, now)
-        self._restore_call = call
+        self._restores.order(resume, now, call)
         return self._out.take()
 
     def replace(self, call: int, caller: Caller, now: float) -> list[Action]:
@@ -327,13 +295,7 @@ class CoordinatorState:
         """A shard server could not restore."""
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "reports a restore")
-            order = self._registration.parameters.restore
-            if order is not None and order.epoch == epoch:
-                what = f"shard server {seat.member.rank} could not restore {order.uri}: {error}"
-                self._registration.fail_restore(f"{what}; {RESTORE_HINT}")
-                self._persist_parameters()
-                self._answer_restore(type(error)(what))
-                self._change(what, now=now)
+            self._restores.failed(seat, epoch, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ barriers and the key-value store
@@ -371,8 +333,7 @@ class CoordinatorState:
         self._kv.cancel(call)
         self._barriers.cancel(call)
         self._snapshots.cancel(call)
-        if self._restore_call == call:
-            self._restore_call = -1
+        self._restores.cancel(call)
         return self._out.take()
 
     # ------------------------------------------------------------------ looking
@@ -391,15 +352,19 @@ class CoordinatorState:
         """Layout and how it travels, once registered."""
         return self._registration.spec
 
-    def status(self) -> Status:
-        """What the job looks like now."""
+    def held_up(self, now: float) -> tuple[float, str]:
+        """How long workers have waited in the step under way for others, in seconds, and for whom, in words."""
+        return self._members.stragglers.held_up(now)
+
+    def status(self, now: float | None = None) -> Status:
+        """What the job looks like now; how long it has waited is said only if the time is given."""
         a, r = self._assembly, self._registration
         counters: dict[str, float] = {**a.counters, "last_grad_norm": a.last_norm, "kv_keys": len(self._kv)}
         for seat in a.roster:
             for name, value in seat.metrics.items():
                 counters[f"{seat.member.role.value}/{seat.member.rank}/{name}"] = value
-        order = r.parameters.restore
-        restoring = [f"the restore of {order.uri} waits for the shard servers"] if order is not None else []
+        held_up = self.held_up(now)[1] if now is not None else ""
+        waits = (*a.pending(), *self._barriers.pending(a.membership), *self._snapshots.pending())
         return Status(
             job=self.config.job,
             membership=a.membership,
@@ -410,17 +375,13 @@ class CoordinatorState:
             parameters=r.spec.layout.numel if r.spec is not None else 0,
             lease_s=self.config.lease_s,
             counters=counters,
-            pending=(*a.pending(), *self._barriers.pending(a.membership), *self._snapshots.pending(), *restoring),
+            pending=(*waits, *self._restores.pending(), *((held_up,) if held_up else ())),
         )
 
     # ------------------------------------------------------------------ inside
 
     def _seat(self, session: int, now: float) -> Seat | None:
-        """Whose session this is; that it speaks renews its lease."""
-        seat = self._assembly.roster.of_session(session)
-        if seat is not None:
-            seat.deadline = now + self.config.lease_s
-        return seat
+        return self._members.of_session(session, now)
 
     def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> Seat:
         self.check_caller(caller)
@@ -433,109 +394,17 @@ class CoordinatorState:
             _check_role(seat, role, does)
         return seat
 
-    def _admit(self, session: int, role: Role, hello: Hello, now: float) -> None:
-        """Seat a process that is new, or was given up."""
-        a = self._assembly
-        place = find_place(self.config, a, self._registration, role, hello)
-        if role is Role.WORKER and not a.world_size:
-            a.world_size = hello.world_size
-            self._persist_job()
-        displaced = [] if place.displaced is None else [place.displaced]
-        for seat in displaced:
-            back = f"the shard server that holds the parameters of rank {place.member.rank} is back"
-            self._out.close(seat.session, Broken(back))
-        a.counters["joins"] += 1
-        reason = f"{name_of(place.member)} joined"
-        self._change(reason, lost=displaced, joined=place.member, session=session, now=now)
-
-    def _lost(self, seats: Sequence[Seat], reason: str, now: float) -> None:
-        self._change(reason, lost=seats, now=now)
-        self._snapshots.lost([s.member.rank for s in seats if s.member.role is Role.SHARD], reason)
-
-    def _change(
-        self,
-        reason: str,
-        *,
-        lost: Sequence[Seat] = (),
-        joined: Member | None = None,
-        session: int = -1,
-        now: float = 0.0,
-    ) -> None:
-        a = self._assembly
-        before = a.membership
-        a.change(reason, lost=lost, joined=joined, session=session, now=now)
-        if before.complete or not before.workers:
-            self._incomplete_since = now
-        self._barriers.generation_changed(
-            a.membership, [s.member.rank for s in lost if s.member.role is Role.WORKER], reason
-        )
-
-    def _silence(self, seat: Seat) -> str:
-        if seat.session is None:
-            return f"{seat.name} did not come back within {self.config.lease_s:g} s after the coordinator's restart"
-        return f"{seat.name} was silent for {self.config.lease_s:g} s"
-
-    def _join_deadline(self) -> float:
-        a = self._assembly
-        waiting = a.was_complete and not a.membership.complete and a.membership.workers
-        return self._incomplete_since + self.config.join_timeout_s if waiting else math.inf
-
-    def _give_up_joining(self, now: float) -> None:
-        """Nobody came in the place of who was lost: tell the workers, which end with a clear error."""
-        a = self._assembly
-        reason = f"the job waited {self.config.join_timeout_s:g} s for {a.membership.waiting_for}"
-        workers = a.roster.of_role(Role.WORKER)
-        for seat in workers:
-            self._out.close(seat.session, Timeout(reason))
-        self._lost(workers, reason, now)
-
     def _announce_registration(self, new_spec: JobSpec | None, resume: Resume | None, rank: int, now: float) -> None:
         if new_spec is not None and resume is not None:
-            self._order_restore(resume, now)
+            self._restores.order(resume, now)
             return
         self._assembly.announce_job()
         if new_spec is not None and new_spec.replica_is_node:  # replicas are numbered otherwise from now on
-            self._change(f"worker {rank} registered a layout in which a node is a replica", now=now)
+            self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
 
     def _claim_upload(self, caller: Caller) -> bool:
         uploader = self._assembly.roster.get(self._registration.parameters.uploader)
         return self._registration.claim_upload(caller.incarnation, uploader is not None)
-
-    def _order_restore(self, resume: Resume, now: float) -> None:
-        a, r = self._assembly, self._registration
-        reason = f"checkpoint {resume.uri} is restored"
-        self._answer_restore(CheckpointError(f"given up: {reason} instead"))
-        self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
-        a.abort(reason)
-        order = r.begin_restore(resume.uri, resume.version)
-        a.version = resume.version
-        self._persist_parameters()
-        a.announce_job()
-        self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
-        self._change(reason, now=now)
-
-    def _all_initialized(self) -> None:
-        p = self._registration.parameters
-        order, p.restore, p.initialized = p.restore, None, True
-        self._assembly.announce_job()
-        if order is not None:
-            self._answer_restore(CheckpointInfo(uri=order.uri, version=order.version))
-
-    def _answer_restore(self, result: object) -> None:
-        call, self._restore_call = self._restore_call, -1
-        if call >= 0:
-            self._out.reply(call, result)
-
-    def _persist_job(self) -> None:
-        self._out.persist(
-            [records.job_record(self._state_id, self.config.job, self._assembly.world_size, self.config.num_shards)]
-        )
-
-    def _persist_parameters(self) -> None:
-        record = records.parameters_record(self._registration.parameters)
-        if record != self._stored_parameters:
-            self._stored_parameters = record
-            self._out.persist([record])
 
     def _check_durable(self, durable: records.Durable) -> None:
         if durable.job != self.config.job:

@@ -23,14 +23,16 @@ _MOST_RANKS = 8
 
 
 class Tally:
-    """Who has spoken in the current step: votes by worker rank, sums by shard server rank."""
+    """Who has spoken in the current step: votes by worker rank, sums by shard server rank, workers that arrived."""
 
     def __init__(self) -> None:
         self.votes: dict[int, Vote] = {}
         self.sums: dict[int, float] = {}
+        self.arrived: set[int] = set()
 
     def clear(self) -> None:
         """Start the next step."""
+        self.arrived.clear()
         self.votes.clear()
         self.sums.clear()
 
@@ -49,11 +51,16 @@ class Tally:
         """Whether every worker has voted and every owner is ready."""
         return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
 
-    def pending(self, workers: Iterable[int], owners: Iterable[int]) -> list[str]:
+    def missing(self, workers: Iterable[int]) -> list[int]:
+        """The workers that have neither voted nor arrived."""
+        return [w for w in workers if w not in self.votes and w not in self.arrived]
+
+    def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
         """What the step waits for, in words; nothing while nobody has spoken."""
-        if not self.votes and not self.sums:
+        if not self.votes and not self.sums and not self.arrived:
             return []
-        missing = [w for w in workers if w not in self.votes], [o for o in owners if o not in self.sums]
+        silent = self.missing(workers) or [w for w in workers if w not in self.votes]
+        missing = silent, [o for o in owners if o not in self.sums]
         words = []
         if missing[0]:
             words.append(f"votes of worker {ranks_in_words(missing[0])}")

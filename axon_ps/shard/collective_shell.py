@@ -53,7 +53,7 @@ class CollectiveShell:
         """Take the job's members."""
         self._generation = membership.generation
         self._workers = {m.incarnation: m for m in membership.workers}
-        self.engine.set_workers({m.id for m in membership.workers})
+        self.engine.set_workers({m.id for m in membership.workers}, {m.id for m in membership.finished})
         _fire(self._news)
         self._wake()
 

@@ -9,6 +9,8 @@ Invariants:
 - A group is the ids of its members. When one of them is no worker any more, everything of the group ends with
   `MemberLost`, also what comes later, except calls in which it had done its part. Workers outside the group come and
   go without any effect on it.
+- A member that has *finished* ends the group's collectives likewise, but not its messages: what it sent is received,
+  and only who waits for another message of it, or sends it one, gets `MemberLost`.
 - Nothing is allocated for data before all ranks of an operation are there and agree.
 """
 
@@ -87,6 +89,7 @@ class CollectiveEngine:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self._workers: frozenset[str] = frozenset()
+        self._finished: frozenset[str] = frozenset()
         self._groups: dict[str, _Group] = {}
         self._places: dict[Seat, tuple[_Group, Meeting | Mailbox]] = {}
         self._woken: dict[Seat, None] = {}
@@ -94,16 +97,19 @@ class CollectiveEngine:
 
     # ------------------------------------------------------------------ events
 
-    def set_workers(self, ids: Collection[str]) -> None:
-        """Take who is a worker of the job now; groups that lost a member end."""
-        self._workers = frozenset(ids)
+    def set_workers(self, ids: Collection[str], finished: Collection[str] = ()) -> None:
+        """Take who is a worker of the job now, and who was and has finished; groups that lost a member end."""
+        self._workers, self._finished = frozenset(ids), frozenset(finished)
         for group in list(self._groups.values()):
             if (error := self._loss(group.name, group.ranks, group.members)) is not None:
                 self._counters["failures"] += 1
-                lost = [i for i, member in enumerate(group.members) if member not in self._workers]
+                gone = [i for i, member in enumerate(group.members) if member not in self._workers]
                 for meeting in group.meetings.values():
-                    meeting.lose(lost, error)
-                group.mailbox.fail(error)
+                    meeting.lose(gone, error)
+                if self._have_finished(group.members, gone):
+                    group.mailbox.finish(gone, error)
+                else:
+                    group.mailbox.fail(error)
                 # whoever comes later is told by `open`
                 group.meetings = {n: meeting for n, meeting in group.meetings.items() if not meeting.failed}
                 self._tidy(group)
@@ -126,7 +132,9 @@ class CollectiveEngine:
             AxonError: what ended the operation before it came.
         """
         self._check(opening)
-        if (error := self._loss(opening.group, opening.ranks, opening.members)) is not None:
+        error = self._loss(opening.group, opening.ranks, opening.members)
+        gone = [i for i, member in enumerate(opening.members) if member not in self._workers]
+        if error is not None and not self._may_be_received(opening, gone):
             raise error
         group = self._groups.get(opening.group)
         if group is None:
@@ -144,6 +152,8 @@ class CollectiveEngine:
                     self._offer_first(seat, message, header, payload, now_s)
             else:
                 seat = self._post(group, opening, opening.what, payload, now_s)
+                if error is not None:
+                    group.mailbox.finish(gone, error)
         finally:
             self._tidy(group)
         return seat
@@ -260,6 +270,15 @@ class CollectiveEngine:
             del group.meetings[sequence]
         if group.over and self._groups.get(group.name) is group:
             del self._groups[group.name]
+
+    def _may_be_received(self, opening: Opening, gone: Sequence[int]) -> bool:
+        """Whether somebody asks for a message in a group whose missing members have all finished."""
+        letter = opening.what
+        receives = isinstance(letter, Letter) and (letter.receive or letter.peer not in gone)
+        return receives and self._have_finished(opening.members, gone)
+
+    def _have_finished(self, members: Sequence[str], gone: Sequence[int]) -> bool:
+        return all(members[position] in self._finished for position in gone)
 
     def _loss(self, name: str, ranks: Sequence[int], members: Sequence[str]) -> AxonError | None:
         lost = [r for r, member in zip(ranks, members, strict=True) if member not in self._workers]

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout
@@ -158,6 +158,17 @@ class Mailbox:
             *(moment_s for moment_s, _ in self._suspects.values()),
             *(s.deadline_s for s in self._seats if not s.left),
         ]
+
+    def finish(self, positions: Collection[int], error: AxonError) -> None:
+        """Members have finished: what they sent stays for its receivers; who waits for one of them gets `error`."""
+        others = set(range(len(self._ranks))) - set(positions)
+        for rank in positions:
+            self._discard(rank)
+        for post in [*self._receivers, *self._letters]:
+            letter = post.letter
+            waits = letter.peer in positions or (letter.peer < 0 and others == {letter.rank})
+            if waits and not post.stored and not post.seat.done:
+                self._end(post.seat, error)
 
     def fail(self, error: AxonError) -> None:
         """End everything."""

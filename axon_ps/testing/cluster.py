@@ -43,6 +43,7 @@ class LocalCluster:
         security: certificates, for TLS; its token is not used.
         min_workers: least workers to go on with; None = all.
         lease_s: seconds of silence after which a member is gone.
+        step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
         durable: keep the coordinator's state in a file, so that it can be restarted.
         resume: checkpoint to start from.
         environment: further variables for every process.
@@ -62,6 +63,7 @@ class LocalCluster:
         security: Security | None = None,
         min_workers: int | None = None,
         lease_s: float = 5.0,
+        step_timeout_s: float | None = None,
         durable: bool = False,
         resume: str = "",
         environment: Mapping[str, str] | None = None,
@@ -82,6 +84,8 @@ class LocalCluster:
         ]
         if min_workers is not None:
             self._coordinator_options += ["--min-workers", str(min_workers)]
+        if step_timeout_s is not None:
+            self._coordinator_options += ["--step-timeout-s", str(step_timeout_s)]
         if resume:
             self._coordinator_options += ["--resume", resume]
         self._durable = durable

@@ -189,6 +189,7 @@ def membership_to_proto(membership: Membership) -> session_pb2.MembershipEvent:
         version=membership.version,
         complete=membership.complete,
         waiting_for=membership.waiting_for,
+        finished=[member_to_proto(m) for m in membership.finished],
     )
 
 
@@ -207,6 +208,7 @@ def membership_from_proto(message: session_pb2.MembershipEvent) -> Membership:
         num_replicas=message.num_replicas,
         complete=message.complete,
         waiting_for=message.waiting_for,
+        finished=tuple(member_from_proto(m) for m in message.finished),
     )
 
 

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -28,6 +27,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 
 from axon_ps.collectives.embedded import EmbeddedCluster
+from axon_ps.collectives.ending import process_went_well
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.world import World
@@ -142,8 +142,8 @@ class Session:
 
     def _at_exit(self) -> None:
         """The process ends without `destroy_process_group`: in order, or by an error, which the others wait for."""
-        if getattr(sys, "last_value", None) is not None and self._owned:
-            self.world.close()
+        if not process_went_well() and self._owned:
+            self.world.close(finished=False)
         self.close()
 
     def _say_goodbye(self, limit_s: float) -> None:

@@ -20,7 +20,7 @@ OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class SessionRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: Heartbeat
     vote: Vote
@@ -37,7 +38,8 @@ class SessionRequest(_message.Message):
     snapshot: SnapshotReport
     restore: RestoreReport
     leave: Leave
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    arrived: Arrived
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size")
@@ -83,6 +85,14 @@ class Vote(_message.Message):
     hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
     version: int
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Arrived(_message.Message):
+    __slots__ = ("generation", "step")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    step: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("generation", "step", "sum_of_squares", "replica")
@@ -133,10 +143,12 @@ class RestoreReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "finished")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    finished: bool
+    def __init__(self, reason: _Optional[str] = ..., finished: bool = ...) -> None: ...
 
 class SessionEvent(_message.Message):
     __slots__ = ("welcome", "membership", "job", "decision", "snapshot", "restore")
@@ -169,7 +181,7 @@ class Welcome(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for")
+    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +190,7 @@ class MembershipEvent(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Member]
     shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.Member]
@@ -186,7 +199,8 @@ class MembershipEvent(_message.Message):
     version: int
     complete: bool
     waiting_for: str
-    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    finished: _containers.RepeatedCompositeFieldContainer[_common_pb2.Member]
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[_common_pb2.Member, _Mapping]]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
     __slots__ = ("spec", "optimizer", "initialized", "version", "epoch")

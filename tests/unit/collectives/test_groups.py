@@ -11,7 +11,7 @@ from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.store import MemoryStore
-from axon_ps.errors import MemberLost
+from axon_ps.errors import Closed, MemberLost
 from axon_ps.reduction.call import Call
 from axon_ps.types import Array, Member, Membership, Role
 
@@ -20,6 +20,7 @@ class FakeBackend:
     """Counts what happens to it."""
 
     name = "fake"
+    keeps_messages = False
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
@@ -55,6 +56,7 @@ class Workers:
             recorder=Recorder(),
             incarnation=lambda: "a",
         )
+        self.workers: tuple[Member, ...] = ()
         self._generation = 0
         self._joined: dict[str, int] = {}
 
@@ -62,8 +64,9 @@ class Workers:
         self.backends.append(FakeBackend(context))
         return cast(Backend, self.backends[-1])
 
-    def are(self, *incarnations: str) -> None:
-        """The workers change; who is new, or was not there before, joins now."""
+    def are(self, *incarnations: str, finished: str = "") -> None:
+        """The workers change; who is new, or was not there before, joins now; one may have finished."""
+        ended = [m for m in self.workers if m.incarnation == finished]
         self._generation += 1
         self._joined = {x: self._joined.get(x, self._generation) for x in incarnations}
         workers = tuple(
@@ -78,8 +81,10 @@ class Workers:
             shards=(),
             num_replicas=len(workers),
             complete=True,
+            finished=tuple(ended),
         )
-        self.groups.end_with(self.groups.set_members(membership), membership.generation)
+        self.workers = workers
+        self.groups.end_with(self.groups.set_members(membership), membership)
 
 
 @pytest.fixture
@@ -144,6 +149,40 @@ def test_members_that_missed_a_loss_agree_with_those_who_saw_it(workers: Workers
     others._generation = 2
     others.are("a", "b")
     assert workers.groups.default().name == others.groups.default().name
+
+
+@pytest.mark.parametrize("keeps_messages", [True, False])
+def test_one_that_has_finished_ends_collectives_and_leaves_what_it_sent(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, keeps_messages: bool
+) -> None:
+    monkeypatch.setattr(FakeBackend, "keeps_messages", keeps_messages)
+    workers.are("a", "b", "c")
+    group = workers.groups.default()
+    group.backend_of()
+    pair = group.named_group("pair", [0, 2])
+    workers.are("a", "b", finished="c")
+    (backend,) = workers.backends
+    assert bool(backend.aborted) is not keeps_messages
+    for old in (group, pair):
+        with pytest.raises(MemberLost, match=r"rank 2 \(node c\) has finished"):
+            old.barrier()
+    assert group.backend_of() is backend
+    assert workers.groups.default() is not group
+    assert backend.closed == 0, "its messages may still be received"
+    workers.groups.close()
+    assert backend.closed == 1
+
+
+def test_a_group_is_closed_without_ending_what_others_do(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeBackend, "keeps_messages", True)
+    workers.are("a", "b")
+    group = workers.groups.default()
+    group.backend_of()
+    workers.groups.close()
+    assert workers.backends[0].aborted == []
+    assert workers.backends[0].closed == 1
+    with pytest.raises(Closed):
+        group.barrier()
 
 
 def test_a_sub_group_without_the_dead_member_goes_on(workers: Workers) -> None:

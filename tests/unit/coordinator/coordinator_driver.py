@@ -81,8 +81,14 @@ class Peer:
         self.open = False
         self.driver.perform(self.driver.state.stream_lost(self.session, self.driver.clock()))
 
-    def leave(self) -> None:
-        self.driver.perform(self.driver.state.leave(self.session, "", self.driver.clock()))
+    def leave(self, *, finished: bool = False) -> None:
+        self.driver.perform(self.driver.state.leave(self.session, "", self.driver.clock(), finished=finished))
+
+    def arrive(self, **changes: Any) -> None:
+        """It has computed its gradients, and its pushes wait."""
+        m = self.driver.state.status()
+        fields = {"generation": m.membership.generation, "step": m.step, **changes}
+        self.driver.perform(self.driver.state.arrived(self.session, now=self.driver.clock(), **fields))
 
     def beat(self) -> None:
         self.driver.perform(self.driver.state.heartbeat(self.session, {}, self.driver.clock()))

@@ -84,6 +84,7 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     d.kv(None, "put", "a", b"")
     d.kv(None, "put", "b", bytes(100))
     monkeypatch.setattr(kv, "MAX_WAITERS", 1)
+    d = Driver()
     d.kv(None, "wait", "c", d.clock(), 1.0)
     with pytest.raises(Busy, match="1 calls wait"):
         d.kv(None, "wait", "c", d.clock(), 1.0)

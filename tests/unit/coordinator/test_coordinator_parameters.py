@@ -16,8 +16,9 @@ from axon_ps.coordinator.events import (
     SnapshotReport,
     Welcome,
 )
+from axon_ps.coordinator.restores import Resume
 from axon_ps.coordinator.snapshots import Snapshot
-from axon_ps.coordinator.state import Caller, Resume
+from axon_ps.coordinator.state import Caller
 from axon_ps.errors import (
     Busy,
     CheckpointCorrupt,

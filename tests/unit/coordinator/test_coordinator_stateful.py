@@ -59,9 +59,9 @@ class Client:
 
 
 class Coordinator(RuleBasedStateMachine):
-    @initialize(min_workers=st.sampled_from([None, 1]))
-    def start(self, min_workers: int | None) -> None:
-        self.d = Driver(world_size=2, num_shards=2, min_workers=min_workers, lease_s=5.0)
+    @initialize(min_workers=st.sampled_from([None, 1]), step_timeout_s=st.sampled_from([2.0, float("inf")]))
+    def start(self, min_workers: int | None, step_timeout_s: float) -> None:
+        self.d = Driver(world_size=2, num_shards=2, min_workers=min_workers, lease_s=5.0, step_timeout_s=step_timeout_s)
         self.clients: list[Client] = []
         self.decisions: dict[int, Decision] = {}
         self.memberships: dict[int, Membership] = {}
@@ -112,6 +112,9 @@ class Coordinator(RuleBasedStateMachine):
         incarnations = [x.incarnation for x in (*m.workers, *m.shards)]
         assert len(incarnations) == len(set(incarnations))
         assert {w.replica for w in m.workers} == set(range(m.num_replicas))
+        assert not {x.id for x in m.workers} & {x.id for x in m.finished}, "who has finished is no member"
+        if m.complete:
+            assert m.workers, "without workers there are no steps"
         for client in self.clients:
             assert all(len(said) == 1 for said in client.heard.values()), "at most one decision per step"
 
@@ -171,11 +174,16 @@ class Coordinator(RuleBasedStateMachine):
         if away:
             self.attach(data.draw(st.sampled_from(away)))
 
-    @rule(data=st.data())
-    def a_process_leaves(self, data: Any) -> None:
+    @rule(data=st.data(), finished=st.booleans())
+    def a_process_leaves(self, data: Any, finished: bool) -> None:
         if (client := self.pick(data)) is not None:
-            client.peer.leave()
+            client.peer.leave(finished=finished)
             self.clients.remove(client)
+
+    @rule(data=st.data())
+    def a_worker_waits_behind_another(self, data: Any) -> None:
+        if (client := self.pick(data, Role.WORKER)) is not None and (m := client.membership) is not None:
+            client.peer.arrive(generation=m.generation)
 
     def speak(self, client: Client, sum_of_squares: float, perform: Any = None) -> None:
         name = client.next_step()

@@ -418,6 +418,49 @@ def test_who_did_its_part_and_leaves_the_job_takes_nothing_from_the_others() -> 
         servers.join(1, call_of(Operation.BARRIER, sequence=1))
 
 
+def test_what_a_member_that_has_finished_sent_is_received() -> None:
+    servers = Servers(3)
+    stream = servers.join(0, call_of(Operation.BARRIER))
+    sent = servers.post(2, letter(2, 0, 1), np.array([7], np.float32))
+    servers.post(1, letter(1, 2, 1), np.array([8], np.float32))
+    waits, waits_for_any = (servers.post(1, letter(1, peer, 1, receive=True)) for peer in (2, -1))
+    assert servers.read(sent)
+    servers.engines[0].set_workers(["worker-0", "worker-1"], finished=["worker-2"])
+    for part in (stream, waits):
+        while servers.read(part):
+            pass
+        assert isinstance(part.error, MemberLost)
+    assert not servers.read(waits_for_any), "rank 0 may still send"
+    receiver = servers.post(0, letter(0, 2, 1, receive=True))
+    servers.run([(receiver, 0)])
+    assert float(receiver.got[0][1][0]) == 7.0
+    second = servers.post(0, letter(0, 2, 1, receive=True))
+    servers.run([(second, 0)])
+    assert isinstance(second.error, MemberLost)
+    with pytest.raises(MemberLost, match="rank 2 has left"):
+        servers.post(0, letter(0, 2, 1), np.zeros(1, np.float32))
+    with pytest.raises(MemberLost, match="rank 2 has left"):
+        servers.join(1, call_of(Operation.BARRIER, sequence=1))
+    between = servers.post(0, letter(0, 1, 1), np.array([9], np.float32))
+    servers.run([(between, 0), (waits_for_any, 0)])
+    assert float(waits_for_any.got[0][1][0]) == 9.0
+    servers.engines[0].set_workers(["worker-1"], finished=["worker-2", "worker-0"])
+    last = servers.post(1, letter(1, -1, 1, receive=True))
+    servers.run([(last, 0)])
+    assert isinstance(last.error, MemberLost), "nobody is left who could send"
+
+
+def test_messages_of_the_finished_go_with_a_member_that_dies() -> None:
+    servers = Servers(3)
+    sent = servers.post(2, letter(2, 0, 1), np.array([7], np.float32))
+    assert servers.read(sent)
+    servers.engines[0].set_workers(["worker-0", "worker-1"], finished=["worker-2"])
+    servers.engines[0].set_workers(["worker-0"], finished=["worker-2"])
+    servers.assert_nothing_left()
+    with pytest.raises(MemberLost):
+        servers.post(0, letter(0, 2, 1, receive=True))
+
+
 def test_workers_outside_the_group_do_not_disturb_it() -> None:
     servers = Servers(2)
     call = call_of(Operation.BARRIER)

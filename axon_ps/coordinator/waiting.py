@@ -1,0 +1,126 @@
+"""Calls and leases that wait for a moment: which is next, and who waits for how many. Pure.
+
+However much waits, asking for the next moment costs nothing and adding or ending a wait costs a logarithm: the
+coordinator asks after every event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+from axon_ps.errors import Busy
+
+MAX_PER_CALLER = 1 << 10
+"""Most calls of one member (or of all operators) that may wait for the same kind of thing."""
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """Moments by key: a heap in which what was moved or removed is found out when it comes up."""
+
+    def __init__(self) -> None:
+        self._moments: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    def set(self, key: K, moment: float) -> None:
+        """Set or move a moment. One that is only ever moved later, as a lease is, has one entry in the heap."""
+        known = self._moments.get(key)
+        self._moments[key] = moment
+        if known is None or moment < known:
+            self._push(key, moment)
+
+    def remove(self, key: K) -> None:
+        """Forget a key; harmless when it is not there."""
+        self._moments.pop(key, None)
+        if len(self._heap) > 2 * len(self._moments) + 64:  # mostly what was removed
+            self._heap = []
+            for known, moment in self._moments.items():
+                self._push(known, moment)
+
+    def next(self) -> float:
+        """The earliest moment; inf when there is none."""
+        while self._heap:
+            moment, _, key = self._heap[0]
+            now = self._moments.get(key)
+            if now == moment:
+                return moment
+            heapq.heappop(self._heap)
+            if now is not None and now > moment:
+                self._push(key, now)
+        return float("inf")
+
+    def due(self, now: float) -> Iterator[K]:
+        """The keys whose moment has come, earliest first; each is forgotten."""
+        while self.next() <= now:
+            key = self._heap[0][2]
+            self.remove(key)
+            yield key
+
+    def _push(self, key: K, moment: float) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (moment, self._pushed, key))
+
+
+class Waiting:
+    """Calls that wait, with their callers and time-outs.
+
+    Args:
+        what: what they wait for, in the plural, for errors.
+        most: how many may wait at a time; of one caller at most `MAX_PER_CALLER`.
+    """
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
+        self._calls: dict[int, tuple[str, float]] = {}  # caller, and how long it waits
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._of_caller: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: int, caller: str, now: float, timeout_s: float) -> None:
+        """A call waits from now on.
+
+        Raises:
+            Busy: too many do, of this caller or of all.
+        """
+        if self._of_caller[caller] >= MAX_PER_CALLER:
+            raise Busy(
+                f"{MAX_PER_CALLER} calls of this process wait for {self._what} already, which is the most of one; "
+                "wait for fewer at a time"
+            )
+        if len(self._calls) >= self._most:
+            raise Busy(f"{self._most} calls wait for {self._what} already, which is the most of a job; try again later")
+        self._calls[call] = caller, timeout_s
+        self._of_caller[caller] += 1
+        self._deadlines.set(call, now + timeout_s)
+
+    def remove(self, call: int) -> None:
+        """A call does not wait any more; harmless when it did not."""
+        known = self._calls.pop(call, None)
+        if known is not None:
+            self._deadlines.remove(call)
+            self._of_caller[known[0]] -= 1
+            if not self._of_caller[known[0]]:
+                del self._of_caller[known[0]]
+
+    def timeout_s(self, call: int) -> float:
+        """How long a call waits."""
+        return self._calls[call][1]
+
+    def late(self, now: float) -> Iterator[int]:
+        """The calls whose time is over, earliest first. Whoever asks removes them."""
+        yield from self._deadlines.due(now)
+
+    def next_deadline(self) -> float:
+        """When the next call's time is over."""
+        return self._deadlines.next()
