@@ -87,6 +87,11 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
     return type(data)(shape, dtype=data.dtype)
 
 
+def on_device(data: Any) -> bool:
+    """Whether this is an array in device memory; not an error of anything else."""
+    return hasattr(data, "__cuda_array_interface__") and not (is_torch(data) and data.device.type == "cpu")
+
+
 def is_torch(data: Any) -> bool:
     """Whether this is a torch tensor."""
     torch = sys.modules.get("torch")

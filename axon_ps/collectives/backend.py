@@ -9,7 +9,8 @@ the other. So a backend is never entered twice at the same time, except by `send
 Note: [Agreement]
     Every rank describes a collective by a `Call`. All ranks of a group must give equal ones; otherwise every rank gets
     `Disagreement` with the text of `disagreement()`, before any array was changed, and the group can go on. The
-    exception is the order of calls on different groups, which nobody can check.
+    exception is the order of calls on different groups, which nobody can check. A rank that cannot make its call makes
+    a refusal in its place, by `barrier`: that equals nobody's call, so its reason is what the others get, at once.
 
 Note: [Rank order]
     Reductions combine contributions in the order of ranks, ((x0 + x1) + x2) + ..., in f32 for bf16 and f16, rounded
@@ -80,7 +81,7 @@ class Backend(ABC):
 
         Disagreement: the ranks' calls differ. See Note: [Agreement].
         InvalidRequest: arrays do not fit the call, or it cannot be done (AVERAGE of integers); raised on this rank
-            before anything was sent, so the other ranks wait: a mistake of one rank only.
+            before anything was sent. The other ranks wait for a call of that number: make `call.refused(error)`.
         Timeout: some ranks did not come; the message names them, by world rank.
         AxonError: what `abort` was given, or `Broken` when the transport failed.
 
@@ -161,7 +162,7 @@ class Backend(ABC):
 
     @abstractmethod
     def barrier(self, call: Call, timeout_s: float) -> None:
-        """Return when every rank has come."""
+        """Return when every rank has come: to a barrier, or with a refusal."""
 
     @abstractmethod
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:

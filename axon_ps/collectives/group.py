@@ -6,18 +6,18 @@ Owns: what shapes and dtypes a collective takes and gives; turning arrays into f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from axon_ps.collectives import arrays
+from axon_ps.collectives import arrays, shapes
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation, disagreement
 from axon_ps.collectives.group_base import GroupBase
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops as reduction
-from axon_ps.types import DType, ReduceOp
+from axon_ps.types import ReduceOp
 
 ANY_SOURCE = -1
 _WORDS_BYTES = 256
@@ -35,7 +35,8 @@ class ProcessGroup(GroupBase):
 
         Disagreement: the ranks' calls differ; every rank is told who sent what, nothing was changed, and the group
             can go on.
-        InvalidRequest: what this rank gave cannot be done. Nothing was sent: the other ranks still wait for this one.
+        InvalidRequest: what this rank gave cannot be done. The other ranks' calls of the same turn end with a
+            `Disagreement` that has the reason; until they come this one waits for them, as any call does.
         MemberLost: a member has died or left.
         Timeout: some members did not come; the message names them.
         Misuse: this worker is not a member.
@@ -72,8 +73,9 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        target, flat, source = self._target(data, out)
-        reduction.check(op, flat.dtype)
+        with self.preparing("all_reduce", arrays.on_device(data), timeout_s, async_op):
+            target, flat, source = shapes.target(data, out)
+            reduction.check(op, flat.dtype)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             if source is not None:
@@ -83,6 +85,41 @@ class ProcessGroup(GroupBase):
             return target
 
         return self._collective(Operation.ALL_REDUCE, flat, (flat.array.size,), perform, timeout_s, async_op, op=op)
+
+    def all_reduce_each(
+        self,
+        data: Sequence[Any],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Each array becomes the reduction of all ranks', one after the other; where one fails, nothing more is made.
+
+        Returns:
+            `data`; with `async_op` a `Work` that gives it.
+        """
+        with self.preparing("all_reduce_each", any(map(arrays.on_device, data)), timeout_s, async_op):
+            flats = [arrays.flatten(array) for array in data]
+            for flat in flats:
+                reduction.check(op, flat.dtype)
+
+        def make(flat: Flat) -> Callable[[], Any]:
+            def perform(backend: Backend, call: Call, limit_s: float) -> Any:
+                backend.all_reduce(call, flat.array, limit_s)
+                flat.finish()
+
+            numel = (flat.array.size,)
+            return self._numbered_call(Operation.ALL_REDUCE, flat, numel, perform, timeout_s, async_op, op=op)
+
+        runs = [make(flat) for flat in flats]
+
+        def run() -> Sequence[Any]:
+            for one in runs:
+                one()
+            return data
+
+        return self._dispatch(self._lane, run, "all_reduce_each", async_op)
 
     def reduce(
         self,
@@ -98,9 +135,10 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        is_root = self._checked_rank(root, "root") == self.rank
-        flat = arrays.flatten(data, writable=is_root)
-        reduction.check(op, flat.dtype)
+        with self.preparing("reduce", arrays.on_device(data), timeout_s, async_op):
+            is_root = self._checked_rank(root, "root") == self.rank
+            flat = arrays.flatten(data, writable=is_root)
+            reduction.check(op, flat.dtype)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             backend.reduce(call, flat.array, limit_s)
@@ -117,8 +155,9 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        is_root = self._checked_rank(root, "root") == self.rank
-        flat = arrays.flatten(data, writable=not is_root)
+        with self.preparing("broadcast", arrays.on_device(data), timeout_s, async_op):
+            is_root = self._checked_rank(root, "root") == self.rank
+            flat = arrays.flatten(data, writable=not is_root)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             backend.broadcast(call, flat.array, limit_s)
@@ -150,11 +189,12 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        flat = arrays.flatten(data, writable=False)
-        rows = self._counts(counts, flat.shape[0] if flat.shape else 1)
-        self._match_rows("data", flat, rows[self.rank])
-        out, result = self._out(out, data, flat, sum(rows))
-        width = _width(flat.shape)
+        with self.preparing("all_gather", arrays.on_device(data), timeout_s, async_op):
+            flat = arrays.flatten(data, writable=False)
+            rows = shapes.counts(counts, shapes.rows(flat), self.size)
+            shapes.match_rows("data", flat, rows[self.rank])
+            out, result = shapes.out(out, data, flat, sum(rows))
+            width = shapes.width(flat.shape)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             backend.all_gather(call, result.array, flat.array, limit_s)
@@ -187,13 +227,13 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        flat = arrays.flatten(data, writable=False)
-        reduction.check(op, flat.dtype)
-        total = flat.shape[0] if flat.shape else 1
-        rows = self._counts(counts, total, split=True)
-        self._match_rows("data", flat, sum(rows))
-        out, result = self._out(out, data, flat, rows[self.rank])
-        width = _width(flat.shape)
+        with self.preparing("reduce_scatter", arrays.on_device(data), timeout_s, async_op):
+            flat = arrays.flatten(data, writable=False)
+            reduction.check(op, flat.dtype)
+            rows = shapes.split(shapes.rows(flat), self.size) if counts is None else shapes.counts(counts, 0, self.size)
+            shapes.match_rows("data", flat, sum(rows))
+            out, result = shapes.out(out, data, flat, rows[self.rank])
+            width = shapes.width(flat.shape)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             backend.reduce_scatter(call, result.array, flat.array, limit_s)
@@ -223,14 +263,15 @@ class ProcessGroup(GroupBase):
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
         """
-        is_root = self._checked_rank(root, "root") == self.rank
-        flat = arrays.flatten(data, writable=False)
-        rows = self._counts(counts, flat.shape[0] if flat.shape else 1)
-        self._match_rows("data", flat, rows[self.rank])
-        result: Flat | None = None
-        if is_root:
-            out, result = self._out(out, data, flat, sum(rows))
-        width = _width(flat.shape)
+        with self.preparing("gather", arrays.on_device(data), timeout_s, async_op):
+            is_root = self._checked_rank(root, "root") == self.rank
+            flat = arrays.flatten(data, writable=False)
+            rows = shapes.counts(counts, shapes.rows(flat), self.size)
+            shapes.match_rows("data", flat, rows[self.rank])
+            result: Flat | None = None
+            if is_root:
+                out, result = shapes.out(out, data, flat, sum(rows))
+            width = shapes.width(flat.shape)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             backend.gather(call, result.array if result is not None else None, flat.array, limit_s)
@@ -255,39 +296,39 @@ class ProcessGroup(GroupBase):
         """This rank's rows of the root's data.
 
         Args:
-            data: on the root: [all rows, ...]; None elsewhere.
+            data: on the root: [all rows, ...]. Elsewhere its values are not used: an array like the root's says what
+                comes, and with `out` it may be None.
             root: whose data it is.
-            out: where the result goes: [this rank's rows, ...]; needed except on the root.
-            counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (on the root, without
-                `out`: an equal part).
+            out: where the result goes: [this rank's rows, ...]; None = a new array.
+            counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (without `out`: an equal
+                part of `data`).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
 
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        is_root = self._checked_rank(root, "root") == self.rank
-        if is_root is (data is None):
-            raise InvalidRequest(f"scatter from rank {root} needs data there and None elsewhere; rank is {self.rank}")
-        if out is None and not is_root:
-            raise InvalidRequest("scatter needs out= on every rank but the root: the shape of what comes is not known")
-        source = arrays.flatten(data, writable=False) if is_root else None
-        if source is not None and counts is None and out is None and source.shape[:1] and source.shape[0] % self.size:
-            raise InvalidRequest(f"{source.shape[0]} rows do not divide among {self.size} ranks; give counts=")
-        if out is not None:
-            mine = arrays.flatten(out, what="out")
-            rows = self._counts(counts, mine.shape[0] if mine.shape else 1)
-            self._match_rows("out", mine, rows[self.rank])
-        else:
-            assert source is not None
-            rows = self._counts(counts, (source.shape[0] if source.shape else 1) // self.size)
-            out, mine = self._out(None, data, source, rows[self.rank])
-        if source is not None:
-            self._match_rows("data", source, sum(rows))
-        width = _width(mine.shape)
+        with self.preparing("scatter", arrays.on_device(data), timeout_s, async_op):
+            is_root = self._checked_rank(root, "root") == self.rank
+            if data is None and (is_root or out is None):
+                raise InvalidRequest("scatter needs data on the root, and elsewhere data or out=, whose shape comes")
+            source = arrays.flatten(data, writable=False) if is_root or out is None else None
+            if out is not None:
+                mine = arrays.flatten(out, what="out")
+                rows = shapes.counts(counts, shapes.rows(mine), self.size)
+                shapes.match_rows("out", mine, rows[self.rank])
+            else:
+                assert source is not None
+                each = shapes.divided(shapes.rows(source), self.size, "counts=") if counts is None else 0
+                rows = shapes.counts(counts, each, self.size)
+                out, mine = shapes.out(None, data, source, rows[self.rank])
+            if is_root:
+                assert source is not None
+                shapes.match_rows("data", source, sum(rows))
+            width = shapes.width(mine.shape)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.scatter(call, mine.array, source.array if source is not None else None, limit_s)
+            backend.scatter(call, mine.array, source.array if source is not None and is_root else None, limit_s)
             mine.finish()
             return out
 
@@ -317,15 +358,14 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        flat = arrays.flatten(data, writable=False)
-        total = flat.shape[0] if flat.shape else 1
-        if input_counts is None and total % self.size:
-            raise InvalidRequest(f"{total} rows do not divide among {self.size} ranks; give input_counts=")
-        sent = self._counts(input_counts, total // self.size)
-        self._match_rows("data", flat, sum(sent))
-        received = sent if output_counts is None else self._counts(output_counts, 0)
-        out, result = self._out(out, data, flat, sum(received))
-        width = _width(flat.shape)
+        with self.preparing("all_to_all", arrays.on_device(data), timeout_s, async_op):
+            flat = arrays.flatten(data, writable=False)
+            each = shapes.divided(shapes.rows(flat), self.size, "input_counts=") if input_counts is None else 0
+            sent = shapes.counts(input_counts, each, self.size)
+            shapes.match_rows("data", flat, sum(sent))
+            received = sent if output_counts is None else shapes.counts(output_counts, 0, self.size)
+            out, result = shapes.out(out, data, flat, sum(received))
+            width = shapes.width(flat.shape)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
             outs, ins = [r * width for r in received], [r * width for r in sent]
@@ -414,9 +454,12 @@ class ProcessGroup(GroupBase):
             InvalidRequest: a rank is not of this group, or twice there.
             Disagreement: the members gave different ranks; every one is told.
         """
-        chosen = [self._checked_rank(r, "ranks") for r in ranks]
-        if len(set(chosen)) != len(chosen) or not chosen:
-            raise InvalidRequest(f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one")
+        with self.preparing("new_group", False, None, False):
+            chosen = [self._checked_rank(r, "ranks") for r in ranks]
+            if len(set(chosen)) != len(chosen) or not chosen:
+                raise InvalidRequest(
+                    f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
+                )
         self._agree(f"new_group({chosen}, backend={backend!r})")
         name = f"{self.name}/{self._numbered}"
         self._numbered += 1
@@ -477,56 +520,3 @@ class ProcessGroup(GroupBase):
         said = {r: bytes(t).rstrip(b"\0").decode("utf-8", "replace") for r, t in zip(self.ranks, theirs, strict=True)}
         if len(set(said.values())) > 1:
             raise disagreement(said, f"a sub-group of {self.name!r}")
-
-    # ------------------------------------------------------------------ checks
-
-    def _target(self, data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
-        """Where a result of the shape of `data` goes, and what must be copied there first."""
-        if out is None or out is data:
-            return data, arrays.flatten(data), None
-        source, flat = arrays.flatten(data, writable=False), arrays.flatten(out, what="out")
-        _match(flat, source.shape, source.dtype, source.device)
-        return out, flat, source
-
-    def _out(self, out: Any, data: Any, flat: Flat, rows: int) -> tuple[Any, Flat]:
-        """The array for `rows` rows like those of `data`, checked or made."""
-        shape = (rows, *flat.shape[1:])
-        if out is None:
-            out = arrays.empty_like(data, shape)
-            return out, arrays.flatten(out)
-        result = arrays.flatten(out, what="out")
-        if shape == (1,) and result.shape == ():
-            shape = ()
-        _match(result, shape, flat.dtype, flat.device)
-        return out, result
-
-    def _counts(self, counts: Sequence[int] | None, each: int, *, split: bool = False) -> tuple[int, ...]:
-        """Rows by rank: as given, or `each` for everybody, or `each` split as evenly as possible."""
-        n = self.world_size
-        if counts is None:
-            return tuple(each // n + (r < each % n) for r in range(n)) if split else (each,) * n
-        rows = tuple(int(c) for c in counts)
-        if len(rows) != n or any(r < 0 for r in rows):
-            raise InvalidRequest(f"the counts are {list(counts)}; needed is one number from 0 for each of {n} ranks")
-        return rows
-
-    def _match_rows(self, what: str, flat: Flat, rows: int) -> None:
-        given = flat.shape[0] if flat.shape else 1
-        if given != rows:
-            raise InvalidRequest(f"{what} has {given} rows; the counts say {rows}")
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    """Elements of a row."""
-    width = 1
-    for size in shape[1:]:
-        width *= size
-    return width
-
-
-def _match(out: Flat, shape: tuple[int, ...], dtype: DType, device: bool) -> None:
-    if (out.shape, out.dtype, out.device) != (shape, dtype, device):
-        where = "device" if device else "host"
-        raise InvalidRequest(
-            f"out is {out.dtype.value}{list(out.shape)}; needed is {dtype.value}{list(shape)} in {where} memory"
-        )

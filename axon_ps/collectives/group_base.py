@@ -5,16 +5,17 @@ Owns: the order of a group's calls, their numbers, deadlines and handles. Refuse
 
 Invariants:
 - One collective of a group runs at a time, in the order of the calls; sends and receives run beside them.
-- Every collective that was accepted has a number; the n-th call of one rank meets the n-th of every other.
+- Every collective has a number, also one that is refused; the n-th call of one rank meets the n-th of every other.
 - After an error other than `Disagreement` and `InvalidRequest` the group is over: every rank has aborted it or will
   (see `collectives.backend`, Note: [After an error]).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -265,32 +266,93 @@ class GroupBase:
         root: int = -1,
     ) -> Any:
         """Number a call and have it performed after those before it."""
-        limit_s = self._limit(timeout_s)
+        run = self._numbered_call(operation, flat, counts, perform, timeout_s, async_op, op=op, root=root)
+        return self._dispatch(self._lane, run, operation.value, async_op)
+
+    def _numbered_call(
+        self,
+        operation: Operation,
+        flat: Flat | None,
+        counts: tuple[int, ...],
+        perform: Callable[[Backend, Call, float], Any],
+        timeout_s: float | None,
+        async_op: bool,
+        *,
+        op: ReduceOp | None = None,
+        root: int = -1,
+    ) -> Callable[[], Any]:
+        """What numbers a call and performs it, for `_dispatch`."""
         dtype = flat.dtype if flat is not None else DType.U8
         device = flat is not None and flat.device
+        with self.preparing(operation.value, device, timeout_s, async_op):
+            limit_s = self._limit(timeout_s)
+        backend_for = self._device_backend if device else self._host_backend
 
         def run() -> Any:
             if self._error is None and self._departed is not None:
                 raise self._departed
             call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
             self._sequence += 1
+            made = False
             entry = self._recorder.begin(self.name, self.ranks, call)
             try:
                 if self._error is not None:
                     raise self._error
-                backend = self._device_backend(limit_s) if device else self._host_backend(limit_s)
+                backend = backend_for(limit_s)
+                made = True
                 with arrays.on_stream(flat):
                     result = perform(backend, call, limit_s)
             except BaseException as error:
                 self._recorder.end(entry, f"{type(error).__name__}: {error}")
                 self._failed(error)
-                if isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
-                    self._sequence -= 1  # the other ranks still wait for this rank's call of that number
+                if made and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
+                    self._refuse(backend_for, call.refused(error), limit_s)
                 raise
             self._recorder.end(entry)
             return result
 
-        return self._dispatch(self._lane, run, operation.value, async_op)
+        return run
+
+    @contextlib.contextmanager
+    def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[None]:
+        """For what a collective does before it is made: an error in there is told to the ranks that make theirs.
+
+        Args:
+            what: the collective.
+            device: whether the others make it on the backend for device memory.
+            timeout_s: how long to wait for them.
+            async_op: do not wait for them.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._member or self._error is not None:
+                raise
+            words, limit_s = str(error) or type(error).__name__, self._timeout_s
+            with contextlib.suppress(AxonError, TypeError):
+                limit_s = self._limit(timeout_s)
+
+            def run() -> None:
+                refusal = Call.refusal(self._sequence, what, words)
+                self._sequence += 1
+                self._refuse(self._device_backend if device else self._host_backend, refusal, limit_s)
+
+            with contextlib.suppress(AxonError):  # what the caller did wrong says more
+                self._dispatch(self._lane, run, what, async_op)
+            raise
+
+    def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
+        """Take part in a call that this rank cannot make. See Note: [Agreement] of `collectives.backend`."""
+        entry = self._recorder.begin(self.name, self.ranks, refusal)
+        try:
+            backend_for(limit_s).barrier(refusal, limit_s)
+        except BaseException as error:
+            self._recorder.end(entry, f"{type(error).__name__}: {error}")
+            self._failed(error)
+            if not isinstance(error, AxonError):
+                raise
+        else:
+            self._recorder.end(entry)
 
     def _dispatch(self, lane: Lane, run: Callable[[], Any], what: str, async_op: bool) -> Any:
         try:

@@ -166,7 +166,7 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
     call, data, output = request.call, request.data, request.output
     nowhere = [0] * world_size
     match call.operation:
-        case Operation.BARRIER:
+        case Operation.BARRIER | Operation.REFUSAL:
             return Buffers()
         case Operation.ALL_REDUCE | Operation.REDUCE:
             reads = call.operation is Operation.ALL_REDUCE or rank == call.root

@@ -156,6 +156,7 @@ class HierarchicalBackend(RequestBackend):
                 output=request.output,
                 op=call.op,
                 root=call.root,
+                reason=call.reason,
             )
         except Disagreement:
             self._say_who_disagrees(request, deadline)

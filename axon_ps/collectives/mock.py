@@ -313,4 +313,5 @@ _PERFORM: dict[Operation, Callable[[Sequence[Request]], None]] = {
     Operation.SCATTER: _scatter,
     Operation.ALL_TO_ALL: _all_to_all,
     Operation.BARRIER: _barrier,
+    Operation.REFUSAL: _barrier,
 }

@@ -595,6 +595,7 @@ _PERFORM: dict[Operation, Callable[[NcclBackend, Request, list[list[int]]], None
     Operation.SCATTER: NcclBackend._scatter,
     Operation.ALL_TO_ALL: NcclBackend._all_to_all,
     Operation.BARRIER: NcclBackend._barrier,
+    Operation.REFUSAL: NcclBackend._barrier,
 }
 
 

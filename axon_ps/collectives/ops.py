@@ -13,7 +13,6 @@ After an error: see `ProcessGroup`. Ranks are positions in the group.
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -251,18 +250,19 @@ def sync_gradients(
     """
     chosen = current_group(group)
     found = [g for g in map(_gradient, gradients) if g is not None]
-    flats = [arrays.flatten(g, what="a gradient") for g in found]
+    with chosen.preparing("sync_gradients", any(map(arrays.on_device, found)), timeout_s, async_op):
+        flats = [arrays.flatten(g, what="a gradient") for g in found]
     buckets = [[f] for f in flats if f.device] + list(_buckets([f for f in flats if not f.device]))
     packed = [_packed(bucket) for bucket in buckets]
-    works = [chosen.all_reduce(p, ReduceOp.AVERAGE, timeout_s=timeout_s, async_op=True) for p in packed]
+    work = chosen.all_reduce_each(packed, ReduceOp.AVERAGE, timeout_s=timeout_s, async_op=True)
 
     def finish() -> list[Any]:
-        for work, bucket, whole in zip(works, buckets, packed, strict=True):
-            work.wait()
+        work.wait()
+        for bucket, whole in zip(buckets, packed, strict=True):
             _unpack(bucket, whole)
         return found
 
-    return _when_all(works, finish) if async_op else finish()
+    return _after(work, finish) if async_op else finish()
 
 
 def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | None = None) -> Any:
@@ -322,24 +322,15 @@ def _unpack(bucket: Sequence[Flat], whole: Flat) -> None:
         flat.finish()
 
 
-def _when_all(works: Sequence[Work[Any]], finish: Callable[[], T]) -> Work[T]:
-    """A handle on `finish`, which runs when the last of the works has ended."""
+def _after(work: Work[Any], finish: Callable[[], T]) -> Work[T]:
+    """A handle on `finish`, which runs when the work has ended."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    left = len(works)
-    lock = threading.Lock()
 
-    def one_ended(_: object) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-        if left <= 0:
-            try:
-                future.set_result(finish())
-            except BaseException as error:
-                future.set_exception(error)
+    def ended(_: object) -> None:
+        try:
+            future.set_result(finish())
+        except BaseException as error:
+            future.set_exception(error)
 
-    for work in works:
-        work.add_done_callback(one_ended)
-    if not works:
-        one_ended(None)
+    work.add_done_callback(ended)
     return Work(future, "sync_gradients")

@@ -19,6 +19,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType
 
+_EMPTY = (Operation.BARRIER, Operation.REFUSAL)
 _ONE_COUNT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
@@ -48,7 +49,7 @@ class Request:
         """How long each array must be on `rank`; None = it must not be there."""
         call, total = self.call, sum(self.call.counts)
         operation = call.operation
-        if operation is Operation.BARRIER:
+        if operation in _EMPTY:
             return {"data": None, "output": None}
         if operation is Operation.ALL_TO_ALL:
             return {"data": sum(self.input_counts), "output": sum(self.output_counts)}
@@ -68,7 +69,7 @@ class Request:
             InvalidRequest: they do not, or the operation has no meaning for the dtype.
         """
         call, n = self.call, len(context.ranks)
-        needed = 0 if call.operation in (Operation.ALL_TO_ALL, Operation.BARRIER) else n
+        needed = 0 if call.operation in (Operation.ALL_TO_ALL, *_EMPTY) else n
         needed = 1 if call.operation in _ONE_COUNT else needed
         if len(call.counts) != needed or any(c < 0 for c in call.counts):
             raise InvalidRequest(f"{call.operation.value} was given the counts {call.counts}; needed are {needed}")
@@ -162,7 +163,7 @@ def perform(backend: Backend, request: Request, timeout_s: float) -> None:
     """Make the call of a request on a backend."""
     call, data, output = request.call, request.data, request.output
     operation = call.operation
-    if operation is Operation.BARRIER:
+    if operation in _EMPTY:
         backend.barrier(call, timeout_s)
     elif operation is Operation.GATHER:
         assert data is not None

@@ -35,6 +35,7 @@ from axon_ps.transport.direct_memory import address_of
 from axon_ps.types import Array, DType, ReduceOp
 
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
+_UNCOUNTED = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
 _WHOLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 
 SLOT_BYTES = 1 << 20
@@ -343,7 +344,7 @@ class SharedMemoryBackend(Backend):
         if call.operation in _WHOLE:
             wanted = 1
         else:
-            wanted = 0 if call.operation in (Operation.ALL_TO_ALL, Operation.BARRIER) else n
+            wanted = 0 if call.operation in _UNCOUNTED else n
         if len(counts) != wanted or (counts and min(counts) < 0):
             raise InvalidRequest(f"{call.operation.value} of {n} ranks with counts {counts}; {wanted} are needed, >= 0")
         if call.operation in _ROOTED and not 0 <= call.root < n:

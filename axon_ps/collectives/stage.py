@@ -35,11 +35,20 @@ class Stage:
         output: Array | None = None,
         op: ReduceOp | None = None,
         root: int = -1,
+        reason: str = "",
         received: Sequence[int] = (),
         sent: Sequence[int] = (),
     ) -> None:
         """Make a call."""
-        call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=tuple(counts), op=op, root=root)
+        call = Call(
+            sequence=self._sequence,
+            operation=operation,
+            dtype=dtype,
+            counts=tuple(counts),
+            op=op,
+            root=root,
+            reason=reason,
+        )
         self._sequence += 1
         staged_data, staged_output = (self._staged(data), self._staged(output)) if self._host else (data, output)
         request = Request(

@@ -435,6 +435,7 @@ _PERFORM: dict[Operation, Callable[[GlooBackend, Request, list[list[int]], float
     Operation.SCATTER: GlooBackend._scatter,
     Operation.ALL_TO_ALL: GlooBackend._all_to_all,
     Operation.BARRIER: GlooBackend._barrier,
+    Operation.REFUSAL: GlooBackend._barrier,
 }
 
 

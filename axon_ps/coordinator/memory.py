@@ -112,7 +112,7 @@ class Memory:
                 next_generation=membership.generation,
                 turn=turn,
             )
-            # It used up its step only if the coordinator says so: a vote cast while members were missing is of no attempt.
+            # It used up its step only if the coordinator says so: a vote cast while members were missing is of none.
             self._step = max(self._step, min(abort.step, membership.step - 1))
             aborts.append(abort)
         return aborts

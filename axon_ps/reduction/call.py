@@ -9,14 +9,17 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from axon_ps.errors import Disagreement
 from axon_ps.types import DType, ReduceOp
 
+REASON_CHARS = 200
+"""How much of a reason travels."""
+
 
 class Operation(enum.Enum):
-    """What the ranks of a group do together."""
+    """What the ranks of a group do together; or, a refusal, that one of them will not. See Note: [Agreement]."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -27,6 +30,7 @@ class Operation(enum.Enum):
     SCATTER = "scatter"
     ALL_TO_ALL = "all_to_all"
     BARRIER = "barrier"
+    REFUSAL = "refusal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,8 @@ class Call:
             own; the sender's and the receiver's are compared pair by pair).
         op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
         root: REDUCE, BROADCAST, GATHER, SCATTER: which rank (position in the group); else -1.
+        reason: REFUSAL: which call this rank refused, and why; at most `REASON_CHARS` are kept.
+            Not compared: ranks that all refuse are agreed.
     """
 
     sequence: int
@@ -50,12 +56,24 @@ class Call:
     counts: tuple[int, ...] = ()
     op: ReduceOp | None = None
     root: int = -1
+    reason: str = field(default="", compare=False)
+
+    def refused(self, error: BaseException) -> Call:
+        """The call to make instead, when this rank cannot make this one: it equals nobody's, so all are told why."""
+        return Call.refusal(self.sequence, self.operation.value, str(error))
+
+    @staticmethod
+    def refusal(sequence: int, what: str, why: str) -> Call:
+        """The same for a call that was never made up."""
+        return Call(sequence=sequence, operation=Operation.REFUSAL, reason=f"refused {what}: {why}"[:REASON_CHARS])
 
     def __str__(self) -> str:
         """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": what messages say."""
         words = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
         if self.operation is Operation.BARRIER:
             return words
+        if self.operation is Operation.REFUSAL:
+            return self.reason
         if self.operation is Operation.ALL_TO_ALL:
             return f"{words} of {self.dtype.value}"
         counts = set(self.counts)

@@ -6,7 +6,7 @@ from typing import Final
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops
-from axon_ps.reduction.call import Call, Operation
+from axon_ps.reduction.call import REASON_CHARS, Call, Operation
 from axon_ps.types import ReduceOp
 from axon_ps.wire.codec import dtype_from_proto, dtype_to_proto
 from axon_ps.wire.v1 import collective_pb2
@@ -27,6 +27,7 @@ _OPERATIONS: Final = {
     Operation.SCATTER: collective_pb2.OPERATION_SCATTER,
     Operation.ALL_TO_ALL: collective_pb2.OPERATION_ALL_TO_ALL,
     Operation.BARRIER: collective_pb2.OPERATION_BARRIER,
+    Operation.REFUSAL: collective_pb2.OPERATION_REFUSAL,
 }
 _OPERATIONS_BACK: Final[dict[int, Operation]] = {number: operation for operation, number in _OPERATIONS.items()}
 _REDUCE_OPS: Final = {
@@ -42,7 +43,7 @@ _REDUCE_OPS: Final = {
 _REDUCE_OPS_BACK: Final[dict[int, ReduceOp]] = {number: op for op, number in _REDUCE_OPS.items()}
 _REDUCING: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 _WHOLE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
-_UNCOUNTED: Final = (Operation.ALL_TO_ALL, Operation.BARRIER)
+_UNCOUNTED: Final = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
 _ROOTED: Final = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 
 
@@ -55,6 +56,7 @@ def call_to_proto(call: Call) -> collective_pb2.Call:
         counts=call.counts,
         op=_REDUCE_OPS[call.op] if call.op is not None else collective_pb2.REDUCE_OP_UNSPECIFIED,
         root=call.root,
+        reason=call.reason,
     )
 
 
@@ -74,6 +76,7 @@ def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
         counts=tuple(message.counts),
         op=_REDUCE_OPS_BACK.get(message.op),
         root=message.root,
+        reason=message.reason[:REASON_CHARS],
     )
     needed = 0 if operation in _UNCOUNTED else 1 if operation in _WHOLE else world_size
     if len(call.counts) != needed or sum(call.counts) > MAX_NUMEL:

@@ -22,7 +22,7 @@ def failures(reports: Sequence[Report]) -> list[str]:
 def test_mock(n: int) -> None:
     reports = run_in_threads(n, MockBackend)
     assert failures(reports) == []
-    assert {(report.passed, len(report.skipped)) for report in reports} == {{1: (13, 14), 2: (26, 1)}.get(n, (27, 0))}
+    assert {(report.passed, len(report.skipped)) for report in reports} == {{1: (15, 14), 2: (28, 1)}.get(n, (29, 0))}
 
 
 @pytest.mark.parametrize("nodes", ["a", "ab", "abb", "abba", "aaabbbb"])

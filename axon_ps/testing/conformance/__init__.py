@@ -8,6 +8,7 @@ compare with plain numpy. `run_in_threads` and `run_in_world` make the groups: o
     assert all(report.ok for report in reports), reports
 """
 
+from axon_ps.testing.conformance.arguments import check_arguments
 from axon_ps.testing.conformance.device import DeviceBackend
 from axon_ps.testing.conformance.runner import (
     SIZES,
@@ -24,6 +25,7 @@ __all__ = [
     "SPARES",
     "DeviceBackend",
     "Report",
+    "check_arguments",
     "conformance_worker",
     "run_conformance",
     "run_in_threads",

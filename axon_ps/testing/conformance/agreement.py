@@ -156,8 +156,36 @@ def what_cannot_be_done_is_refused(trial: Trial) -> None:
         trial.healthy(what)
 
 
+def one_rank_refuses(trial: Trial) -> None:
+    """What the last rank cannot do, it says in its turn: every rank gets the reason, and the group goes on."""
+    makes: dict[str, _Make] = {
+        "small": _all_reduce(),
+        "large": _all_reduce(200_000),
+        "all_gather": _by_rank(Operation.ALL_GATHER, 3),
+        "all_gather, large": _by_rank(Operation.ALL_GATHER, 70_000),
+        "barrier": _barrier,
+    }
+    last = trial.n - 1
+    for what, make in makes.items():
+        call = make(trial)
+        refusal = call.refused(InvalidRequest("its array is odd"))
+        if trial.n == 1:
+            trial.perform(trial.arrays(refusal))
+        else:
+            _disagree(trial, f"a refusal, {what}", [call] * last + [refusal])
+        trial.healthy(f"a refusal, {what}")
+
+
+def everybody_refuses(trial: Trial) -> None:
+    """Then there is nothing to be told."""
+    call = _all_reduce()(trial)
+    trial.perform(trial.arrays(call.refused(InvalidRequest(f"rank {trial.rank} will not"))))
+
+
 CASES = (
     one_rank_disagrees,
+    one_rank_refuses,
+    everybody_refuses,
     the_first_half_disagrees_with_the_second,
     everybody_disagrees,
     all_to_all_counts_that_do_not_match,

@@ -16,6 +16,7 @@ from axon_ps.collectives.mock import mock_contexts
 from axon_ps.collectives.world import World
 from axon_ps.errors import AxonError
 from axon_ps.testing.conformance import agreement, endings, messages, results
+from axon_ps.testing.conformance.arguments import check_arguments
 from axon_ps.testing.conformance.trial import Skip, Trial
 
 SIZES = (1, 2, 3, 4, 7)
@@ -23,6 +24,9 @@ SIZES = (1, 2, 3, 4, 7)
 
 SPARES = len(endings.CASES)
 """How many further groups of the same ranks `run_conformance` can use, for the cases that end a group."""
+
+MOST_FOR_ARGUMENTS = 3
+"""Up to how many ranks the groups have whose arguments are checked: two nodes, one of them with two ranks."""
 
 _Case = Callable[[Trial], None]
 
@@ -154,7 +158,7 @@ def run_in_world(
     exact_order: bool = True,
     timeout_s: float = 20.0,
 ) -> dict[int, Report]:
-    """Run the suite on groups of the last workers of a job; every worker must call it.
+    """Run the suite on groups of the last workers of a job, and `check_arguments`; every worker must call it.
 
     Args:
         world: the job.
@@ -168,8 +172,8 @@ def run_in_world(
     """
     reports = {}
     everybody = world.default_group.ranks
-    groups = {size: [world.new_group(everybody[-size:], backend=backend) for _ in range(1 + SPARES)] for size in sizes}
-    for size, (group, *spares) in groups.items():
+    groups = {size: [world.new_group(everybody[-size:], backend=backend) for _ in range(2 + SPARES)] for size in sizes}
+    for size, (group, *spares, last) in groups.items():
         if group.contains(world.rank):
             reports[size] = run_conformance(
                 group.backend_of(),
@@ -177,6 +181,8 @@ def run_in_world(
                 spares=[spare.backend_of() for spare in spares],
                 timeout_s=timeout_s,
             )
+            if size <= MOST_FOR_ARGUMENTS:
+                reports[size].failures += check_arguments(last)
     world.barrier(f"conformance/{backend}")
     for group in (g for some in groups.values() for g in some):
         group.close()

@@ -20,6 +20,7 @@ class Operation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPERATION_SCATTER: _ClassVar[Operation]
     OPERATION_ALL_TO_ALL: _ClassVar[Operation]
     OPERATION_BARRIER: _ClassVar[Operation]
+    OPERATION_REFUSAL: _ClassVar[Operation]
 
 class ReduceOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ OPERATION_GATHER: Operation
 OPERATION_SCATTER: Operation
 OPERATION_ALL_TO_ALL: Operation
 OPERATION_BARRIER: Operation
+OPERATION_REFUSAL: Operation
 REDUCE_OP_UNSPECIFIED: ReduceOp
 REDUCE_OP_SUM: ReduceOp
 REDUCE_OP_PRODUCT: ReduceOp
@@ -53,20 +55,22 @@ REDUCE_OP_BOR: ReduceOp
 REDUCE_OP_BXOR: ReduceOp
 
 class Call(_message.Message):
-    __slots__ = ("sequence", "operation", "dtype", "counts", "op", "root")
+    __slots__ = ("sequence", "operation", "dtype", "counts", "op", "root", "reason")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     operation: Operation
     dtype: _common_pb2.DType
     counts: _containers.RepeatedScalarFieldContainer[int]
     op: ReduceOp
     root: int
-    def __init__(self, sequence: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., counts: _Optional[_Iterable[int]] = ..., op: _Optional[_Union[ReduceOp, str]] = ..., root: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, sequence: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., counts: _Optional[_Iterable[int]] = ..., op: _Optional[_Union[ReduceOp, str]] = ..., root: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Letter(_message.Message):
     __slots__ = ("receive", "peer", "tag", "dtype", "numel", "closes")

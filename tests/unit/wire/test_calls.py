@@ -20,7 +20,7 @@ from axon_ps.wire.v1.collective_pb2 import CollectiveBegin, CollectiveChunk
 def test_every_operation_survives_the_trip() -> None:
     for operation in Operation:
         whole = operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
-        uncounted = operation in (Operation.ALL_TO_ALL, Operation.BARRIER)
+        uncounted = operation in (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
         reducing = operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
         rooted = operation in (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
         call = Call(
@@ -30,6 +30,7 @@ def test_every_operation_survives_the_trip() -> None:
             counts=() if uncounted else (5,) if whole else (5, 0, 9),
             op=ReduceOp.MAX if reducing else None,
             root=2 if rooted else -1,
+            reason="because" if operation is Operation.REFUSAL else "",
         )
         assert call_from_proto(call_to_proto(call), 3) == call
 
