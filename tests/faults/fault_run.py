@@ -21,7 +21,7 @@ from typing import Any
 
 from axon_ps.testing import preloaded
 from fault_cell import PRELOADED, Outcome, as_json, run
-from fault_grid import Cell, cannot_occur, all_cells, pairwise, possible_cells
+from fault_grid import Cell, all_cells, cannot_occur, pairwise, possible_cells
 
 HERE = Path(__file__).parent
 
