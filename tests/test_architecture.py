@@ -91,7 +91,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_only_the_command_line_exits() -> None:
     exits = {"sys.exit", "os._exit", "os.abort"}
-    programs = ("cli/", "transport/tether.py")
+    programs = ("cli/", "transport/tether.py", "collectives/ending.py")  # the last one only notices who does
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 
