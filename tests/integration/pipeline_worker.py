@@ -7,13 +7,14 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from axon_ps import World
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Broken
-from axon_ps.parallel.pipeline import Pipeline, PipelineSchedule
+from axon_ps.parallel.pipeline import OptimizerState, Pipeline, PipelineSchedule
 
 WIDTH, VALUES, ROWS = 8, 12, 16
 
@@ -106,14 +107,87 @@ def fail(group: ProcessGroup) -> str:
     return "nothing"
 
 
+def checkpoint(directory: str) -> None:
+    """Train in four stages, save with torch.distributed.checkpoint, load in others; the same bits, and it goes on."""
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("axon", init_method="axon://")
+    four, two = dist.new_group(range(4)), dist.new_group(range(2))
+    rank, tokens = dist.get_rank(), batch()
+
+    def build(stages: int, group: Any, lr: float = 9.0, **options: Any) -> tuple[Pipeline, torch.optim.Optimizer]:
+        ours = None if group is None else group.group
+        pipeline = Pipeline.from_modules(model(), stages, ours, num_microbatches=4, loss_fn=loss_fn, **options)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=lr)
+        if lr == 9.0:  # nothing that it has now may be left when it was loaded
+            for parameter in pipeline.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        return pipeline, optimizer
+
+    def state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}
+
+    def step(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        pipeline.step(tokens, tokens.roll(1, 1))
+        optimizer.step()
+
+    def entries(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = OptimizerState(pipeline, optimizer).state_dict()
+        found = {f"state of {n}: {k}": v for n, of in saved["state"].items() for k, v in of.items()}
+        found |= {f"option of {n}: {k}": v for n, of in saved["options"].items() for k, v in of.items()}
+        return found | {name: value.clone() for name, value in pipeline.state_dict().items()}
+
+    def whole(pipeline: Pipeline, optimizer: torch.optim.Optimizer, group: Any) -> dict[str, Any]:
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, entries(pipeline, optimizer), group=group)
+        return {name: value for part in parts for name, value in part.items()}
+
+    def loaded(
+        expected: dict[str, Any], name: str, stages: int, group: Any, **options: Any
+    ) -> tuple[Pipeline, torch.optim.Optimizer]:
+        pipeline, optimizer = made = build(stages, group, **options)
+        dcp.load(state(*made), checkpoint_id=f"{directory}/{name}", process_group=group, no_dist=group is None)
+        for key, value in entries(pipeline, optimizer).items():
+            torch.testing.assert_close(
+                value, expected[key], rtol=0, atol=0, msg=f"{key} of {stages} stages: {{}}".format
+            )
+        return made
+
+    if rank < 4:
+        first = build(4, four, lr=3e-3)
+        step(*first)
+        step(*first)
+        expected = whole(*first, four)
+        dcp.save(state(*first), checkpoint_id=f"{directory}/four", process_group=four)
+        others = [loaded(expected, "four", 8, four, schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B)]
+        if rank < 2:
+            others.append(loaded(expected, "four", 2, two))
+        if rank == 0:
+            others.append(loaded(expected, "four", 3, None))
+            dcp.save(state(*others[-1]), checkpoint_id=f"{directory}/one", no_dist=True)
+        four.barrier().wait()
+        others.append(loaded(expected, "one", 4, four))  # where the shared weight was one parameter with one state
+        step(*first)
+        after = whole(*first, four)
+        for other in others:
+            step(*other)
+            for key, value in entries(*other).items():
+                torch.testing.assert_close(value, after[key], rtol=1e-5, atol=1e-6, msg=f"{key}: {{}}".format)
+        for pipeline, _ in (first, *others):
+            pipeline.close()
+    dist.destroy_process_group()
+
+
 def synthetic(step: int, replica: int) -> tuple[Tensor, Tensor]:
     """A batch of the 2 x 2 x 2 example."""
     windows = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(100 * step + replica))
     return windows[:, :-1], windows[:, 1:]
 
 
-def run(examples: str) -> dict[str, Any]:
-    """In eight processes the 2 x 2 x 2 example; in four of them schedules over both transports, and errors."""
+def run(examples: str, directory: str) -> dict[str, Any]:
+    """In eight processes the 2 x 2 x 2 example; in four schedules over both transports, errors, and checkpoints."""
     sys.path.insert(0, examples)
     import train_3d
 
@@ -134,5 +208,6 @@ def run(examples: str) -> dict[str, Any]:
             found["grpc 1f1b"] = compare(remote, PipelineSchedule.ONE_F_ONE_B)
             found["error grpc"] = fail(remote)
             found["after"] = float(local.all_reduce(torch.ones(1))[0])
+        checkpoint(directory)
         world.barrier()
     return found

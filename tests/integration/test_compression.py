@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import axon_ps
@@ -14,6 +16,7 @@ import tables
 from axon_ps import parallel
 from axon_ps.collectives.steps import StepClient
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.parts import part_bounds
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
@@ -35,6 +38,7 @@ def sequences(step: int, replica: int) -> torch.Tensor:
 
 def plain_losses(replicas: int) -> list[float]:
     """Plain torch in f32 on the joined batch; the loss of every step."""
+    torch.set_num_threads(1)
     model, losses = build(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(STEPS):
@@ -47,7 +51,7 @@ def plain_losses(replicas: int) -> list[float]:
 
 
 def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
-    """From now on, how often each unit is gathered and pushed."""
+    """From now on, how often each unit, or the worker's part of it, is gathered and pushed."""
     gathers: Counter[int] = Counter()
     pushes: Counter[int] = Counter()
     gather, push = steps.gather, steps.push
@@ -64,14 +68,20 @@ def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
     return gathers, pushes
 
 
-def train_int8() -> Any:
-    """One worker's losses, traffic since the first values came, and final values."""
+def train_int8(per_node: int) -> Any:
+    """One worker's losses, traffic, and final values. Several workers of a node share their units (HYBRID_SHARD)."""
     torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if per_node > 1:
+        os.environ |= {"AXON_PS_NODE": f"node-{rank // per_node}", "LOCAL_RANK": str(rank % per_node)}
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
     with axon_ps.World.init(timeout_s=60.0, join_timeout_s=60.0) as world:
         gathers, pushes = count_calls(world.steps)
         model = parallel.FSDP(
             build(),
             world.default_group,
+            sharding_strategy=parallel.ShardingStrategy["HYBRID_SHARD" if per_node > 1 else "FULL_SHARD"],
+            intra_node_size=per_node if per_node > 1 else None,
             mixed_precision=parallel.MixedPrecision(wire_dtype="int8"),
             unit_types={Block},
             plan_options=OPTIONS,
@@ -81,9 +91,10 @@ def train_int8() -> Any:
         before = model.statistics()
         losses: list[float] = []
         while len(losses) < STEPS:
-            loss = model(sequences(len(losses), world.replica))
+            loss = model(sequences(len(losses), rank))
+            model.clip_grad_norm(1e9)  # clips nothing; without it a node pulls its parts ahead of decisions
             if len(losses) == BAD_STEP and not pushes[-1]:
-                (loss * (math.nan if world.replica else 1.0)).backward()
+                (loss * (math.nan if rank else 1.0)).backward()
                 pushes[-1] += 1  # not again
                 result = optimizer.step()
                 assert not result.committed
@@ -93,6 +104,8 @@ def train_int8() -> Any:
             assert optimizer.step().committed
             losses.append(float(loss.detach()))
         del pushes[-1]
+        with torch.no_grad():
+            model(sequences(0, rank))  # so that what the last step pulled has come
         traffic = {k: model.statistics()[k] - before[k] for k in ("wire_bytes_in", "wire_bytes_out")}
         counts = dict(gathers), dict(pushes)
         memory = model.statistics()["wire_residual_bytes"]
@@ -101,29 +114,40 @@ def train_int8() -> Any:
         return losses, traffic, counts, memory, values, model.spec
 
 
-def payload_bytes(spec: JobSpec, unit: int, servers: int) -> int:
-    """What all int8 chunks of a unit are, by the formula in docs/compression.md."""
-    return sum(
-        end - begin + 4 * math.ceil((end - begin) / 256)
-        for s in spec.plan(servers).slices[unit]
-        for begin, end in s.chunks(spec.options.chunk_numel)
-    )
+def chunks_of(spec: JobSpec, unit: int, servers: int, per_node: int, rank: int) -> list[int]:
+    """Elements of the chunks of a unit that this worker moves: all, or those of its part."""
+    slices = spec.plan(servers).slices[unit]
+    bounds = part_bounds(slices, spec.options.chunk_numel, per_node)
+    low, high = bounds[rank % per_node], bounds[rank % per_node + 1]
+    return [
+        end - begin for s in slices for begin, end in s.chunks(spec.options.chunk_numel) if low <= begin < end <= high
+    ]
 
 
-def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(record_property: Record) -> None:
-    with LocalCluster(shards=2, world_size=2) as cluster:
-        results = [r.value for r in cluster.run_workers(train_int8)]
-    expected = np.mean(plain_losses(2)[-LAST:])
+@pytest.mark.parametrize(("workers", "per_node"), [(2, 1), (4, 2)], ids=["FULL_SHARD", "HYBRID_SHARD"])
+def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(
+    workers: int, per_node: int, record_property: Record
+) -> None:
+    with LocalCluster(shards=2, world_size=workers) as cluster:
+        results = [r.value for r in cluster.run_workers(train_int8, args=(per_node,))]
+    expected = np.mean(plain_losses(workers)[-LAST:])
     got = np.mean([np.mean(losses[-LAST:]) for losses, *_ in results])
     assert abs(got / expected - 1) < 0.01, f"loss {got} with int8, {expected} in f32"
-    for _, traffic, (gathers, pushes), memory, values, spec in results:
+    for rank, (_, traffic, (gathers, pushes), memory, values, spec) in enumerate(results):
         units = range(len(spec.layout.units))
-        assert pushes == dict.fromkeys(units, STEPS + 1)
-        expected_in = sum(n * payload_bytes(spec, u, 2) for u, n in gathers.items())
-        expected_out = sum(n * payload_bytes(spec, u, 2) for u, n in pushes.items())
+        chunks = {u: chunks_of(spec, u, 2, per_node, rank) for u in units}
+        payload = {u: sum(numel + 4 * math.ceil(numel / 256) for numel in chunks[u]) for u in units}
+        moved = [u for u in units if chunks[u]]
+        assert pushes == dict.fromkeys(moved, STEPS + 1)
+        if per_node > 1:  # once, and again when it has changed: in the node, units are gathered from its workers
+            assert gathers == dict.fromkeys(moved, STEPS + 1)
+        expected_in = sum(n * payload[u] for u, n in gathers.items())
+        expected_out = sum(n * payload[u] for u, n in pushes.items())
         tables.add(
             record_property,
             f"Payload bytes of a worker in {STEPS + 1} steps, int8 both ways",
+            wrapper=f"FSDP {'HYBRID_SHARD' if per_node > 1 else 'FULL_SHARD'}",
+            rank=rank,
             received=int(traffic["wire_bytes_in"]),
             by_formula=expected_in,
             sent=int(traffic["wire_bytes_out"]),
@@ -131,8 +155,10 @@ def test_int8_both_ways_learns_as_f32_does_and_moves_what_the_formula_says(recor
         )
         assert traffic["wire_bytes_in"] == expected_in
         assert traffic["wire_bytes_out"] == expected_out
-        assert memory == 8 * spec.layout.numel
+        assert memory == 8 * sum(sum(numels) for numels in chunks.values())
         assert all(np.array_equal(value, results[0][4][name]) for name, value in values.items())
+    sent = [traffic["wire_bytes_out"] for _, traffic, *_ in results]
+    assert sum(sent[:per_node]) == sum(sent[-per_node:])  # a node sends what a worker alone would
 
 
 class Sum(torch.nn.Module):

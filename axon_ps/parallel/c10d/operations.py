@@ -133,6 +133,13 @@ class Collectives:
 
         return self._performer.perform(plan, output, output.device, opts)
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        """On the root the output becomes all ranks' inputs, one after the other; elsewhere it is not used."""
+        if opts.rootRank == self._rank:
+            self._check_numel("the output of gather", output, input.numel() * self._world_size)
+        return self._gathered(input, [output], output, opts)
+
+    gather_into_tensor = gather_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -170,19 +177,12 @@ class Collectives:
 
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Work:
         """On the root tensor i of the list becomes rank i's input, all of one size."""
-        tensor, root = one(input_tensors), opts.rootRank
-        outputs = output_tensors[0] if root == self._rank else []
-        if root == self._rank:
+        tensor = one(input_tensors)
+        outputs: list[Tensor] = []
+        if opts.rootRank == self._rank:
+            outputs = output_tensors[0]
             self._check_list("gather", outputs, tensor.numel())
-
-        def plan() -> Plan:
-            data = native(readable(tensor))
-            if root != self._rank:
-                return Plan("gather", partial(self._group.gather, data, root))
-            target = writable(*outputs)
-            return Plan("gather", partial(self._group.gather, data, root, out=native(target.flat)), target.finish)
-
-        return self._performer.perform(plan, output_tensors, tensor.device, opts)
+        return self._gathered(tensor, outputs, output_tensors, opts)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
         """The output becomes tensor number `rank` of the root's list, all of one size."""
@@ -217,6 +217,19 @@ class Collectives:
         return self._performer.perform(plan, output_tensors, output_tensors[0].device, opts)
 
     # ------------------------------------------------------------------ plans
+
+    def _gathered(self, tensor: Tensor, outputs: Sequence[Tensor], result: Any, opts: Any) -> Work:
+        """Gather to the root, whose outputs take all tensors, one after the other."""
+        root = opts.rootRank
+
+        def plan() -> Plan:
+            data = native(readable(tensor))
+            if root != self._rank:
+                return Plan("gather", partial(self._group.gather, data, root))
+            target = writable(*outputs)
+            return Plan("gather", partial(self._group.gather, data, root, out=native(target.flat)), target.finish)
+
+        return self._performer.perform(plan, result, tensor.device, opts)
 
     def _all_reduce_plan(self, tensors: Sequence[Tensor], reduction: Reduction) -> Plan:
         target = writable(*tensors, keep=True)

@@ -1,7 +1,7 @@
 """`AxonProcessGroup`: torch.distributed's process group over one of ours.
 
-Owns: who it is to torch.distributed, point to point, barriers, sub-groups, the end. Its collectives are in
-`operations` and `coalesced`.
+Owns: point to point, barriers, sub-groups, the end. Who it is to torch.distributed is in `identity`, its collectives
+are in `operations` and `coalesced`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BarrierOptions, Store, Work
+from torch._C._distributed_c10d import Backend, BarrierOptions, Store, Work
 
 from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import Closed
 from axon_ps.parallel.c10d.calls import Plan, seconds
 from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
+from axon_ps.parallel.c10d.identity import BACKEND, CPU, Identity
 from axon_ps.parallel.c10d.operations import one, options_of
 from axon_ps.parallel.c10d.tensors import native, readable, writable
-
-BACKEND = "axon"
-_CPU = torch.device("cpu")
 
 Split = Callable[[list[int], str, float], "AxonProcessGroup"]
 """Makes a group of some members: their positions, its name, its default deadline in seconds."""
 
 
-class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore[misc]  # its overloads
+class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # type: ignore[misc]  # its overloads
     """Made by `torch.distributed`, which knows it as the backend "axon".
 
     Args:
@@ -51,65 +49,19 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
         split: Split,
     ) -> None:
         dist.ProcessGroup.__init__(self, group.rank, group.world_size)  # type: ignore[call-arg]
+        Identity.__init__(self, group.rank, group.world_size)
         CoalescedCollectives.__init__(self, group, timeout_s)
         self._store = store
         self._on_shutdown = on_shutdown
         self._split = split
-        self._name = ""
-        self._desc = "undefined"
-        self._sequence = 0
+        self._split_count = 0
 
-    # ------------------------------------------------------------------ who it is
+    # ------------------------------------------------------------------ what is under it
 
     @property
     def group(self) -> ProcessGroup:
         """Our group under it."""
         return self._group
-
-    @property
-    def pg_name(self) -> str:
-        """Its name in torch.distributed."""
-        return dist.distributed_c10d._world.pg_names.get(self, self._name)
-
-    @property
-    def group_name(self) -> Any:
-        """Its name in torch.distributed."""
-        return self.pg_name
-
-    @property
-    def group_desc(self) -> str:
-        """What torch.distributed says it is for."""
-        return self._desc
-
-    def _set_group_name(self, name: Any) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def rank(self) -> int:
-        """Our position."""
-        return self._rank
-
-    def size(self) -> int:
-        """Number of members."""
-        return self._world_size
-
-    def getRank(self) -> int:
-        """`rank`, as C++ asks for it."""
-        return self._rank
-
-    def getSize(self) -> int:
-        """`size`, as C++ asks for it."""
-        return self._world_size
-
-    def getBackendName(self) -> str:
-        """ "axon"."""
-        return BACKEND
-
-    def name(self) -> str:
-        """ "axon"."""
-        return BACKEND
 
     def __repr__(self) -> str:
         return f"AxonProcessGroup({self._group.name!r}, rank {self._rank} of {self._world_size})"
@@ -119,30 +71,9 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
         return self._store
 
     @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU, torch.device("cuda")] if torch.cuda.is_available() else [_CPU]
-
-    # torch asks a group's backend for a device what it can do; we are the backend of all of them.
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    supports_splitting = True
-    supports_coalescing = True
-
-    @property
     def options(self) -> Any:
         """What `split_group` passes on."""
-        return dist.Backend.Options(BACKEND, timedelta(seconds=self._performer.timeout_s))  # type: ignore[attr-defined]
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing: a split concerns its members only."""
-
-    def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Nothing: backends are made when they are first needed."""
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Nothing: our group numbers its calls from 0 on every rank."""
+        return Backend.Options(BACKEND, timedelta(seconds=self._performer.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.sequence
@@ -178,6 +109,8 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
         """Receive from whichever rank sends first; the handle's `source_rank` says which."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
+    recvAnysource = recv_anysource  # C++'s name
+
     def barrier(  # type: ignore[override]
         self, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
@@ -186,7 +119,7 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
         device = options.device
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return self._performer.perform(lambda: Plan("barrier", self._group.barrier), [], _CPU, options)
+        return self._performer.perform(lambda: Plan("barrier", self._group.barrier), [], CPU, options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose `Timeout` names the ranks that did not come: all of them, on every rank."""
@@ -200,6 +133,8 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return self._performer.end_coalescing()
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # C++'s names
 
     # ------------------------------------------------------------------ sub-groups, the end
 
@@ -225,12 +160,14 @@ class AxonProcessGroup(CoalescedCollectives, dist.ProcessGroup):  # type: ignore
         ranks = sorted(new_ranks)
         if self._rank not in ranks:
             return None
-        self._sequence += 1
-        name = group_name or f"{self.pg_name}:split:{'_'.join(map(str, ranks))}:{self._sequence}"
+        self._split_count += 1
+        name = group_name or f"{self.pg_name}:split:{'_'.join(map(str, ranks))}:{self._split_count}"
         group = self._split(ranks, name, seconds(timeout) or self._performer.timeout_s)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self._desc}:split")
         return group
+
+    splitGroup = split_group  # C++'s name
 
     def abort(self) -> None:
         """End everything that is pending or comes later with `Closed`, here and on the other ranks, and free it."""

@@ -8,6 +8,7 @@ Invariant: `register` may be called again and again; it does what it does once.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,8 @@ from axon_ps.collectives.environment import worker_config
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.world import World
 from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.parallel.c10d.process_group import BACKEND, AxonProcessGroup
+from axon_ps.parallel.c10d.identity import BACKEND
+from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.session import Session, join, lives_of
 from axon_ps.parallel.c10d.store import KVStore
 
@@ -40,11 +42,25 @@ def register() -> None:
     if BACKEND in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    # From 2.15 on torch attaches a flight recorder of its own to every group whose backend keeps none. It would ask a
+    # backend of C++'s, and see nothing: operations of ours do not pass through torch's dispatcher. We record our own.
+    keep_a_record: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    keep_a_record.add(BACKEND)
     register_rendezvous_handler(BACKEND, _rendezvous)  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, backend_options: object) -> AxonProcessGroup:
     """The creator: torch calls it on every member of a group."""
+    if getattr(options, "enable_reconfigure", False):
+        raise ConfigurationError(
+            "init_process_group was given enable_reconfigure=True; a group over axon cannot be reconfigured: leave it "
+            "out, and after a loss destroy the process group and make it anew"
+        )
+    if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        warnings.warn(
+            "TORCH_DIST_NAN_CHECK has no effect on a group over axon: torch's check does not see its operations",
+            stacklevel=2,
+        )
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     session = _session

@@ -8,8 +8,10 @@ channel    what travels between stages
 executor   one rank's part of one step
 ties       parameters that several stages share
 pipeline   `Pipeline`, which the user has
+dcp        its optimizer for torch.distributed.checkpoint
 """
 
+from axon_ps.parallel.pipeline.dcp import OptimizerState
 from axon_ps.parallel.pipeline.memory import PipelineMemoryStats
 from axon_ps.parallel.pipeline.pipeline import Pipeline
 from axon_ps.parallel.pipeline.schedule import PipelineSchedule
@@ -17,6 +19,7 @@ from axon_ps.parallel.pipeline.stage import PipelineStage
 from axon_ps.parallel.pipeline.timeline import Timeline, ideal_bubble, simulate
 
 __all__ = [
+    "OptimizerState",
     "Pipeline",
     "PipelineMemoryStats",
     "PipelineSchedule",

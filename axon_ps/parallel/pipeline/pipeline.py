@@ -98,6 +98,7 @@ class Pipeline(nn.Module):
         self._executor = Executor(self._local, self.num_stages, self.rank, self._channel)
         modules = {i: stage.module for i, stage in self._local.items()}
         self._ties = TiedParameters(ties, self.owner, modules, self._group)
+        self._tied = ties
 
     @classmethod
     def from_modules(
@@ -177,6 +178,16 @@ class Pipeline(nn.Module):
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
         """Copies of shared parameters here that are not the first ones: what a global norm must leave out."""
         return self._ties.counted_elsewhere
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """The key of each parameter here; of a shared one, on every rank, that of its first place in the model."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        for tie in self._tied:
+            stage, name = tie[0]
+            first = f"stages.{stage}.{name}" if hasattr(self, "stages") else name
+            here = [(i, n) for i, n in tie if i in self._local]
+            names.update((self._local[i].module.get_parameter(n), first) for i, n in here)
+        return names
 
     # ------------------------------------------------------------------ use
 

@@ -1,0 +1,112 @@
+"""Who a group of ours is to torch.distributed: its name, its place among its members, its devices, what it can do.
+
+Owns: every question that torch asks about a group without calling a collective, in Python and in C++. Refuses: to
+communicate.
+
+Note: [C++ asks, too]
+    A group of ours is a `dist.ProcessGroup` without a backend of C++'s, and the answers of that class come from its
+    backends: without one they raise ("ProcessGroup name not set"). Python reaches us by the names of torch's bindings
+    (`group_name`), C++ by the names of its virtual functions (`getGroupName`, see torch's PyProcessGroup.hpp), so each
+    answer is here under both. tests/unit/parallel/test_c10d_surface.py reads both lists from the installed torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BACKEND = "axon"
+CPU = torch.device("cpu")
+
+
+class Identity:
+    """A part of `AxonProcessGroup`.
+
+    Args:
+        rank: our position.
+        world_size: number of members.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._name = ""
+        self._desc = "undefined"
+
+    @property
+    def group_name(self) -> Any:
+        """Its name in torch.distributed."""
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        """Its name in torch.distributed."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch.distributed says it is for."""
+        return self._desc
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def rank(self) -> int:
+        """Our position."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._world_size
+
+    def name(self) -> str:
+        """ "axon"."""
+        return BACKEND
+
+    # The same for C++.
+
+    getRank, getSize, getBackendName = rank, size, name
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        """`group_name`."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """`group_desc`."""
+        return self._desc
+
+    # ------------------------------------------------------------------ devices, and what it can do
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [CPU, torch.device("cuda")] if torch.cuda.is_available() else [CPU]
+
+    # torch asks a group's backend for a device what it can do; we are the backend of all of them.
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    get_backend = _get_backend
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_abort_hooks = False
+    supports_completion_hooks = False
+    supports_reconfigure = False
+    supports_window = False
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: a split concerns its members only."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Nothing: backends are made when they are first needed."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: our group numbers its calls from 0 on every rank."""
