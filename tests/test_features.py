@@ -1,7 +1,12 @@
-"""docs/features.md names what there is; everything it names exists, says what it is, is tested and documented."""
+"""docs/features.md names what there is; everything it names exists, says what it is, and a test takes that very thing.
+
+What a test names is looked up by its imports, so a word that happens to be the same does not count. Of methods and
+attributes of objects only that they exist and are described is checked: source text does not say whose they are.
+"""
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
@@ -62,20 +67,72 @@ def said_of(found: Any, holder: Any, name: str) -> str:
     return ""
 
 
+def imported(tree: ast.AST) -> dict[str, Any]:
+    """What a test's names stand for that it imports from us."""
+    bound: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in (n for n in node.names if n.name.split(".")[0] == "axon_ps"):
+                module = importlib.import_module(name.name)
+                bound[name.asname or "axon_ps"] = module if name.asname else importlib.import_module("axon_ps")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "axon_ps":
+            for name in node.names:
+                bound[name.asname or name.name] = resolve(f"{node.module}.{name.name}")[0]
+    return bound
+
+
+def value_of(node: ast.AST, bound: dict[str, Any]) -> Any:
+    """What an expression of names and dots stands for; None if that is nothing of ours."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, bound), node.attr, None)
+    return None
+
+
 @cache
-def text_of(*patterns: str) -> str:
-    files = [file for pattern in patterns for file in ROOT.glob(pattern) if file not in (FEATURES, Path(__file__))]
-    return "\n".join(file.read_text() for file in files)
+def taken() -> tuple[set[int], set[tuple[int, str]]]:
+    """What tests name of ours: the things themselves, and attributes as (what it is an attribute of, name)."""
+    things: set[int] = set()
+    attributes: set[tuple[int, str]] = set()
+    for pattern in ("tests/**/*.py", "axon_ps/testing/**/*.py"):
+        for file in ROOT.glob(pattern):
+            tree = ast.parse(file.read_text())
+            bound = imported(tree)
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.Name, ast.Attribute)) and (value := value_of(node, bound)) is not None:
+                    things.add(id(value))
+                if isinstance(node, ast.Attribute) and (owner := value_of(node.value, bound)) is not None:
+                    attributes.add((id(owner), node.attr))
+    return things, attributes
+
+
+def is_of_instances(found: Any, holder: Any) -> bool:
+    """Whether only objects of a class have it: source text does not say what a test calls it on."""
+    return inspect.isclass(holder) and not isinstance(found, (staticmethod, classmethod, type, enum.Enum))
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_feature_exists_is_described_and_tested(name: str) -> None:
+def test_a_feature_exists_is_described_and_a_test_names_it(name: str) -> None:
     found, holder = resolve(name)
     last = name.rpartition(".")[2]
     assert said_of(found, holder, last), f"{name} has no docstring"
+    things, attributes = taken()
     if isinstance(holder, enum.EnumMeta):  # tests go through all of them
-        last = holder.__name__
-    assert re.search(rf"\b{last}\b", text_of("tests/**/*.py", "axon_ps/testing/**/*.py")), f"no test uses {name}"
+        assert id(holder) in things, f"no test names {holder}"
+    elif not is_of_instances(found, holder):
+        assert id(found) in things or (id(holder), last) in attributes, f"no test names {name}"
+
+
+def test_a_word_is_not_a_use(tmp_path: Path) -> None:
+    tree = ast.parse(
+        "from axon_ps.parallel import SGD as Plain\nimport axon_ps\nbarrier = 1\naxon_ps.World.mock(2)\nPlain"
+    )
+    bound = imported(tree)
+    named = {id(v) for node in ast.walk(tree) if (v := value_of(node, bound)) is not None}
+    assert id(resolve("axon_ps.parallel.SGD")[0]) in named
+    assert id(resolve("axon_ps.World")[0]) in named
+    assert id(resolve("axon_ps.barrier")[0]) not in named
 
 
 def test_documents_named_exist() -> None:

@@ -18,6 +18,11 @@ VOCAB, WIDTH, HEADS, CONTEXT, BATCH = 31, 16, 2, 12, 4
 STEPS = 20
 MAX_NORM = 0.5
 
+OURS: dict[str, Any] = {
+    kind.__name__: kind for kind in (parallel.SGD, parallel.Adam, parallel.AdamW, parallel.Adagrad, parallel.RMSprop)
+}
+"""By the name that torch has for the same."""
+
 Values = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
@@ -127,7 +132,7 @@ def train_sharded(
         plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
         prefetch=prefetch,
     )
-    optimizer = getattr(parallel, kind)(groups(model, options.pop("weight_decay", 0.0)), **options)
+    optimizer = OURS[kind](groups(model, options.pop("weight_decay", 0.0)), **options)
     norms = []
     for step in range(steps):
         model(batch(step, world.replica)).backward()

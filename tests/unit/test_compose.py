@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from collections.abc import Mapping
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
-from axon_ps.cli.main import app
 from axon_ps.cli.serve import DRAIN_S
 from axon_ps.cli.settings import PREFIX, Settings
 from axon_ps.collectives.environment import worker_config
+from parsed_commands import entry_point, understood
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("coordinator", "shard", "worker")
@@ -38,22 +36,6 @@ def instruction(service: str, name: str) -> list[str]:
 def image_of(service: Mapping[str, Any]) -> str:
     """Which of our images a compose service runs."""
     return str(service["image"]).removeprefix("axon-ps-")
-
-
-def entry_point(service: str) -> list[str]:
-    """The options with which services/*/main.py begins."""
-    spec = importlib.util.spec_from_file_location(f"entry_{service}", ROOT / "services" / service / "main.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return list(module.DEFAULTS)
-
-
-def understood(arguments: list[str]) -> dict[str, Any]:
-    """What the command line makes of a command, not run; fails where it would refuse it."""
-    command = get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
-    return dict(command.make_context(arguments[0], arguments[1:]).params)
 
 
 def interpolated(text: str) -> str:

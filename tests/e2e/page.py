@@ -1,0 +1,70 @@
+"""What a page of the documentation tells its reader to type, taken from its fenced blocks.
+
+The Python blocks of a page, up to a shell block that names a .py file, are that file. So a reader who saves them under
+the name, in an empty directory, and types the shell block has what the test has.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = ("python", "sh", "toml", "dockerfile", "text")
+_SCRIPT = re.compile(r"(?<![\w/])\w+\.py\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: one of `LANGUAGES`.
+        text: what is in it.
+        scripts: of a shell block, what the files are that the page made before it and that it names, by name.
+    """
+
+    language: str
+    text: str
+    scripts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """A shell block's commands in words, without comments and without variables set before them."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found = [shlex.split(line, comments=True) for line in lines]
+        return [list(_after_variables(words)) for words in found if words]
+
+
+def _after_variables(words: list[str]) -> Iterator[str]:
+    begun = False
+    for word in words:
+        begun = begun or re.match(r"[A-Z_]+=", word) is None
+        if begun:
+            yield word
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page; fails where one would never be tried.
+
+    Raises:
+        AssertionError: a language is unknown, a code block has no fence, or Python that no shell block runs is left.
+    """
+    found, python = [], ""
+    for match in FENCED.finditer(page):
+        language, text = match["language"], match["text"]
+        assert language in LANGUAGES, f"a block is of {language!r}; known are {', '.join(LANGUAGES)}"
+        scripts: tuple[tuple[str, str], ...] = ()
+        if language == "python":
+            python += text + "\n"
+        elif language == "sh" and python:
+            name = _SCRIPT.search(text)
+            assert name is not None, f"the shell block after Python runs no script: {text}"
+            scripts, python = ((name[0], python),), ""
+        found.append(Block(language, text, scripts))
+    assert not python, f"no shell block runs {python}"
+    unfenced = re.findall(r"^(?! *[-*\d]).*\n\n {4}\S.*", FENCED.sub("", page), flags=re.MULTILINE)
+    assert not unfenced, f"a code block has no fence: {unfenced}"
+    return found

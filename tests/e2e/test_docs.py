@@ -1,0 +1,131 @@
+"""The documentation runs as it stands: every script, from an empty directory; every command is one that there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from axon_ps.cli.settings import Settings
+from command_line import environment
+from page import Block, blocks
+from parsed_commands import entry_point, understood
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("services/*/README.md")])
+HERE = ("openssl", "printf")
+"""Tools whose commands are run, too."""
+
+LONGEST_S = 90.0
+
+
+def named(language: str) -> list[tuple[Path, Block]]:
+    return [(page, block) for page in PAGES for block in blocks(page.read_text()) if block.language == language]
+
+
+def label(value: object) -> str:
+    if isinstance(value, Block):
+        return value.scripts[0][0] if value.scripts else value.text.split("\n")[0][:40]
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+
+def is_run(block: Block) -> bool:
+    return bool(block.scripts) or all(words[0] in HERE for words in block.commands)
+
+
+@pytest.mark.parametrize(("page", "block"), [found for found in named("sh") if is_run(found[1])], ids=label)
+def test_what_a_page_tells_to_type_ends_well(page: Path, block: Block, tmp_path: Path) -> None:
+    if block.commands[0][0] in HERE and shutil.which(block.commands[0][0]) is None:
+        pytest.skip(f"there is no {block.commands[0][0]}")
+    for name, script in block.scripts:
+        (tmp_path / name).write_text(script)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["bash", "-e", "-c", block.text],
+        cwd=tmp_path,
+        env=environment({"PATH": path}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # `axon-ps run` ends its processes
+            output, _ = process.communicate()
+    assert process.returncode == 0, output
+
+
+@pytest.mark.parametrize(("page", "block"), [found for found in named("sh") if not is_run(found[1])], ids=label)
+def test_a_command_that_is_not_run_is_one_that_there_is(
+    page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in block.commands:
+        for file in (w for w in words if w.endswith((".pem", ".key")) or w == "token"):
+            (tmp_path / file).touch()  # the block before makes them
+        match words:
+            case ["axon-ps", *arguments]:
+                understood(arguments)
+            case ["make", target]:
+                targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+                assert target in targets
+            case ["docker-compose", action, *arguments]:
+                services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+                assert action in ("up", "logs")
+                assert {w for w in arguments if not w.startswith("-")} <= set(services)
+            case ["docker", "build", "-f", file, "-t", image, "."]:
+                assert (ROOT / file).exists()
+                assert f"services/{image.removeprefix('axon-ps-')}/Dockerfile" == file
+            case ["docker", "run", *arguments]:
+                begin = next(i for i, w in enumerate(arguments) if w.startswith("axon-ps-"))
+                service = arguments[begin].removeprefix("axon-ps-")
+                understood([*entry_point(service), *arguments[begin + 1 :]])
+            case ["export", *variables]:
+                assert all(re.match(r"AXON_PS_TOKEN=", v) for v in variables)
+            case _:
+                raise AssertionError(f"{page.name} has a command that nobody checks: {words}")
+
+
+@pytest.mark.parametrize(("page", "block"), named("toml"), ids=label)
+def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
+    assert set(tomllib.loads(block.text)) <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize(("page", "block"), named("dockerfile"), ids=label)
+def test_a_dockerfile_is_made_of_an_image_of_ours(page: Path, block: Block) -> None:
+    instructions = [line.split(maxsplit=1)[0] for line in block.text.splitlines()]
+    assert set(instructions) <= {"FROM", "COPY", "CMD"}
+    assert block.text.startswith(f"FROM axon-ps-{page.parent.name}\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("```python\nx = 1\n```\n", "no shell block runs"),
+        ("```python\nx = 1\n```\n\n```sh\nmake test\n```\n", "runs no script"),
+        ("```\nx\n```\n", "of ''"),
+        ("So:\n\n    axon-ps run x.py\n", "no fence"),
+    ],
+)
+def test_a_block_that_would_not_be_tried_is_found(page: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        blocks(page)
+
+
+def test_python_blocks_are_one_script_up_to_the_command_that_runs_it() -> None:
+    page = "```python\na\n```\n\n```python\nb\n```\n\n```sh\nX=1 axon-ps run one.py \\\n  --more  # so\n```\n"
+    page += "```python\nc\n```\n\n```sh\npython two.py\n```\n"
+    one, two = (block for block in blocks(page) if block.language == "sh")
+    assert one.scripts == (("one.py", "a\n\nb\n\n"),)
+    assert one.commands == [["axon-ps", "run", "one.py", "--more"]]
+    assert two.scripts == (("two.py", "c\n\n"),)
