@@ -11,10 +11,18 @@ import psutil
 import pytest
 
 from axon_ps.testing import preloaded
+from axon_ps.testing.faults.cluster import MODULES as SERVICES_IMPORT
 from tables import shown
 
-WORKERS_IMPORT = ("torch", "torch.distributed.tensor", "axon_ps.parallel", "axon_ps.collectives.world")
-"""What nearly every worker of a test imports; one process does it for all of them."""
+WORKERS_IMPORT = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # by torch's optimizers, when the first is made
+    "axon_ps.parallel",
+    "axon_ps.collectives.world",
+    *SERVICES_IMPORT,
+)
+"""What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""
 
 
 @pytest.fixture(scope="session", autouse=True)

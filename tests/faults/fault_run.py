@@ -115,7 +115,6 @@ def main() -> int:
     todo = [c for c in cells if c.name not in done or c.name in again]
     print(f"{len(cells)} cells, {len(todo)} of them to run, {options.jobs} side by side", flush=True)
     began = time.monotonic()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     with preloaded(PRELOADED):
         play(todo, options.jobs, options.results)
     records = {c.name: r for c in cells if (r := known(options.results).get(c.name))}

@@ -28,6 +28,7 @@ MODULES = (
     "axon_ps.coordinator.server",
     "axon_ps.shard.server",
     "axon_ps.testing.faults.cluster",
+    "axon_ps.testing.faults.warm",
 )
 """What the services import, beside what the workers do: for `testing.preloaded`."""
 

@@ -1,0 +1,395 @@
+"""2,000 random faults in one run of one job: `make soak`.
+
+Three workers train on two servers without end; two of them are enough to go on. Again and again a random process is
+struck at a random moment; then the job has to commit within the promised time. Every 50 faults a checkpoint is taken
+and compared, bit by bit, with plain torch over the workers that took part in each committed step. In the end: how long
+it took from fault to next commit, and whether the memory of every process was flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.errors import AxonError
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.storage.export import export_model
+from axon_ps.testing import preloaded
+from axon_ps.testing.faults import FaultyCluster, Hit, Moment
+from axon_ps.testing.faults.proxy import Disturbance, Kind
+from axon_ps.testing.processes import ChildProcess
+from axon_ps.testing.workers import WorkerProcess
+from fault_cell import PRELOADED
+from fault_grid import LEASE_S, PATIENCE_S, Fault, Target
+from fault_model import LR, Attempt, Chain, Mix, data
+
+WORKERS, SHARDS, ENOUGH = 3, 2, 2
+VERIFY_EVERY = 50
+PACE_S = 0.02
+HANG_S = PATIENCE_S + 12.0
+"""After healing; a job that is merely late is counted, and the soak goes on."""
+
+DISTURBANCES = {
+    Fault.RESET: Disturbance(kind=Kind.RESET),
+    Fault.HALF_CLOSE: Disturbance(kind=Kind.HALF_CLOSE),
+    Fault.BLACK_HOLE: Disturbance(kind=Kind.BLACK_HOLE, seconds=1.5 * LEASE_S),
+    Fault.DELAY: Disturbance(kind=Kind.DELAY, seconds=0.3),
+    Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=0.5),
+}
+STOPS_S = {Fault.STOP_SHORT: 0.3 * LEASE_S, Fault.STOP_LONG: 1.5 * LEASE_S}
+"""As in the grid, but short: what matters here is their number."""
+
+WEIGHTS = {
+    Fault.SIGKILL: 3, Fault.STOP_SHORT: 4, Fault.STOP_LONG: 2, Fault.RESET: 6,
+    Fault.HALF_CLOSE: 4, Fault.BLACK_HOLE: 1, Fault.DELAY: 3, Fault.RESETS: 2,
+}  # fmt: skip
+PLACES = (Moment.GATHER, Moment.FORWARD, Moment.BACKWARD, Moment.PUSH, Moment.VOTE, Moment.BETWEEN_STEPS)
+
+
+def train(strategy: str, written: Path) -> None:
+    """Train without end; every attempt is written down."""
+    torch.set_num_threads(1)
+    with axon_ps.World.init(timeout_s=120.0) as world, open(written, "a", encoding="utf-8") as file:
+        model = parallel.FSDP(
+            Chain(),
+            world.default_group,
+            sharding_strategy=parallel.ShardingStrategy[strategy],
+            unit_types={Mix},
+            plan_options=PlanOptions(chunk_numel=10_000, min_slice_numel=5_000),
+        )
+        optimizer = parallel.SGD(model, lr=LR)
+        while True:
+            version = world.version
+            model(data(version, world.rank)).backward()
+            ranks = tuple(m.rank for m in world.membership.workers)
+            result = optimizer.step()
+            optimizer.zero_grad()
+            attempt = Attempt(
+                version=version,
+                ended=time.monotonic(),
+                committed=result.committed,
+                became=result.version,
+                ranks=ranks,
+                reason=result.reason,
+            )
+            file.write(json.dumps(asdict(attempt)) + "\n")
+            file.flush()
+            time.sleep(PACE_S)
+
+
+class Oracle:
+    """Plain torch, a step at a time."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = Chain()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.version = 0
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def step(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self.model(data(self.version, rank)).backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= len(ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+
+    def keep(self) -> None:
+        """This version may be restored."""
+        self._kept = {self.version: {n: v.clone() for n, v in self.model.state_dict().items()}}
+
+    def restore(self, version: int) -> None:
+        self.model.load_state_dict(self._kept[version])
+        self.version = version
+
+    def differs(self, values: dict[str, Any]) -> int:
+        """In how many values."""
+        return sum(int(np.count_nonzero(values[n] != v.numpy())) for n, v in self.model.state_dict().items())
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What the soak is about."""
+
+    to_commit_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    late: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    verified: int = 0
+    memory: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Soak:
+    """One run.
+
+    Args:
+        cluster: a running one.
+        strategy: how it trains.
+        chance: the dice.
+    """
+
+    def __init__(self, cluster: FaultyCluster, strategy: str, chance: random.Random) -> None:
+        self._cluster, self._strategy, self._chance = cluster, strategy, chance
+        self._workers: dict[int, WorkerProcess] = {}
+        self._files: list[Path] = []
+        self._read: dict[Path, int] = {}
+        self._took_part: dict[int, tuple[int, ...]] = {}
+        self._oracle = Oracle()
+        self._kept = ""
+        self._faults = 0
+        self.facts = Facts()
+        for rank in range(WORKERS):
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        written = self._cluster.directory / f"attempts-{len(self._files)}"
+        self._files.append(written)
+        self._workers[rank] = self._cluster.start_worker(rank, train, args=(self._strategy, written))
+
+    # ------------------------------------------------------------------ what happened
+
+    def _attempts(self) -> list[Attempt]:
+        """Those written since we last looked, in time order."""
+        found = []
+        for path in self._files:
+            if path.exists():
+                with open(path, "rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    lines = file.read().split(b"\n")
+                self._read[path] = self._read.get(path, 0) + sum(len(line) + 1 for line in lines[:-1])
+                found += [Attempt(**json.loads(line)) for line in lines[:-1]]
+        return sorted(found, key=lambda a: a.ended)
+
+    def commit_since(self, moment: float, limit_s: float) -> float:
+        """When somebody committed a step that ended after `moment`; 0 when nobody did for `limit_s` seconds."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            first = 0.0
+            for a in self._attempts():
+                if a.committed:
+                    self._took_part[a.became - 1] = tuple(a.ranks)
+                    if a.version != a.became - 1:
+                        self.facts.problems.append(f"a gradient of version {a.version} counted in {a.became - 1}")
+                    first = first or (a.ended if a.ended > moment else 0.0)
+            if first:
+                return first
+            self._replace_who_ended()
+            time.sleep(0.01)
+        return 0.0
+
+    def _replace_who_ended(self) -> None:
+        for rank, worker in list(self._workers.items()):
+            if worker.process.exit_code is not None:
+                result = worker.end()
+                self.facts.problems.append(f"worker {rank} ended: {result.error[-600:]}")
+                self._start(rank)
+
+    # ------------------------------------------------------------------ faults
+
+    def fault(self) -> bool:
+        """One fault; False when the job did not go on."""
+        self._faults += 1
+        what = self._chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        who = self._chance.choice([Target.WORKER, Target.WORKER, Target.SHARD, Target.COORDINATOR, Target.BOTH])
+        if who is Target.SHARD and what is Fault.SIGKILL and self._chance.random() < 0.8:
+            who = Target.WORKER  # a restore takes a second; its oracle must go back
+        victim = self._chance.randrange(WORKERS)
+        name = f"{self._faults}: {who.value} {victim} {what.value}"
+        hit = self._moment(victim)
+        dealt = time.monotonic()
+        self._deal(who, what, victim, hit)
+        healed = time.monotonic()
+        committed = self.commit_since(dealt, HANG_S)
+        if not committed:
+            self._cluster.show_stacks()
+            self.facts.problems.append(f"hang: {name}: nothing was committed for {HANG_S:g} s after it healed")
+            return False
+        self.facts.to_commit_s[f"{who.value} {what.value}"].append(committed - dealt)
+        everybody = self._all_commit_since(healed)
+        if everybody > PATIENCE_S:
+            self.facts.late.append(f"{name}: {everybody:.1f} s after healing until all had committed")
+        self._weigh()
+        return everybody < HANG_S
+
+    def _all_commit_since(self, healed: float) -> float:
+        """Seconds from healing until a step of all workers was committed."""
+        while (waited_s := time.monotonic() - healed) < HANG_S:
+            newest = max(self._took_part, default=-1)
+            if len(self._took_part.get(newest, ())) == WORKERS:
+                return waited_s
+            self.commit_since(time.monotonic(), 0.2)
+        self._cluster.show_stacks()
+        self.facts.problems.append(f"hang: fault {self._faults}: not all workers came back within {HANG_S:g} s")
+        return waited_s
+
+    def _moment(self, victim: int) -> Hit | None:
+        """Somebody who stopped at a random moment; None = now, whatever they do."""
+        place = self._chance.choice([*PLACES, Moment.DECISION])
+        process = self._cluster.process("coordinator") if place is Moment.DECISION else self._workers[victim].process
+        slot = self._cluster.slot_of(process)
+        self._cluster.moments.arm(slot, place)
+        hit = self._cluster.moments.wait(1.0)
+        self._cluster.moments.arm(slot, None)
+        return hit
+
+    def _deal(self, who: Target, what: Fault, victim: int, hit: Hit | None) -> None:
+        struck: list[ChildProcess] = []
+        if who in (Target.WORKER, Target.BOTH):
+            struck.append(self._workers[victim].process)
+        if who in (Target.COORDINATOR, Target.BOTH):
+            struck.append(self._cluster.process("coordinator"))
+        if who is Target.SHARD:
+            struck.append(self._cluster.process("shard", victim % SHARDS))
+        if what is Fault.SIGKILL:
+            self._kill(who, victim, struck, hit)
+        elif what in STOPS_S:
+            for process in struck:
+                process.send_signal(signal.SIGSTOP)
+            _release(hit)
+            time.sleep(STOPS_S[what])
+            for process in struck:
+                process.send_signal(signal.SIGCONT)
+        else:
+            for process in struck:
+                self._cluster.disturb(DISTURBANCES[what], process)
+            _release(hit)
+            time.sleep(DISTURBANCES[what].heals_after_s)
+
+    def _kill(self, who: Target, victim: int, struck: list[ChildProcess], hit: Hit | None) -> None:
+        for process in struck:
+            process.send_signal(signal.SIGKILL)
+        for process in struck:
+            process.wait(5.0)
+        _release(hit)
+        if who in (Target.COORDINATOR, Target.BOTH):
+            self._cluster.restart("coordinator")
+        if who in (Target.WORKER, Target.BOTH):
+            self._workers[victim].end()
+            self._start(victim)
+        if who is Target.SHARD:
+            self.commit_since(time.monotonic(), 0.0)
+            self._cluster.restart("shard", victim % SHARDS)
+            self._cluster.command("checkpoint", "restore", self._kept)
+            version = json.loads((Path(self._kept) / "manifest.json").read_text())["version"]
+            self._oracle.restore(version)
+            self._took_part = {v: ranks for v, ranks in self._took_part.items() if v < version}
+
+    # ------------------------------------------------------------------ bits and bytes
+
+    def verify(self) -> None:
+        """Compare a checkpoint with plain torch, and keep it for a restore."""
+        uri = f"{self._cluster.directory}/kept-{self.facts.verified}"
+        self._cluster.command("checkpoint", "save", uri)
+        self.commit_since(time.monotonic(), HANG_S)
+        version = json.loads((Path(uri) / "manifest.json").read_text())["version"]
+        export_model(uri, f"{uri}.safetensors")
+        missing = [v for v in range(self._oracle.version, version) if v not in self._took_part]
+        if missing:
+            self.facts.problems.append(f"nobody wrote down who took part in {missing[:5]}")
+            return
+        while self._oracle.version < version:
+            self._oracle.step(self._took_part[self._oracle.version])
+        if differ := self._oracle.differs(load_file(f"{uri}.safetensors")):
+            self.facts.problems.append(f"wrong bits: {differ} values at version {version}")
+        self._oracle.keep()
+        self._kept = uri
+        self.facts.verified += 1
+
+    def _weigh(self) -> None:
+        """Note the memory of every process."""
+        processes = {f"worker {r}": w.process for r, w in self._workers.items()}
+        processes |= {f"shard {i}": self._cluster.process("shard", i) for i in range(SHARDS)}
+        processes["coordinator"] = self._cluster.process("coordinator")
+        for name, process in processes.items():
+            self.facts.memory[f"{name} ({process.pid})"].append((self._faults, _private_bytes(process.pid)))
+
+
+def _release(hit: Hit | None) -> None:
+    if hit is not None:
+        hit.release()
+
+
+def _private_bytes(pid: int) -> int:
+    """Memory that is a process's alone, with its share of what it shares with others that still run."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty:", "SwapPss:")))
+
+
+def report(facts: Facts, faults: int, minutes: float) -> int:
+    """Print what came of it; how much is wrong."""
+    times = sorted(t for kind in facts.to_commit_s.values() for t in kind)
+    print(f"\n{faults} faults in {minutes:.1f} min; {facts.verified} comparisons with plain torch, bit by bit")
+    for kind, some in sorted(facts.to_commit_s.items()):
+        print(f"  {kind:36} {len(some):5}  median {statistics.median(some):.2f} s  longest {max(some):.2f} s")
+    if times:
+        p99 = times[min(len(times) - 1, int(0.99 * len(times)))]
+        print(f"from fault to next commit: median {statistics.median(times):.3f} s, p99 {p99:.3f} s, {times[-1]:.3f} s at most")
+    for name, weights in facts.memory.items():
+        if weights[-1][0] - weights[0][0] >= 200:
+            quarter = len(weights) // 4
+            early = statistics.median(b for _, b in weights[quarter : 2 * quarter])
+            late = statistics.median(b for _, b in weights[-quarter:])
+            grown = late > 1.05 * early + (4 << 20)
+            print(f"  {name:24} {early / 2**20:7.1f} MiB, then {late / 2**20:7.1f} MiB{'  NOT FLAT' if grown else ''}")
+            facts.problems += [f"memory: {name} grew from {early / 2**20:.1f} to {late / 2**20:.1f} MiB"] * grown
+    for line in facts.late:
+        print(f"late: {line}")
+    for line in facts.problems:
+        print(f"WRONG: {line}")
+    return len(facts.problems) + len(facts.late)
+
+
+def main() -> int:
+    """0 when all was well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--strategy", default="FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP"))
+    parser.add_argument("--log", type=Path, default=Path("build/faults/soak.log"))
+    options = parser.parse_args()
+    began = time.monotonic()
+    with preloaded(PRELOADED), FaultyCluster(SHARDS, WORKERS, min_workers=ENOUGH, lease_s=LEASE_S) as cluster:
+        soak = Soak(cluster, options.strategy, random.Random(options.seed))
+        try:
+            if not soak.commit_since(time.monotonic(), 30.0):
+                raise AxonError("the job did not begin")
+            soak.verify()
+            for number in range(1, options.faults + 1):
+                if not soak.fault():
+                    break
+                if number % VERIFY_EVERY == 0 or number == options.faults:
+                    soak.verify()
+                    print(f"{number} faults, {(time.monotonic() - began) / 60:.1f} min, {len(soak.facts.late)} late, "
+                          f"{len(soak.facts.problems)} wrong", flush=True)  # fmt: skip
+        except AxonError as error:
+            soak.facts.problems.append(str(error)[:2000])
+        if soak.facts.problems:
+            options.log.parent.mkdir(parents=True, exist_ok=True)
+            logs = sorted(cluster.directory.glob("*.log"))
+            options.log.write_text("\n".join(f"--- {path.name}\n{path.read_text()[-60_000:]}" for path in logs))
+            print(f"what everybody wrote: {options.log}")
+    return 1 if report(soak.facts, soak._faults, (time.monotonic() - began) / 60) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
