@@ -6,6 +6,7 @@ another set of members is never used again once `form` has been called.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final, Protocol
 
 from axon_ps.collectives.group import ProcessGroup
@@ -59,7 +60,7 @@ class WorldNodeGroups:
         Raises:
             MemberLost: a worker of the node does not come back, and the job is complete without it: this node cannot
                 take part, so the worker should end and the node be started again.
-            Timeout: the job is not complete; the message says what it waits for.
+            Timeout: the job is not complete, and the message says what it waits for.
             AxonError: `error`, when nobody of the node was lost: it has another cause, which would come back.
         """
         if error is not None:
@@ -68,21 +69,23 @@ class WorldNodeGroups:
             self._world.steps.wait_complete()
             self._wait_for_all()
             ids = tuple(m.id for m in self._present())
-            try:
+            with contextlib.suppress(MemberLost):  # this worker itself, which is told soon
                 data, control = self._world.node_group(), self._world.node_group()
-            except MemberLost:  # this worker itself; it is told when it is back
-                continue
-            if len(ids) == self._size and ids == _ids(data) == _ids(control):
-                self._ids, self.data, self.control = ids, data, control
-                return
+                if ids == _ids(data) == _ids(control):
+                    self._ids, self.data, self.control = ids, data, control
+                    return
+            self._wait_for_change(ids)
 
     def _wait_for_a_loss(self, error: AxonError) -> None:
         try:
-            self._world.steps.wait_members(
-                lambda _: tuple(m.id for m in self._present()) != self._ids, self._grace_s, "the node's workers changed"
-            )
+            self._wait_for_change(self._ids)
         except Timeout:
             raise error from None
+
+    def _wait_for_change(self, ids: tuple[str, ...]) -> None:
+        self._world.steps.wait_members(
+            lambda _: tuple(m.id for m in self._present()) != ids, self._grace_s, "the workers of this node changed"
+        )
 
     def _wait_for_all(self) -> None:
         try:

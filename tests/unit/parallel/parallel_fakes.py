@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,9 +54,14 @@ class FakeSteps:
     outcome: Outcome = Outcome.COMMIT
     clip_factor: float = 1.0
 
+    lease_s: ClassVar[float] = 5.0
+
     @property
     def latest_version(self) -> int:
         return self.version
+
+    def wait_members(self, ready: Callable[[Any], bool], timeout_s: float, what: str) -> None:
+        assert ready(None), what
 
     def register(self, spec: JobSpec) -> Registered:
         self.spec = spec

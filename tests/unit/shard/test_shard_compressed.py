@@ -243,7 +243,7 @@ def test_a_restarted_coordinator_knows_the_compression(grad: Compression | None)
     nobody = Membership(generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)
     records = [
         job_record("id", "test", 1, 1),
-        members_record(nobody, [], was_complete=False),
+        members_record(nobody, [], was_complete=False, vacant=0),
         progress_record(1, 0),
         parameters_record(Parameters()),
         spec_record(spec),
