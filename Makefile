@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test soak torch-suite check lint format proto proto-drift bench clean
+.PHONY: help setup demo test soak loaders torch-suite check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 soak: $(INSTALLED) ## 200 random kills of ranks that share memory; 10,000 interleaved calls of overlapping groups
 	$(BIN)/python tests/faults/shm_kills.py
 	$(BIN)/python tests/faults/group_soak.py
+
+loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, in every kind of training
+	$(BIN)/python -W ignore tests/faults/loader_runs.py
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)

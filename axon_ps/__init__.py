@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from axon_ps import errors
+from axon_ps.host.fork import turn_grpc_handlers_off
 from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ _LAZY = {
     "Work": "axon_ps.collectives.work",
     **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.ops"),
 }
+
+
+turn_grpc_handlers_off()
 
 
 def __getattr__(name: str) -> Any:

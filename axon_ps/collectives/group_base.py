@@ -26,6 +26,7 @@ from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
 from axon_ps.collectives.work import Lane, Work
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
+from axon_ps.host import fork
 from axon_ps.types import DType, Member, ReduceOp
 
 if TYPE_CHECKING:
@@ -157,7 +158,12 @@ class GroupBase:
     # ------------------------------------------------------------------ the end
 
     def abort(self, error: AxonError) -> None:
-        """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread."""
+        """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread.
+
+        Raises:
+            Misuse: this process is a fork of a worker; the group goes on in the parent.
+        """
+        fork.check()
         self._end(error)
         for child in self._children:
             child.abort(error)
@@ -206,7 +212,11 @@ class GroupBase:
 
         Args:
             linger_s: how long what was sent in the background may take to be taken by its receivers first.
+
+        Raises:
+            Misuse: this process is a fork of a worker; the group goes on in the parent.
         """
+        fork.check()
         deadline = time.monotonic() + linger_s
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import Busy
+from axon_ps.host import fork
 from axon_ps.transport.shared_memory import Segment, SegmentAddress, move_mapping
 from axon_ps.types import Array, DType
 
@@ -48,7 +49,9 @@ class Registry:
 
         Raises:
             Busy: there is not enough memory; the message has the bytes needed and available.
+            Misuse: this process is a fork of a worker.
         """
+        fork.check()
         numel = math.prod(shape)
         segment = Segment.create(max(1, numel * dtype.itemsize), directory=directory)
         entry = Range(segment.base(), segment.address)

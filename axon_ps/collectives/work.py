@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from axon_ps.errors import Closed, Timeout
+from axon_ps.host import fork
 from axon_ps.transport.loop import BackgroundLoop
 
 T = TypeVar("T")
@@ -122,7 +123,13 @@ class Lane:
         self._closed = False
 
     def run(self, call: Callable[[], T]) -> T:
-        """Do it and return its result, after everything that was given before."""
+        """Do it and return its result, after everything that was given before.
+
+        Raises:
+            Closed: the lane was closed.
+            Misuse: called in a fork of a worker.
+        """
+        fork.check()
         with self._mutex:
             alone = self._unfinished == 0 and not self._closed
             if alone:
@@ -141,7 +148,9 @@ class Lane:
 
         Raises:
             Closed: the lane was closed.
+            Misuse: called in a fork of a worker.
         """
+        fork.check()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._mutex:
             if self._closed:
@@ -160,7 +169,12 @@ class Lane:
             return self._mutex.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Take nothing more; let what was given end, at most `timeout_s` seconds."""
+        """Take nothing more; let what was given end, at most `timeout_s` seconds.
+
+        Raises:
+            Misuse: called in a fork of a worker.
+        """
+        fork.check()
         with self._mutex:
             self._closed = True
             self._mutex.notify_all()

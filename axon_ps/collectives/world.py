@@ -7,7 +7,6 @@ needs has joined.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
 from axon_ps.coordinator.events import UPLOADED
 from axon_ps.errors import Closed, GenerationChanged, InvalidRequest
+from axon_ps.host import fork
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.collective_client import CollectiveClient
 from axon_ps.transport.backoff import Deadline
@@ -140,12 +140,15 @@ class World:
 
         Raises:
             ConfigurationError: the environment does not say how to join.
+            Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
+                module again.
             Unreachable: nobody answers at the coordinator's address.
             PermissionDenied: wrong job name or token.
             Timeout: members are missing; the message says which.
 
         After an error: this process is not a member.
         """
+        fork.check_may_join()
         world = cls(config if config is not None else worker_config(os.environ), timeout_s=timeout_s)
         try:
             world._loop.run(world._coordinator.start(join_timeout_s), join_timeout_s + 5.0)
@@ -153,7 +156,7 @@ class World:
         except BaseException:
             world.close()
             raise
-        atexit.register(world._at_exit)
+        fork.at_exit(world._at_exit)
         notice_exit()
         World._current = world
         world._loop.submit(world._watch())
@@ -288,6 +291,7 @@ class World:
                     raise
 
     def _limit(self, timeout_s: float | None) -> float:
+        fork.check()
         if self._closed:
             raise Closed("this World is closed; make another with World.init()")
         return self._timeout_s if timeout_s is None else timeout_s
@@ -473,11 +477,15 @@ class World:
             finished: whether this worker has done all it had to do. Then the others go on without it, and wait for
                 none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
                 called while an error is being handled.
+
+        Raises:
+            Misuse: this process is a fork of the one that joined; that one is still a member.
         """
+        fork.check()
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        fork.not_at_exit(self._at_exit)
         if World._current is self:
             World._current = None
         finished = going_well() if finished is None else finished
@@ -498,7 +506,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(finished=going_well())
+        if not fork.is_fork():  # which leaves the block, and not the job
+            self.close(finished=going_well())
 
 
 def _info(reply: Any) -> CheckpointInfo:

@@ -10,7 +10,6 @@ Invariant: every rank ends with the same bits, in every run.
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from torch import Tensor
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.work import Lane, Work
 from axon_ps.errors import InvalidRequest
+from axon_ps.host import fork
 from axon_ps.parallel.buckets import GradientBucket, flat_memory
 from axon_ps.parallel.residuals import Residuals, forget_what_is_not_finite
 from axon_ps.types import ReduceOp
@@ -221,7 +221,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
 def lane_of(owner: CommunicationHook, what: str) -> Lane:
     """A thread that ends with its owner."""
     lane = Lane(f"axon-ps-{type(owner).__name__}-{what}")
-    weakref.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
+    fork.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
     return lane
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.ops import current_group
 from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.host import fork
 from axon_ps.parallel import replicas
 from axon_ps.parallel.buckets import GradientBucket, check_dtype
 from axon_ps.parallel.comm_hooks import CommunicationHook, as_hook
@@ -110,11 +111,12 @@ class DistributedDataParallel(nn.Module):
         """Run the module.
 
         Raises:
-            Misuse: the last backward was broken off.
+            Misuse: the last backward was broken off, or this process is a fork of a worker.
             AxonError: what broadcasting the buffers failed with.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        fork.check()
         self._reducer.check_idle()
         if self.training and self._reducer.syncing:
             root = self._announce(True) if self._joining else 0

@@ -16,6 +16,7 @@ from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
+from axon_ps.host import fork
 from axon_ps.parallel import hooks, materialize, stats, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.parallel.flat import FlatUnit
@@ -279,7 +280,7 @@ class FullyShardedDataParallel(ShardedValues):
                 pinned=pinned,
                 meter=self._meter,
             )
-            weakref.finalize(self, node.close)
+            fork.finalize(self, node.close)
         runtime = Runtime(
             steps,
             units,
@@ -303,7 +304,9 @@ class FullyShardedDataParallel(ShardedValues):
 
         Raises:
             StepAborted: the parameters change faster than it can read them, since this worker is no member.
+            Misuse: this process is a fork of a worker.
         """
+        fork.check()
         while True:
             output = self._forward(args, kwargs)
             if not self._runtime.forward_again():

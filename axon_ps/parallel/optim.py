@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.host import fork
 from axon_ps.optim.registry import create
 from axon_ps.parallel.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.runtime import Runtime
@@ -71,9 +72,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is lost for good.
+            Misuse: this process is a fork of a worker.
 
         After an error: the step may or may not have committed; `World.version` tells once the session is back.
         """
+        fork.check()
         assert self._runtime is not None
         if closure is not None:
             with torch.enable_grad():

@@ -13,12 +13,12 @@ Note: [When a gradient may be overwritten]
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 
 import numpy as np
 
 from axon_ps.errors import Busy, InvalidRequest, Unreachable
+from axon_ps.host import fork
 from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
 from axon_ps.transport.direct_memory import address_of
 from axon_ps.transport.shared_memory import Segment
@@ -41,7 +41,7 @@ def shared_buffer(size_bytes: int) -> Array:
     buffer = segment.bytes()
     base = address_of(buffer)
     _shared[base] = segment, mapping_to_proto(segment.address)
-    weakref.finalize(buffer, _forget, base, segment)
+    fork.finalize(buffer, _forget, base, segment)
     return buffer[:size_bytes]
 
 

@@ -6,7 +6,11 @@ traffic of both directions goes over different lanes so that neither queues behi
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
+import stat
 from functools import cache
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -14,6 +18,7 @@ from weakref import WeakKeyDictionary
 import grpc
 
 from axon_ps.errors import ConfigurationError
+from axon_ps.host import fork
 from axon_ps.transport.security import Security, is_loopback
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -108,6 +113,33 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
 @cache
 def _warn_plaintext() -> None:  # once a process
     _logger.warning("the job token leaves this machine in plaintext; set ca_file to use TLS")
+
+
+@fork.in_child
+def _leave_connections() -> object:
+    """Have a fork hold none of our connections: a peer shall learn at once when the worker itself dies.
+
+    gRPC does not know of it and may close a descriptor later, so its number stays taken: it is a file that is always
+    empty. What the worker sends and receives is not touched.
+    """
+    channels = dict(_addresses)
+    ports = {split_address(address)[1] for address in channels.values()}
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # of listing the directory itself; not a socket; not connected
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and _port_of_peer(fd) in ports:
+                os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+    return channels
+
+
+def _port_of_peer(fd: int) -> int:
+    """Of a connected TCP socket; 0 for another one."""
+    known = socket.socket(fileno=fd)
+    try:
+        return int(known.getpeername()[1]) if known.family in (socket.AF_INET, socket.AF_INET6) else 0
+    finally:
+        known.detach()
 
 
 def address_of(channel: Channel) -> str:

@@ -15,17 +15,17 @@ Note: [Locks and Ctrl-C]
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import logging
-import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, Final, Generic, TypeVar
+from weakref import WeakSet
 
 import grpc
 
 from axon_ps.errors import AxonError, Closed, Misuse, Timeout
+from axon_ps.host import fork
 from axon_ps.transport.status import error_of
 
 CANCEL_WAIT_S: Final = 5.0
@@ -40,6 +40,7 @@ by another loop, if there is one; it means nothing, and nothing is lost by it.
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+_loops: WeakSet[BackgroundLoop] = WeakSet()
 
 
 class BackgroundLoop:
@@ -52,12 +53,14 @@ class BackgroundLoop:
     def __init__(self, name: str = "axon_ps-loop") -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._pid = os.getpid()
+        fork.check()
+        fork.opened()
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), name=name, daemon=True)
         self._thread.start()
         started.wait()
-        atexit.register(self.close)
+        fork.at_exit(self.close)
+        _loops.add(self)
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine and wait for its result.
@@ -107,16 +110,17 @@ class BackgroundLoop:
         """Cancel what runs, wait for it (at most 2 * `CANCEL_WAIT_S`), end the thread. May be called again.
 
         Raises:
-            Misuse: called on the loop's own thread.
+            Misuse: called on the loop's own thread, or in a forked child.
         """
+        fork.check()
         if threading.current_thread() is self._thread:
             raise Misuse("a BackgroundLoop cannot be closed from its own thread")
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            atexit.unregister(self.close)
-            if os.getpid() != self._pid or self._loop.is_closed():  # the thread did not survive a fork, or an error
+            fork.not_at_exit(self.close)
+            if self._loop.is_closed():  # by an error
                 return
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(2 * CANCEL_WAIT_S)
@@ -147,9 +151,9 @@ class BackgroundLoop:
             self._loop.call_soon_threadsafe(job.start)
 
     def _check(self, coro: Coroutine[Any, Any, Any]) -> None:
-        if os.getpid() != self._pid:
+        if fork.is_fork():
             coro.close()
-            raise Misuse("a BackgroundLoop does not survive fork(); make a new one in the child")
+            fork.check()
         if self._closed or self._loop.is_closed():
             coro.close()
             raise Closed("the background loop is closed")
@@ -162,6 +166,12 @@ class BackgroundLoop:
             return
         if not job.wait(CANCEL_WAIT_S):
             _logger.warning("%s ignores its cancellation and is left running", job.name)
+
+
+@fork.in_child
+def _tasks() -> object:
+    """What is under way, of all loops."""
+    return [(loop, asyncio.all_tasks(loop._loop)) for loop in list(_loops)]
 
 
 class _Job(Generic[T]):

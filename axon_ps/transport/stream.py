@@ -18,14 +18,20 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Final
+from weakref import WeakSet
 
 import grpc
 
 from axon_ps.errors import AxonError, Closed
+from axon_ps.host import fork
 from axon_ps.transport.status import error_of, error_of_status
 
 EOF: Final = grpc.aio.EOF
 """What `Stream.read` and a servicer's `context.read` give when no message will come any more."""
+
+_streams: WeakSet[Stream] = WeakSet()
+
+fork.in_child(lambda: list(_streams))
 
 
 class Stream:
@@ -51,6 +57,7 @@ class Stream:
         self._half_closed = False
         self._writing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
+        _streams.add(self)
 
     def __del__(self) -> None:
         if not self._call.done():  # gRPC's own call would live on, and the peer's end with it

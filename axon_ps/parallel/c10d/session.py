@@ -12,7 +12,6 @@ leaves ends what the others still do with it.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import logging
@@ -32,6 +31,7 @@ from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.world import World
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
+from axon_ps.host import fork
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.security import Security
 
@@ -75,7 +75,7 @@ class Session:
         self._closed = False
         self.users = 0
         self.group: ProcessGroup = world.default_group
-        atexit.register(self._at_exit)
+        fork.at_exit(self._at_exit)
 
     @classmethod
     def begin(cls, store: Store, rank: int, world_size: int, timeout_s: float, env: Mapping[str, str]) -> Session:
@@ -90,8 +90,11 @@ class Session:
 
         Raises:
             ConfigurationError: the world there is has another size, or this worker another rank in it.
+            Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
+                module again.
             AxonError: the job cannot be joined, or the services not be started.
         """
+        fork.check_may_join()
         global _begun
         number, _begun = _begun, _begun + 1
         world, embedded, owned = World.current(), None, False
@@ -127,11 +130,16 @@ class Session:
         self._owned = True
 
     def close(self) -> None:
-        """End it; what the user made stays. Harmless when repeated."""
+        """End it; what the user made stays. Harmless when repeated.
+
+        Raises:
+            Misuse: this process is a fork of a worker.
+        """
+        fork.check()
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        fork.not_at_exit(self._at_exit)
         try:
             if self._owned:
                 self._say_goodbye(GOODBYE_S)
