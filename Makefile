@@ -7,11 +7,12 @@ INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/axon_ps/wire/v1/*.proto)
 PROTOC := $(BIN)/python -m grpc_tools.protoc -Iprotos
 TEST_PROCESSES ?= 2
+TORCH_VERSIONS ?= 2.11 2.15
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test soak loaders torch-suite check lint format proto proto-drift bench clean
+.PHONY: help setup demo test soak loaders torch-suite torch-range check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +40,9 @@ loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, i
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)
 
+torch-range: ## run what touches torch with the oldest and the newest one; TORCH_VERSIONS='2.12 2.14' picks others
+	$(PYTHON) tests/torch_range.py $(TORCH_VERSIONS) $(TORCH_RANGE_ARGS)
+
 check: lint test ## everything CI does
 
 lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
@@ -64,5 +68,5 @@ bench: $(INSTALLED) ## measure, with the peers in the same run; tables and JSON 
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
