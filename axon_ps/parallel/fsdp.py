@@ -284,15 +284,13 @@ class FullyShardedDataParallel(ShardedValues):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters gathered unit by unit."""
         runtime = self._runtime
-        root = runtime.units[0]
-        runtime.before_forward(root)
+        hooks.before_root(runtime)
         if self._precision.param_dtype is not None and self._precision.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), self._precision.param_dtype)
         output = self.module(*args, **kwargs)
         if self._precision.output_dtype is not None:
             output = _cast(output, self._precision.output_dtype)
-        hooks.watch_outputs(runtime, root, output)
-        runtime.after_forward(root)
+        hooks.after_root(runtime, output)
         return output
 
     @property
@@ -426,11 +424,6 @@ class FullyShardedDataParallel(ShardedValues):
         elif isinstance(runtime.steps, NodeSteps):
             runtime.steps.agree()
             runtime.steps.wait_pulled()
-
-    def sharded_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
-        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
-        return (p for p in self.parameters() if p in managed)
 
     # ------------------------------------------------------------------ what it costs
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -45,17 +45,51 @@ class ShardedValues(ModuleWrapper):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """Inside, every parameter holds its current value, in compute dtype. Changes made to them are lost.
+        """Inside, every parameter holds its current value, in compute dtype. They are to be read, not changed.
 
         Raises:
-            Misuse: a forward or backward is under way.
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which is lost
+                (what is done to `param.data` is not noticed).
         """
         self._check_idle("summon_full_params")
         try:
             self._runtime.gather_all()
+            params = [] if self._replicated_units() else list(self.sharded_parameters())
+            before = [param._version for param in params]
             yield
+            changed = sum(param._version != version for param, version in zip(params, before, strict=True))
         finally:
             self._runtime.reset()
+        if changed:
+            raise Misuse(
+                f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
+                "old values; give them others with load_state_dict() or update_shards()"
+            )
+
+    def sharded_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
+        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
+        return (p for p in self.parameters() if p in managed)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters what they say.
+
+        Raises:
+            Misuse: it would move or cast sharded parameters.
+        """
+        managed = set(self.sharded_parameters())
+        for dtype, device in {(p.dtype, p.device) for p in managed}:
+            there = fn(torch.empty(0, dtype=dtype, device=device))
+            if (there.dtype, there.device) != (dtype, device):
+                raise Misuse(
+                    f"the parameters of a wrapped model cannot go from {dtype} on {device} to {there.dtype} on "
+                    f"{there.device}; say device= and mixed_precision= when you wrap it"
+                )
+        for child in self.module.modules():
+            child._buffers.update({k: fn(b) for k, b in child._buffers.items() if b is not None})
+            for param in {p for p in child._parameters.values() if p is not None} - managed:
+                param.data = fn(param.data)
+        return self
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
