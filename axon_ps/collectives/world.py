@@ -20,6 +20,7 @@ from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.groups import Groups
+from axon_ps.collectives.models import Models
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
@@ -89,6 +90,7 @@ class World:
 
     Attributes:
         steps: this worker's half of the training steps.
+        models: the models of the job that this process has wrapped.
         recorder: the last collectives.
     """
 
@@ -112,6 +114,7 @@ class World:
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
         self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
+        self.models = Models()
         self.recorder = Recorder()
         self._groups = Groups(
             self,

@@ -145,6 +145,7 @@ def spec_record(spec: JobSpec) -> Record:
         "chunk_numel": spec.options.chunk_numel,
         "min_slice_numel": spec.options.min_slice_numel,
         "replica_is_node": spec.replica_is_node,
+        "model": spec.model,
         "policy": policy_to_json(spec.policy),
         "param_compression": _compression_to_json(spec.precision.param_compression),
         "grad_compression": _compression_to_json(spec.precision.grad_compression),
@@ -300,6 +301,7 @@ def _spec(value: dict[str, Any]) -> JobSpec:
         options=PlanOptions(chunk_numel=value["chunk_numel"], min_slice_numel=value["min_slice_numel"]),
         replica_is_node=value["replica_is_node"],
         policy=policy_from_json(value.get("policy", {"kind": "synchronous"})),
+        model=value.get("model", ""),
     )
 
 

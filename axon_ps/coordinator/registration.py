@@ -54,6 +54,11 @@ class Registration:
             if not spec.layout.units:
                 raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
             return True
+        if spec.model and self.spec.model and spec.model != self.spec.model:
+            raise LayoutMismatch(
+                f"worker {rank} registers {spec.described}, and the job has {self.spec.described}; a job has one "
+                "model, and every worker must build the same"
+            )
         if difference := spec.difference(self.spec):
             raise LayoutMismatch(
                 f"worker {rank} registers another model than the job has: {difference}; "

@@ -107,6 +107,7 @@ class DiLoCo:
             precision=WirePrecision(param=DType.F32, grad=self._wire),
             options=plan_options or PlanOptions(),
             policy=policy,
+            model=type(model).__qualname__,
         )
         pinned = any(p.device.type == "cuda" for part in self._parts for p in part.params)
         most_numel = max(part.unit.numel for part in self._parts)
@@ -116,8 +117,9 @@ class DiLoCo:
         self._synced = (-1, -1)
         self._done = 0
         self._counters = {"inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0}
-        self._register(model)
-        self.pull()
+        with group.world.models.registering(self._spec.described):
+            self._register(model)
+            self.pull()
 
     def _register(self, model: nn.Module) -> None:
         initialized = False

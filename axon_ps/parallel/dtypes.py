@@ -83,3 +83,14 @@ def _travels(choice: torch.dtype | Compression | str, what: str) -> tuple[DType,
             raise InvalidRequest(f"{what} is {choice!r}; use a torch dtype, {' or '.join(map(repr, _COMPRESSIONS))}")
         choice = _COMPRESSIONS[choice]
     return (dtype_from_torch(choice, what), None) if isinstance(choice, torch.dtype) else (DType.F32, choice)
+
+
+def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
+    """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
+    if grad is None:
+        target.zero_()
+    elif grad.device == target.device and grad.dtype.itemsize >= target.dtype.itemsize:
+        torch.mul(grad, scale, out=target)
+    else:
+        target.copy_(grad)
+        target.mul_(scale)

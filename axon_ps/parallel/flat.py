@@ -6,8 +6,9 @@ Note: [Memory that comes and goes]
     the same storage, so it is whole again when backward reads it, without autograd knowing that it was away. (FSDP2
     resizes storages for the same reason.)
 
-    While a unit is freed, its parameters are NaN expanded to their shape: the shape can be asked for, reading gives
-    NaN and never a plausible value, and what is written to it is lost. (A view of the emptied storage would crash.)
+    While a unit is freed, its parameters are NaN expanded to their shape (a view of the emptied storage would crash),
+    and of a class that raises when values are read or written; see `sharded_parameter`. So they are between uses also
+    where the values are kept (SHARD_GRAD_OP): they may be those of an older version.
 
     `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through `_window`, a raw view of the
     memory that lives only while a gather is under way and the storage cannot be resized.
@@ -36,6 +37,7 @@ from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.parallel.sharded_parameter import become, own_grad, set_own_grad, states_of
 from axon_ps.parallel.steps import Foresight, Mapped, Mapping, Pending, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
@@ -71,6 +73,9 @@ class FlatUnit:
         host_copy: wire[unit_numel] in host memory that keeps what was gathered (CPUOffload.PARAMS); None = do not.
     """
 
+    sharded = True
+    """Whether values and gradients are elsewhere between uses."""
+
     def __init__(
         self,
         index: int,
@@ -90,6 +95,8 @@ class FlatUnit:
         self.wire = wire
         self.resident = resident
         self._meter = meter
+        self._states = [states_of(type(p)) for p in self.params] if self.sharded else []
+        self._unsharded: bool | None = None
         self._nan = torch.empty((), dtype=dtype, device=device)
         self._lie_in(torch.empty(unit.numel, dtype=dtype, device=device))
         self._nbytes = self.flat.nbytes
@@ -276,12 +283,14 @@ class FlatUnit:
             self._show(self._views)
             self._held = self._read = self._coming
             self._coming = None
+        self._let_be(unsharded=True)
 
     def free(self, pool: BufferPool) -> None:
-        """Give the memory back, unless the values are to be kept."""
+        """Give the memory back, unless the values are to be kept; they cannot be read until the next `unshard`."""
         self.abandon(pool)
         if not self.resident and not self._ahead_in_place:
             self.release()
+        self._let_be(unsharded=False)
 
     def release(self) -> None:
         """Give the memory back whatever the strategy."""
@@ -293,8 +302,8 @@ class FlatUnit:
     def stage_grads(self) -> None:
         """Move the gradients of the parameters to f32 on the host, adding to those there (CPUOffload.FULL)."""
         for i, param in enumerate(self.params):
-            if param.grad is not None:
-                grad, param.grad = param.grad, None
+            if (grad := own_grad(param)) is not None:
+                set_own_grad(param, None)
                 staged = self._staged[i]
                 if staged is None:
                     self._staged[i] = grad.to(self.stage_device, torch.float32, copy=True)
@@ -305,7 +314,8 @@ class FlatUnit:
         """The gradients of the parameters with those that wait on the host; they are gone then."""
         taken: list[torch.Tensor | None] = []
         for i, param in enumerate(self.params):
-            grad, param.grad = param.grad, None
+            grad = own_grad(param)
+            set_own_grad(param, None)
             staged, self._staged[i] = self._staged[i], None
             if staged is not None and grad is not None:
                 staged.add_(grad.to(self.stage_device))
@@ -315,7 +325,7 @@ class FlatUnit:
     @property
     def has_grads(self) -> bool:
         """Whether any parameter has a gradient, here or on the host."""
-        return any(p.grad is not None for p in self.params) or any(s is not None for s in self._staged)
+        return any(own_grad(p) is not None for p in self.params) or any(s is not None for s in self._staged)
 
     @property
     def staged_bytes(self) -> int:
@@ -370,6 +380,7 @@ class FlatUnit:
     def _hide(self) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
         self._show(self._absent)
+        self._let_be(unsharded=False)
         if self._mapped is not None:
             self._mapped.forget_writes()
         else:
@@ -377,5 +388,13 @@ class FlatUnit:
 
     def _show(self, values: Sequence[torch.Tensor]) -> None:
         """Let the parameters be `values`."""
+        self._let_be(unsharded=True)
         for param, value in zip(self.params, values, strict=True):
             param.data = value
+
+    def _let_be(self, *, unsharded: bool) -> None:
+        """Let values of the parameters be readable, or not."""
+        if self._unsharded is not unsharded:
+            self._unsharded = unsharded
+            for param, states in zip(self.params, self._states, strict=False):
+                become(param, states[unsharded])

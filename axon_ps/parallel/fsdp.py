@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,15 +25,16 @@ from axon_ps.parallel.node import NodeSteps
 from axon_ps.parallel.node_groups import WorldNodeGroups
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import ModuleUnit, Runtime
+from axon_ps.parallel.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats, UnitBytes
 from axon_ps.parallel.steps import Steps
-from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy, checked_node_size, checked_policy
 from axon_ps.parallel.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.parts import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
-from axon_ps.sharding.policy import LocalSteps, Policy, Synchronous
+from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import DType, WirePrecision
 
 
@@ -42,7 +43,9 @@ class FullyShardedDataParallel(ShardedValues):
 
     Use it like the module. Parameters are gathered before a unit's forward and backward and freed after; gradients are
     averaged over the replicas on the servers while backward runs; `optimizer.step()` of one of our optimizers applies
-    them there. `param.grad` is gone once it was sent. Every worker must build the same module and wrap it the same way.
+    them there. Between uses a parameter has a shape and no values, and reading it is an error (`Misuse`) outside
+    `summon_full_params()`; once its gradient was sent, so is reading `param.grad`. Every worker must build the same
+    module and wrap it the same way, and a job has one such module.
     Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay, and the step is local.
 
     Args:
@@ -65,6 +68,8 @@ class FullyShardedDataParallel(ShardedValues):
 
     Raises:
         LayoutMismatch: another worker wrapped another module; the message says where they differ.
+        Misuse: the job has a model already that this process wrapped; the message names both. Under NO_SHARD there may
+            be several, for nothing of them is on the servers.
         InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the policy does not
             go with the strategy: where replicas step alone, others change the parameters between forward and backward,
             so this worker must keep those that forward saw.
@@ -102,71 +107,48 @@ class FullyShardedDataParallel(ShardedValues):
         self._strategy = sharding_strategy
         self._precision = mixed_precision or MixedPrecision()
         self._offload = cpu_offload
-        self._policy = self._checked_policy(policy or Synchronous())
+        self._policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
         self._eager = prefetch
-        self._node_size = self._checked_node_size(intra_node_size)
+        self._node_size = checked_node_size(intra_node_size, sharding_strategy, group.world.membership.workers)
         kinds = tuple(unit_types)
         is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
         parts = wrap.partition(module, is_unit, tuple(ignored_parameters))
         self._built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
-        self._spec = self._make_spec(parts, plan_options)
+        self._spec = self._make_spec(module, parts, plan_options)
         where = torch.device(device) if device is not None else _device_of(parts)
+        models = group.world.models
+        with nullcontext() if self._replicated else models.registering(self._spec.described):
+            self._make(module, parts, where, param_init_fn)
+
+    # ------------------------------------------------------------------ being made
+
+    def _make(
+        self,
+        module: nn.Module,
+        parts: tuple[wrap.Part, ...],
+        where: torch.device,
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Register the model or take part in its broadcast, and put what is needed around the user's module."""
         share = self._broadcast_values if self._replicated else self._register
         values = share(module, parts, param_init_fn)
         materialize.make_buffers(module, param_init_fn, where)
         self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
         parts = materialize.replace_meta(module, parts)
-        self.module = module
+        self._stand_for(module)
         self._meter = Meter()
         self._runtime = self._make_runtime(self._make_units(parts, where), pinned=where.type == "cuda")
         for flat, value in zip(self._replicated_units(), values, strict=True):
             flat.master.copy_(value)
+        self._say_where_parameters_belong()
+        self._hook_state_dicts()
         hooks.attach(self._runtime)
-
-    # ------------------------------------------------------------------ being made
 
     @property
     def _replicated(self) -> bool:
         return self._strategy is ShardingStrategy.NO_SHARD
 
-    def _checked_policy(self, policy: Policy) -> Policy:
-        if isinstance(policy, LocalSteps):
-            raise InvalidRequest(f"{policy} trains whole copies; use axon_ps.parallel.DiLoCo or LocalSGD for it")
-        keeps = self._strategy is ShardingStrategy.SHARD_GRAD_OP or (
-            self._strategy is ShardingStrategy.FULL_SHARD and self._offload.keeps_params
-        )
-        if policy.alone and not keeps:
-            raise InvalidRequest(
-                f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
-                f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {self._strategy.name}"
-            )
-        return policy
-
-    def _checked_node_size(self, size: int | None) -> int:
-        """How many workers share a unit inside a node; 1 but for HYBRID_SHARD."""
-        if self._strategy is not ShardingStrategy.HYBRID_SHARD:
-            if size is not None:
-                raise InvalidRequest(f"intra_node_size is for HYBRID_SHARD; the strategy is {self._strategy.name}")
-            return 1
-        world = self._group.world
-        workers: dict[str, int] = {}
-        for member in world.membership.workers:
-            workers[member.node] = workers.get(member.node, 0) + 1
-        size = next(iter(workers.values())) if size is None else size
-        if size < 1 or world.world_size % size:
-            raise InvalidRequest(
-                f"intra_node_size is {size} and the world has {world.world_size} workers; the world must be a multiple "
-                "of it"
-            )
-        if wrong := {node: n for node, n in workers.items() if n != size}:
-            node, n = next(iter(wrong.items()))
-            raise InvalidRequest(
-                f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size} (a node is "
-                "a host, or what AXON_PS_NODE says)"
-            )
-        return size
-
-    def _make_spec(self, parts: tuple[wrap.Part, ...], options: PlanOptions | None) -> JobSpec:
+    def _make_spec(self, module: nn.Module, parts: tuple[wrap.Part, ...], options: PlanOptions | None) -> JobSpec:
         precision = self._precision.wire(self._built)
         if self._replicated and (precision.param_compression or precision.grad_compression):
             raise InvalidRequest(
@@ -180,6 +162,7 @@ class FullyShardedDataParallel(ShardedValues):
             options=options or self._options_for(layout, precision),
             replica_is_node=self._strategy is ShardingStrategy.HYBRID_SHARD,
             policy=self._policy,
+            model=type(module).__qualname__,
         )
 
     def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
@@ -224,8 +207,6 @@ class FullyShardedDataParallel(ShardedValues):
                 child = self.module.get_submodule(part.owner)
                 units[part.owner] = ModuleUnit(number=len(units), name=part.owner, module=child, flats=[])
             units[part.owner].flats.append(self._make_flat(index, part, device))
-            for param in part.params:
-                param._axon_owner = weakref.ref(self)  # type: ignore[attr-defined]  # how an optimizer finds us
         return list(units.values())
 
     def _wire_of(self, compute: torch.dtype) -> DType:
@@ -294,9 +275,14 @@ class FullyShardedDataParallel(ShardedValues):
             runtime.agree = node.agree
         return runtime
 
+    def _say_where_parameters_belong(self) -> None:
+        for flat in (f for u in self._runtime.units for f in u.flats):
+            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
+
     # ------------------------------------------------------------------ as a module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters gathered unit by unit.
 
         A forward whose parameters changed meanwhile (this worker was frozen or cut off, and the job went on) is run
@@ -306,32 +292,21 @@ class FullyShardedDataParallel(ShardedValues):
             StepAborted: the parameters change faster than it can read them, since this worker is no member.
             Misuse: this process is a fork of a worker.
         """
-        fork.check()
         while True:
-            output = self._forward(args, kwargs)
-            if not self._runtime.forward_again():
+            output = self._run_once(args, kwargs)
+            if not hooks.again(self._runtime):
                 return output
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._runtime
-        root = runtime.units[0]
-        runtime.before_forward(root)
+        hooks.before_root(runtime)
         if self._precision.param_dtype is not None and self._precision.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), self._precision.param_dtype)
         output = self.module(*args, **kwargs)
         if self._precision.output_dtype is not None:
             output = _cast(output, self._precision.output_dtype)
-        hooks.watch_outputs(runtime, root, output)
-        runtime.after_forward(root)
+        hooks.after_root(runtime, output)
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -348,10 +323,6 @@ class FullyShardedDataParallel(ShardedValues):
         """What the job was registered with: layout, wire dtypes, chunk sizes."""
         return self._spec
 
-    def unwrap(self) -> nn.Module:
-        """The user's module; its parameters are whole only inside `summon_full_params()`."""
-        return self.module
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients in `param.grad`, to be added to the next backward outside."""
@@ -362,11 +333,13 @@ class FullyShardedDataParallel(ShardedValues):
             self._runtime.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that were not sent yet."""
+        """Forget the gradients that wait for `no_sync()` to end.
+
+        Raises:
+            Misuse: gradients were sent for this step, which cannot be dropped.
+        """
+        self._runtime.drop_unsent()
         super().zero_grad(set_to_none)
-        for unit in self._runtime.units:
-            for flat in unit.flats:
-                flat.take_grads()
 
     def clip_grad_norm(self, max_norm: float) -> float | None:
         """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.
@@ -375,7 +348,7 @@ class FullyShardedDataParallel(ShardedValues):
         the step is decided and comes back as `StepResult.grad_norm`; under NO_SHARD the gradients are clipped at once.
 
         Args:
-            max_norm: the norm, above 0.
+            max_norm: the norm, above 0; inf measures only. Of several calls before a step the smallest counts.
 
         Returns:
             Under NO_SHARD the norm before clipping, else None.
@@ -383,12 +356,30 @@ class FullyShardedDataParallel(ShardedValues):
         Raises:
             InvalidRequest: it is not above 0.
         """
-        if not max_norm > 0.0:
-            raise InvalidRequest(f"max_norm is {max_norm}; it must be above 0 (leave the call out to not clip)")
-        if isinstance(self._runtime, ReplicatedRuntime):
-            return self._runtime.clip(float(max_norm))
-        self._runtime.max_norm = float(max_norm)
-        return None
+        norm = self.clip_grad_norm_(max_norm)
+        return None if isinstance(norm, PendingNorm) else float(norm)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`clip_grad_norm` by the name and with the result that torch's FSDP has; accelerate and Lightning call it.
+
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does the same.
+
+        Args:
+            max_norm: as of `clip_grad_norm`.
+            norm_type: 2.
+
+        Returns:
+            The norm before clipping. With servers it can be read after `optimizer.step()`; before, reading it is an
+            error (`Misuse`).
+
+        Raises:
+            InvalidRequest: `max_norm` is not above 0, or `norm_type` is not 2.
+        """
+        if float(norm_type) != 2.0:
+            raise InvalidRequest(f"norm_type is {norm_type}; the L2 norm is computed, pass 2")
+        runtime = self._runtime
+        norm = runtime.sent.clip(float(max_norm))  # checks it
+        return torch.tensor(runtime.clip(float(max_norm))) if isinstance(runtime, ReplicatedRuntime) else norm
 
     # ------------------------------------------------------------------ by hand
 
@@ -448,11 +439,6 @@ class FullyShardedDataParallel(ShardedValues):
         elif isinstance(runtime.steps, NodeSteps):
             runtime.steps.agree()
             runtime.steps.wait_pulled()
-
-    def sharded_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
-        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
-        return (p for p in self.parameters() if p in managed)
 
     # ------------------------------------------------------------------ what it costs
 

@@ -1,4 +1,8 @@
-"""Where autograd and modules tell the runtime what happens: the only place that registers hooks."""
+"""Where autograd and modules tell the runtime what happens: the only place that registers hooks.
+
+Under `torch.compile` of a wrapped model every one of these is a break between graphs: what gathers and frees parameters
+runs in Python, what computes with them is compiled.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from axon_ps.host import fork
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.runtime import ModuleUnit, Runtime, in_backward
 
 
@@ -41,6 +47,7 @@ def attach(runtime: Runtime) -> None:
             param.register_post_accumulate_grad_hook(partial(_grad_ready, runtime, unit))  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def _before_forward(
     runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -51,9 +58,34 @@ def _before_forward(
             torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: runtime.inputs_done(unit), mode="all")
 
 
+@uncompiled
 def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
     watch_outputs(runtime, unit, output)
     runtime.after_forward(unit)
+
+
+@uncompiled
+def before_root(runtime: Runtime) -> None:
+    """The wrapper is about to run the module inside.
+
+    Raises:
+        Misuse: this process is a fork of a worker.
+    """
+    fork.check()
+    runtime.before_forward(runtime.units[0])
+
+
+@uncompiled
+def after_root(runtime: Runtime, output: Any) -> None:
+    """The module inside has run."""
+    watch_outputs(runtime, runtime.units[0], output)
+    runtime.after_forward(runtime.units[0])
+
+
+@uncompiled
+def again(runtime: Runtime) -> bool:
+    """Whether the module inside must run once more, since its parameters changed meanwhile."""
+    return runtime.forward_again()
 
 
 def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:
@@ -65,10 +97,12 @@ def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:
             tensor.register_hook(partial(_before_backward, runtime, unit))  # type: ignore[no-untyped-call]
 
 
+@uncompiled
 def _before_backward(runtime: Runtime, unit: ModuleUnit, grad: torch.Tensor) -> None:
     runtime.before_backward(unit)
 
 
+@uncompiled
 def _grad_ready(runtime: Runtime, unit: ModuleUnit, param: torch.Tensor) -> None:
     assert isinstance(param, nn.Parameter)
     runtime.grad_ready(unit, param)

@@ -17,6 +17,7 @@ from axon_ps.host import fork
 from axon_ps.optim.registry import create
 from axon_ps.parallel.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.runtime import Runtime
+from axon_ps.parallel.sent_gradients import Home
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
@@ -116,9 +117,9 @@ def _owner_of(params: Params, groups: list[dict[str, Any]]) -> FullyShardedDataP
         return params
     for group in groups:
         for param in group["params"]:
-            owner = getattr(param, "_axon_owner", None)
-            if owner is not None and owner() is not None:
-                model: FullyShardedDataParallel = owner()
+            home: Home | None = getattr(param, "_axon_home", None)
+            model = None if home is None else home.model()
+            if isinstance(model, FullyShardedDataParallel):
                 return model
     raise InvalidRequest(
         "none of the parameters belongs to a wrapped model; wrap it first and take model.parameters() from the wrapper"

@@ -26,10 +26,10 @@ from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
-from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
 from axon_ps.parallel.flat import FlatUnit
 from axon_ps.parallel.memory import BufferPool, Meter
-from axon_ps.parallel.runtime import ModuleUnit, Runtime, scale_into
+from axon_ps.parallel.runtime import ModuleUnit, Runtime
 from axon_ps.parallel.steps import Steps
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, StepResult
 
@@ -43,6 +43,8 @@ class ReplicatedUnit(FlatUnit):
     Attributes:
         master: built_dtype[unit_numel]; what the optimizer moves.
     """
+
+    sharded = False
 
     def __init__(self, *args: Any, master_device: torch.device, meter: Meter, **kwargs: Any) -> None:
         super().__init__(*args, meter=meter, resident=True, **kwargs)

@@ -49,10 +49,11 @@ from torch import nn
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
 from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
+from axon_ps.parallel.sent_gradients import SentGradients
 from axon_ps.parallel.steps import Assuming, Foresight, Mapping, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
@@ -132,6 +133,7 @@ class Runtime:
         prefetch: gather the next units before they are needed.
 
     Attributes:
+        sent: gradients that have left this worker for the step under way, and what they are clipped to.
         agree: called at the start of every forward, before anything is gathered; None = nothing to agree on.
         grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
         prefetched: a prefetch by hand is pending.
@@ -186,7 +188,7 @@ class Runtime:
         self._unclipped = False
         self.foresee: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
-        self.max_norm = 0.0
+        self.sent = SentGradients()
         self.grad_scale = 1.0
         self.agree: Callable[[], None] | None = None
         self.prefetched = False
@@ -428,6 +430,7 @@ class Runtime:
             for spec, grad in zip(flat.unit.parameters, flat.take_grads(), strict=True):
                 scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
         self.counters.pushed_bytes += buffer.nbytes
+        self.sent.add(flat.index, len(flat.params))
         self._pushes[flat.index] = self._steps.push(
             flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
         )
@@ -448,6 +451,7 @@ class Runtime:
         """Gradients of `no_sync()` wait on the host."""
         before = flat.staged_bytes
         flat.stage_grads()
+        self.sent.add(flat.index, len(flat.params))
         self._grad_meter.add(flat.staged_bytes - before)
 
     def _current_ticket(self) -> Ticket:
@@ -477,6 +481,7 @@ class Runtime:
     def step(self, hyper: Sequence[Hyper]) -> StepResult:
         """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
         began = time.perf_counter()
+        max_norm, norm = self.sent.checked_max_norm(), None
         try:
             ticket = self._current_ticket()
             for unit in self.units:
@@ -488,18 +493,19 @@ class Runtime:
                     self._gather_ahead(unit, flat)
                 else:
                     self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
-            decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=self.max_norm, hyper=hyper)
+            decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=max_norm, hyper=hyper)
+            norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
                 self._steps.wait_complete()
         except BaseException:
             self._settle_ahead(foreseen=False)
             raise
         finally:
-            self._unclipped = self.max_norm == 0.0
+            self._unclipped = max_norm == 0.0
+            self.sent.decided(norm)
             self._ticket, self._began, self._has_gradients = None, self._now, False
             void, self._void = self._void, ""
             self._pushes = {}
-            self.max_norm = 0.0
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
         self._settle_ahead(foreseen=committed and decision.clip_factor == 1.0 and decision.hyper == self._hyper)
@@ -511,6 +517,12 @@ class Runtime:
         return StepResult(
             committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=void or decision.reason
         )
+
+    def drop_unsent(self) -> None:
+        """Forget the gradients that were not pushed."""
+        for flat in (f for u in self.units for f in u.flats if f.index not in self._pushes):
+            flat.take_grads()
+            self.sent.drop(flat.index)
 
     def _settle_ahead(self, *, foreseen: bool) -> None:
         for unit in self.units:
@@ -542,17 +554,6 @@ class Runtime:
             "peak_grad_buffer_bytes": float(self._grad_meter.peak_bytes),
             "peak_memory_bytes": float(self.meter.peak_bytes + self._grad_meter.peak_bytes),
         }
-
-
-def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) -> None:
-    """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
-    if grad is None:
-        target.zero_()
-    elif grad.device == target.device and grad.dtype.itemsize >= target.dtype.itemsize:
-        torch.mul(grad, scale, out=target)
-    else:
-        target.copy_(grad)
-        target.mul_(scale)
 
 
 def in_backward() -> bool:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Sequence
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.policy import LocalSteps, Policy
+from axon_ps.types import Member
 
 
 class ShardingStrategy(enum.Enum):
@@ -62,3 +68,52 @@ class CPUOffload(enum.Enum):
     def stages_grads(self) -> bool:
         """Whether gradients that wait are on the host."""
         return self is CPUOffload.FULL
+
+
+def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOffload) -> Policy:
+    """The policy, if it goes with the strategy.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    if isinstance(policy, LocalSteps):
+        raise InvalidRequest(f"{policy} trains whole copies; use axon_ps.parallel.DiLoCo or LocalSGD for it")
+    keeps = strategy is ShardingStrategy.SHARD_GRAD_OP or (
+        strategy is ShardingStrategy.FULL_SHARD and offload.keeps_params
+    )
+    if policy.alone and not keeps:
+        raise InvalidRequest(
+            f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
+            f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {strategy.name}"
+        )
+    return policy
+
+
+def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Sequence[Member]) -> int:
+    """How many workers share a unit inside a node; 1 but for HYBRID_SHARD.
+
+    Args:
+        size: as given; None = as many as a node has.
+        strategy: the strategy.
+        members: the workers of the world.
+
+    Raises:
+        InvalidRequest: the nodes have other numbers of workers, or it was given for another strategy.
+    """
+    if strategy is not ShardingStrategy.HYBRID_SHARD:
+        if size is not None:
+            raise InvalidRequest(f"intra_node_size is for HYBRID_SHARD; the strategy is {strategy.name}")
+        return 1
+    workers = Counter(member.node for member in members)
+    size = next(iter(workers.values())) if size is None else size
+    if size < 1 or len(members) % size:
+        raise InvalidRequest(
+            f"intra_node_size is {size} and the world has {len(members)} workers; the world must be a multiple of it"
+        )
+    if wrong := {node: n for node, n in workers.items() if n != size}:
+        node, n = next(iter(wrong.items()))
+        raise InvalidRequest(
+            f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size} (a node is "
+            "a host, or what AXON_PS_NODE says)"
+        )
+    return size

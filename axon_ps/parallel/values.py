@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -19,20 +20,21 @@ from axon_ps.parallel import local_checkpoint
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import Runtime
+from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
 
 _TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
 
-class ShardedValues(nn.Module):
+class ShardedValues(ModuleWrapper):
     """The half of `FullyShardedDataParallel` that is about values; what moves when is the other half's."""
 
-    module: nn.Module
     _group: ProcessGroup
     _spec: JobSpec
     _runtime: Runtime
     _buffer_dtypes: dict[str, torch.dtype]
+    _missing = 0
 
     def _replicated_units(self) -> list[ReplicatedUnit]:
         return self._runtime.flats if isinstance(self._runtime, ReplicatedRuntime) else []
@@ -45,21 +47,55 @@ class ShardedValues(nn.Module):
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """Inside, every parameter holds its current value, in compute dtype. Changes made to them are lost.
+        """Inside, every parameter holds its current value, in compute dtype. They are to be read, not changed.
 
         Raises:
-            Misuse: a forward or backward is under way.
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which is lost
+                (what is done to `param.data` is not noticed).
             StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
         """
         self._check_idle("summon_full_params")
         try:
             self._runtime.gather_all()
+            params = [] if self._replicated_units() else list(self.sharded_parameters())
+            before = [param._version for param in params]
             yield
+            changed = sum(param._version != version for param, version in zip(params, before, strict=True))
             torn = self._runtime.torn
         finally:
             self._runtime.reset()
+        if changed:
+            raise Misuse(
+                f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
+                "old values; give them others with load_state_dict() or update_shards()"
+            )
         if torn:
             raise StepAborted(_TORN)
+
+    def sharded_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
+        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
+        return (p for p in self.parameters() if p in managed)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters what they say.
+
+        Raises:
+            Misuse: it would move or cast sharded parameters.
+        """
+        managed = set(self.sharded_parameters())
+        for dtype, device in {(p.dtype, p.device) for p in managed}:
+            there = fn(torch.empty(0, dtype=dtype, device=device))
+            if (there.dtype, there.device) != (dtype, device):
+                raise Misuse(
+                    f"the parameters of a wrapped model cannot go from {dtype} on {device} to {there.dtype} on "
+                    f"{there.device}; say device= and mixed_precision= when you wrap it"
+                )
+        for child in self.module.modules():
+            child._buffers.update({k: fn(b) for k, b in child._buffers.items() if b is not None})
+            for param in {p for p in child._parameters.values() if p is not None} - managed:
+                param.data = fn(param.data)
+        return self
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
@@ -84,29 +120,63 @@ class ShardedValues(nn.Module):
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
         """Every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
 
-        Each worker gets all of it; for models too big for that use `world.save_checkpoint` and
-        `axon-ps checkpoint export`.
+        Each worker gets all of it, and none needs the others for it; for models too big for that use
+        `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and what is built
+        on it (`save_pretrained()` of transformers), gives the same. Tied parameters are one tensor under several names,
+        as in torch.
+
+        Args:
+            args: as `nn.Module.state_dict` takes them.
+            destination: where to put it; None = a new dict.
+            prefix: what names begin with.
+            keep_vars: give the parameters themselves, which have no values.
         """
-        if args or kwargs.get("destination") is not None:
-            raise InvalidRequest(
-                "state_dict() of a sharded model takes no destination; update your dict with its result"
-            )
-        state: OrderedDict[str, Any] = OrderedDict()
-        values: dict[str, torch.Tensor] = {}
+        given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        if args:
+            given |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        state: dict[str, Any] = self.module.state_dict(**given)
+        return state
+
+    def _hook_state_dicts(self) -> None:
+        """Have `state_dict()` of the user's module give values, as long as there is a wrapper."""
+        wrapper = weakref.ref(self)
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            if (found := wrapper()) is not None:
+                found._fill(state, prefix)
+
+        def end_of_loading(module: nn.Module, keys: _IncompatibleKeys) -> None:
+            assert isinstance(module, ShardedValues)
+            del keys.missing_keys[module._missing :]  # torch went into the user's module, and found nothing there
+
+        self.module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
+
+    def _fill(self, state: dict[str, Any], prefix: str) -> None:
         by_name = {p.name: p for _, p in self._spec.layout.parameters()}
+        keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
+        wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
+        if not wanted:
+            return  # keep_vars
         for name, value in self.full_parameters():
-            spec = by_name[name]
-            kept = value.to(TORCH_DTYPES[spec.dtype], copy=True)
-            for alias in (name, *spec.aliases):
-                values[alias] = kept
-        persistent = self.module.state_dict(keep_vars=True)
-        for name, tensor in persistent.items():
-            own = tensor.detach().to(self._buffer_dtypes.get(name, tensor.dtype), copy=True)
-            state[prefix + name] = values.get(name, own)
-        return cast(dict[str, Any], state)
+            kept = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
+            state.update({k: kept for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
+        members = (
+            self.module.named_parameters(remove_duplicate=False),
+            self.module.named_buffers(remove_duplicate=False),
+        )
+        for name, own in itertools.chain(*members):
+            if (key := prefix + name) in state and key not in keys:
+                state[key] = own.detach().to(self._buffer_dtypes.get(name, own.dtype), copy=True)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -137,7 +207,8 @@ class ShardedValues(nn.Module):
                 f"the state dict does not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}; pass "
                 "strict=False to load what fits"
             )
-        for name, tensor in own.items():
+        tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
+        for name, tensor in tensors.items():
             if name in state_dict and state_dict[name].shape != tensor.shape:
                 raise InvalidRequest(
                     f"{name!r} has shape {list(state_dict[name].shape)} in the state dict and {list(tensor.shape)} in "
@@ -146,11 +217,33 @@ class ShardedValues(nn.Module):
         given = {name: state_dict[name] for name in own if name in state_dict}
         sharded = {alias for _, p in self._spec.layout.parameters() for alias in (p.name, *p.aliases)}
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 if name in given and name not in sharded:
                     tensor.copy_(given[name])
+        for name in given.keys() - tensors.keys():  # extra state
+            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         self._replace(lambda p: next((given[n] for n in (p.name, *p.aliases) if n in given), None))
         return keys
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What `load_state_dict()` of a module calls in which this one is; every worker must call that."""
+        taken = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        try:
+            keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in taken.items()}, strict=False)
+            missing_keys += [prefix + name for name in keys.missing_keys]
+            unexpected_keys += [prefix + name for name in keys.unexpected_keys]
+        except InvalidRequest as error:
+            error_msgs.append(str(error))
+        self._missing = len(missing_keys)
 
     def update_shards(self, flat: torch.Tensor) -> None:
         """Give every parameter other values, from one flat tensor. Every worker calls it.

@@ -22,6 +22,7 @@ class JobSpec:
         options: chunk and slice sizes.
         replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
         policy: who waits for whom between steps.
+        model: class of the module that it is of; empty = not known. Told apart by it, not made of it.
     """
 
     layout: Layout
@@ -29,6 +30,7 @@ class JobSpec:
     options: PlanOptions = field(default_factory=PlanOptions)
     replica_is_node: bool = False
     policy: Policy = field(default_factory=Synchronous)
+    model: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         p = self.precision
@@ -42,6 +44,11 @@ class JobSpec:
                 )
             if compression is not None and dtype is not DType.F32:
                 raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
+
+    @property
+    def described(self) -> str:
+        """The model in words."""
+        return f"{self.model or 'a model'} ({self.layout.numel} parameters)"
 
     @cached_property
     def _plans(self) -> dict[int, Plan]:

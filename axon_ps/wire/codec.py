@@ -348,6 +348,7 @@ def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
         policy=policy_to_proto(spec.policy),
         param_compression=None if param is None else compression_to_proto(param),
         grad_compression=None if grad is None else compression_to_proto(grad),
+        model=spec.model,
     )
 
 
@@ -363,6 +364,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
         options=PlanOptions(chunk_numel=message.chunk_numel, min_slice_numel=message.min_slice_numel),
         replica_is_node=message.replica_is_node,
         policy=policy_from_proto(message.policy) if message.HasField("policy") else Synchronous(),
+        model=name_from_proto(message.model, "the model's class", empty=True),
     )
 
 

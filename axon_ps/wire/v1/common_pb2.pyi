@@ -142,7 +142,7 @@ class Compression(_message.Message):
     def __init__(self, int8_block_numel: _Optional[int] = ..., top_k_fraction: _Optional[float] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy")
+    __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy", "model")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PARAM_DTYPE_FIELD_NUMBER: _ClassVar[int]
     GRAD_DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class JobSpec(_message.Message):
     PARAM_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     GRAD_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     layout: Layout
     param_dtype: DType
     grad_dtype: DType
@@ -161,7 +162,8 @@ class JobSpec(_message.Message):
     param_compression: Compression
     grad_compression: Compression
     policy: Policy
-    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+    model: str
+    def __init__(self, layout: _Optional[_Union[Layout, _Mapping]] = ..., param_dtype: _Optional[_Union[DType, str]] = ..., grad_dtype: _Optional[_Union[DType, str]] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., replica_is_node: bool = ..., param_compression: _Optional[_Union[Compression, _Mapping]] = ..., grad_compression: _Optional[_Union[Compression, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Hyper(_message.Message):
     __slots__ = ("values",)

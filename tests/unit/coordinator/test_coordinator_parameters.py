@@ -80,6 +80,18 @@ def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, diff
         d.register(b, spec)
 
 
+def test_models_of_one_layout_are_told_apart_by_their_class() -> None:
+    d = Driver()
+    a, b = d.worker(), d.worker()
+    d.register(a, dataclasses.replace(SPEC, model="Teacher"))
+    with pytest.raises(
+        LayoutMismatch, match=r"worker 1 registers Student \(\d+ param.*the job has Teacher \(\d+ param"
+    ):
+        d.register(b, dataclasses.replace(SPEC, model="Student"))
+    assert not d.register(b, dataclasses.replace(SPEC, model="Teacher")).first
+    assert not d.register(b, SPEC).first  # of a class that it does not say
+
+
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.models import Models
 from axon_ps.collectives.steps import Ticket
 from axon_ps.collectives.world import World
 from axon_ps.coordinator.client import Registered
@@ -53,6 +54,7 @@ class FakeSteps:
     optimizer: OptimizerSpec | None = None
     outcome: Outcome = Outcome.COMMIT
     clip_factor: float = 1.0
+    max_norms: list[float] = field(default_factory=list)
 
     lease_s: ClassVar[float] = 5.0
 
@@ -126,6 +128,7 @@ class FakeSteps:
     def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         for work in pushes:
             work.wait()
+        self.max_norms.append(max_norm)
         grads, self.grads = self.grads, {}
         norm = float(sum(float((g.double() ** 2).sum()) for g in grads.values() if g is not None) ** 0.5)
         outcome = Outcome.ABORT if ticket.is_void else self.outcome
@@ -173,6 +176,7 @@ class FakeWorld:
     num_shards: int = 1
     rank: int = 0
     is_main_process: bool = True
+    models: Models = field(default_factory=Models)
     membership: Membership = field(
         default_factory=lambda: Membership(
             generation=1, step=0, version=0, workers=(_WORKER,), shards=(_SHARD,), num_replicas=1, complete=True

@@ -1,0 +1,127 @@
+"""`ModuleWrapper`: a module that stands for another, as a user of torch expects of a wrapper.
+
+Owns: what is seen of the module inside: signature, attributes, names, class; what cannot be done to it, in words.
+Refuses: values and steps.
+
+A wrapper is no copy of its module and cannot be copied: its values are elsewhere, and it takes part in a job.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from axon_ps.errors import Misuse
+
+
+class _Forward:
+    """`forward` of a wrapper: a method with the signature of the module's; an instance's own `forward` hides it."""
+
+    def __get__(self, wrapper: ModuleWrapper | None, owner: type[ModuleWrapper]) -> Any:
+        return owner._run if wrapper is None else MethodType(wrapper._forward, wrapper)
+
+
+class ModuleWrapper(nn.Module):
+    """Base of wrappers; `_run` is what calling them does.
+
+    `isinstance(wrapper, type(module))` is true, as for FSDP2; parameters and modules have the names that they have in
+    the user's module; attributes that the wrapper has not are the module's.
+    """
+
+    module: nn.Module
+    _forward: Callable[..., Any]
+    forward = _Forward()
+
+    def _stand_for(self, module: nn.Module) -> None:
+        """Wrap a module."""
+        self.module = module
+        self._forward = _with_signature(module.forward)
+        wrapper: Any = type(self)
+        kind: Any = type(module)
+        self._seen_as = _joined(wrapper, kind)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.__dict__.get("_seen_as", type(self))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        inside: Any = self.module
+        return inside[key]
+
+    def unwrap(self) -> nn.Module:
+        """The user's module; its parameters are whole only inside `summon_full_params()`."""
+        return self.module
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, then the user's module and what is in it; both have the same name.
+
+        So parameters and buffers have the names that they have in the user's module, as in `state_dict()`.
+        """
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def __copy__(self) -> NoReturn:
+        self._refuse("copied")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._refuse("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse("pickled")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Misuse(
+            f"a wrapped {type(self.module).__name__} cannot be {what}: its values are not in it, and it takes part in "
+            "a job; use its state_dict(), and load_state_dict() of a module that was built anew"
+        )
+
+
+def _with_signature(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls `_run`, and whose signature and documentation are those of `original`, a bound method."""
+
+    def forward(self: ModuleWrapper, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    functools.update_wrapper(forward, original)
+    try:
+        signature = inspect.signature(original)
+    except (TypeError, ValueError):  # not written in Python
+        return forward
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    given = [p.replace(kind=p.kind) for p in signature.parameters.values() if p.name != "self"]
+    forward.__signature__ = signature.replace(parameters=[first, *given])  # type: ignore[attr-defined]
+    return forward
+
+
+@functools.cache
+def _joined(wrapper: Any, module: Any) -> Any:
+    """What a wrapper of a module is an instance of; the class of the wrapper alone where both cannot be joined."""
+    try:
+        return type(f"{wrapper.__name__}[{module.__name__}]", (wrapper, module), {"forward": module.forward})
+    except TypeError:
+        return wrapper
+
+
+__all__ = ["ModuleWrapper"]
