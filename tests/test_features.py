@@ -91,9 +91,9 @@ def value_of(node: ast.AST, bound: dict[str, Any]) -> Any:
 
 
 @cache
-def taken() -> tuple[set[int], set[tuple[int, str]]]:
-    """What tests name of ours: the things themselves, and attributes as (what it is an attribute of, name)."""
-    things: set[int] = set()
+def taken() -> tuple[dict[int, Any], set[tuple[int, str]]]:
+    """What tests name of ours: the things themselves by id, and attributes as (what it is an attribute of, name)."""
+    things: dict[int, Any] = {}  # kept, so that nothing else gets their ids
     attributes: set[tuple[int, str]] = set()
     for pattern in ("tests/**/*.py", "axon_ps/testing/**/*.py"):
         for file in ROOT.glob(pattern):
@@ -101,7 +101,7 @@ def taken() -> tuple[set[int], set[tuple[int, str]]]:
             bound = imported(tree)
             for node in ast.walk(tree):
                 if isinstance(node, (ast.Name, ast.Attribute)) and (value := value_of(node, bound)) is not None:
-                    things.add(id(value))
+                    things[id(value)] = value
                 if isinstance(node, ast.Attribute) and (owner := value_of(node.value, bound)) is not None:
                     attributes.add((id(owner), node.attr))
     return things, attributes

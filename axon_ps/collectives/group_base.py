@@ -336,7 +336,7 @@ class GroupBase:
         try:
             yield
         except Exception as error:
-            if not self._member or self._error is not None:
+            if not self._member or self._error is not None or self._departed is not None:  # there is nobody to tell
                 raise
             words, limit_s = str(error) or type(error).__name__, self._timeout_s
             with contextlib.suppress(AxonError, TypeError):
