@@ -11,8 +11,11 @@ TORCH_VERSIONS ?= 2.11 2.15
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+CELLS ?=
+FAULTS_ARGS ?=
+SOAK_ARGS ?=
 
-.PHONY: help setup demo test soak loaders torch-suite torch-range check lint format proto proto-drift bench clean
+.PHONY: help setup demo test soak faults loaders torch-suite torch-range check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,7 +33,11 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
-soak: $(INSTALLED) ## 200 random kills of ranks that share memory; 10,000 interleaved calls of overlapping groups
+faults: $(INSTALLED) ## the grid of faults, a job of 40 minutes; CELLS='worker*sigkill' for a part, FAULTS_ARGS=--help
+	$(BIN)/python tests/faults/fault_run.py $(FAULTS_ARGS) $(foreach cell,$(CELLS),'$(cell)')
+
+soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that share memory; 10,000 calls of overlapping groups
+	$(BIN)/python tests/faults/fault_soak.py $(SOAK_ARGS)
 	$(BIN)/python tests/faults/shm_kills.py
 	$(BIN)/python tests/faults/group_soak.py
 

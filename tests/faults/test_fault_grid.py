@@ -30,6 +30,6 @@ def test_after_every_fault_of_the_sample_all_go_on_in_time_and_every_bit_is_righ
         outcomes = list(pool.map(run, cells))
     outcomes = [run(cell) if o.suspect else o for cell, o in zip(cells, outcomes, strict=True)]
     wrong = [o for o in outcomes if o.problems]
-    assert not wrong, "\n\n".join(f"{o.name}: {'; '.join(o.problems)}\n{o.logs[-20_000:]}" for o in wrong[:3]) + "".join(
-        f"\n{o.name}: {'; '.join(o.problems)[:300]}" for o in wrong
-    )
+    assert not wrong, "\n\n".join(
+        f"{o.name}: {'; '.join(o.problems)}\n{o.logs[-20_000:]}" for o in wrong[:3]
+    ) + "".join(f"\n{o.name}: {'; '.join(o.problems)[:300]}" for o in wrong)

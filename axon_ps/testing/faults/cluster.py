@@ -7,6 +7,8 @@ thousand small clusters would else do little but import). So enter `preloaded(MO
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -250,11 +252,14 @@ def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...
 
 
 def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None) -> int:
-    """In the fork: the command line; its exit code."""
-    from axon_ps.cli.main import main
-
+    """In the fork: the command line, as `python -m` runs it; its exit code."""
     injector.install(directory, slot)
     stacks.install()
     if ready is not None:
         argv = [*argv, "--ready-fd", str(os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))]
-    return main(argv)
+    sys.argv = ["axon-ps", *argv]
+    try:
+        runpy.run_module("axon_ps.cli.main", run_name="__main__")
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+    return 0

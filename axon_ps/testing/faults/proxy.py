@@ -341,9 +341,9 @@ def owner_of(port: int, processes: Collection[int]) -> int:
     wanted = {f"socket:[{inode}]" for inode in inodes if inode != "0"}
     for pid in processes:
         with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    if os.readlink(entry.path) in wanted:
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") in wanted:
                         return pid
     return -1
 

@@ -24,7 +24,7 @@ def _show(number: int, frame: FrameType | None) -> None:
     inner = {id(c.cr_await) for c in waiting}
     for coroutine in waiting:
         if id(coroutine) not in inner:
-            print("\ncoroutine, outermost first:", *_places(coroutine), sep="\n  ", file=sys.stderr)
+            sys.stderr.write("\n  ".join(("\ncoroutine, outermost first:", *_places(coroutine), "")))
     sys.stderr.flush()
 
 
