@@ -139,7 +139,7 @@ def killed(kind: str, method: str) -> str:
     """Train until a worker of the loader is killed; what torch says of that."""
     with trainer(kind) as step:
         try:
-            epoch(loader(2, method, deadly=BATCH * 2), step)
+            epoch(loader(1, method, deadly=BATCH * 2), step)
         except RuntimeError as error:
             message = str(error)
         else:
