@@ -25,7 +25,7 @@ Note: [After an error]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -64,6 +64,7 @@ class GroupContext:
         members: the members, by position; mock groups have made-up ones.
         store: where they meet.
         timeout_s: how long making the backend may take.
+        ended: gives what ended the group, once anything has; what makes a backend and waits looks at it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class GroupContext:
     members: tuple[Member, ...]
     store: Store
     timeout_s: float = 300.0
+    ended: Callable[[], AxonError | None] = lambda: None
 
 
 class Backend(ABC):

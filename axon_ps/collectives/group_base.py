@@ -405,7 +405,9 @@ class GroupBase:
     def _made(self, name: str, limit_s: float) -> Backend:
         """A new backend. Who must be there for it may die, which `self._store` tells, or not come in time."""
         limit_s = min(limit_s, self._context.timeout_s)
-        backend = self._make(replace(self._context, store=self._store, timeout_s=limit_s), name)
+        backend = self._make(
+            replace(self._context, store=self._store, timeout_s=limit_s, ended=lambda: self._error), name
+        )
         if self._error is not None:  # aborted meanwhile, when there was no backend to tell
             backend.abort(self._error)
         return backend

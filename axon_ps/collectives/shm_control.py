@@ -123,9 +123,19 @@ class Control:
         rank: ours.
         ranks: world ranks by position, for messages.
         name: of the group, for messages.
+        ended: gives what ended the group, if anything did: it may end before there is a backend to abort.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, rank: int, ranks: Sequence[int], name: str) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        layout: Layout,
+        rank: int,
+        ranks: Sequence[int],
+        name: str,
+        ended: Callable[[], AxonError | None] = lambda: None,
+    ) -> None:
+        self._ended = ended
         self.segment = segment
         self.layout = layout
         self.rank = rank
@@ -317,6 +327,8 @@ class Control:
 
     def check(self) -> None:
         """Raise what the group was aborted with, if it was."""
+        if self._error is None and (error := self._ended()) is not None:
+            self.abort(error)
         if self._error is None and self.u32[ABORTED // 4]:
             self._remember(self._told())
         if self._error is not None:

@@ -78,7 +78,7 @@ def _first(context: GroupContext, layout: Layout, deadline: float, directory: st
     try:
         _check_machine()
         segment = Segment.create(layout.size_bytes, directory=directory)
-        control = Control(segment, layout, 0, context.ranks, context.name)
+        control = Control(segment, layout, 0, context.ranks, context.name, context.ended)
         secret = nonce()
         control.memory[NONCE : NONCE + len(secret)] = secret
         offer = {"address": segment.address.to_json(), "nonce": secret.hex()}
@@ -146,7 +146,7 @@ def _other(context: GroupContext, layout: Layout, deadline: float) -> Control:
         address = SegmentAddress.from_json(offer["address"])
         owner = PeerProcess(address.pid)
         segment = Segment.open(address)
-        control = Control(segment, layout, context.rank, context.ranks, context.name)
+        control = Control(segment, layout, context.rank, context.ranks, context.name, context.ended)
         if control.memory[NONCE : NONCE + _PROBE_BYTES] != bytes.fromhex(offer["nonce"]):
             raise Unreachable(f"segment {address.inode} of process {address.pid} is not the one that was offered")
     except AxonError as error:
@@ -168,6 +168,7 @@ def _await(
     ready: Callable[[], bool], control: Control, bell: int, owner: PeerProcess, first: int, deadline: float
 ) -> None:
     while not ready():
+        control.check()
         if not owner.alive() and not ready():
             raise MemberLost(f"rank {first} died while group {control.name!r} was made")
         left = deadline - time.monotonic()
