@@ -65,6 +65,8 @@ class ShardedValues(ModuleWrapper):
         finally:
             self._runtime.reset()
         if changed:
+            for flat in (f for u in self._runtime.units for f in u.flats):
+                flat.release()  # also where the strategy would keep what was changed
             raise Misuse(
                 f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
                 "old values; give them others with load_state_dict() or update_shards()"
