@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -113,10 +114,13 @@ def possible_cells() -> tuple[Cell, ...]:
 
 
 def pairwise(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Few of the cells in which every pair of values of two dimensions occurs that occurs in any. Greedy, the same each
-    time: always the cell with the most pairs that are still missing, the first of equals."""
+    """Few of the cells in which every pair of values of two dimensions occurs that occurs in any.
+
+    Greedy, and the same each time: always the cell with the most pairs that are still missing. Of equals the first in
+    an order without pattern, so that the sample says something about combinations of three, too.
+    """
     missing = set().union(*map(_pairs, cells))
-    left, chosen = list(cells), []
+    left, chosen = random.Random(14).sample(cells, len(cells)), []
     while missing:
         best = max(left, key=lambda c: len(_pairs(c) & missing))
         chosen.append(best)

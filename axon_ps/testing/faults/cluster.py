@@ -141,10 +141,10 @@ class FaultyCluster(LocalCluster):
         for process in running:
             process.wait(_SHOW_S / len(running))
 
-    @property
-    def stalled_s(self) -> float:
-        """The longest time for which no byte passed any proxy, because this process did not get to run."""
-        return self._proxies.stalled_s
+    def take_stall(self) -> float:
+        """The longest time, since last asked, for which no byte passed any proxy: this process did not get to run."""
+        stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
+        return stalled_s
 
     def slot_of(self, process: ChildProcess) -> int:
         """The slot of a process, for `moments.arm`."""

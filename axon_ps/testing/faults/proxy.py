@@ -280,7 +280,8 @@ class Proxies:
         processes: gives the ids of all processes that may be clients.
 
     Attributes:
-        stalled_s: the longest time for which the thread did not get to run: so long nothing passed any proxy.
+        stalled_s: the longest time for which the thread did not get to run: so long nothing passed any proxy. May be
+            set to 0.
     """
 
     def __init__(self, processes: Callable[[], Collection[int]]) -> None:
