@@ -81,8 +81,9 @@ if TYPE_CHECKING:
     from axon_ps.collectives.ops import (
         world_size as world_size,
     )
+    from axon_ps.collectives.values import CheckpointInfo
     from axon_ps.collectives.work import Work
-    from axon_ps.collectives.world import CheckpointInfo, World
+    from axon_ps.collectives.world import World
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointInfo", "ProcessGroup", "ReduceOp", "StepResult", "Work", "World", "__version__", "errors"]
@@ -114,7 +115,7 @@ _COLLECTIVES = (
 _LAZY = {
     "World": "axon_ps.collectives.world",
     "ProcessGroup": "axon_ps.collectives.group",
-    "CheckpointInfo": "axon_ps.collectives.world",
+    "CheckpointInfo": "axon_ps.collectives.values",
     "Work": "axon_ps.collectives.work",
     **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.ops"),
 }

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "overlap",
     "ddp",
     "pipeline",
+    "restart",
 )
 
 

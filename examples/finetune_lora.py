@@ -106,7 +106,7 @@ def train(world: axon_ps.World, options: argparse.Namespace) -> None:
     )
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
     corpus, losses = Corpus(Corpus().root / options.package), []
-    for step in range(options.steps):
+    for step in range(world.version, options.steps):  # not 0 in a job that was started again
         where = {"seed": options.seed, "step": step, "replica": world.rank}
         tokens, _ = corpus.batch(**where, batch=options.batch, context=options.context)
         loss = model(tokens, labels=tokens).loss

@@ -4,6 +4,10 @@
 
 Every worker runs this file. Parameters and AdamW's moments live on the shard servers; a worker holds one transformer
 block at a time. It ends with the validation loss, a checkpoint, an export that plain torch reads, and a sample of text.
+
+Workers may be killed and started again at any moment (`axon-ps run --max-restarts 3 --standby 1`). Where a worker is in
+this program follows from the version of the parameters and from what the job's key-value store says, and apart from the
+steps themselves no worker waits for another: that is all it takes.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import axon_ps
 from axon_ps.parallel import AdamW, Int8, MixedPrecision, ShardingStrategy, TopK
@@ -30,9 +34,11 @@ from progress import Report
 from sample import sample
 
 MOST_FAILED_STEPS = 20
+REPLAN_EVERY = 10
+VALIDATION_PARTS = 8
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     job = parser.add_argument_group("job")
@@ -61,7 +67,7 @@ def parse() -> argparse.Namespace:
     system.add_argument("--top-k", type=float, default=0.0, metavar="SHARE", help="send this share of the gradients")
     system.add_argument("--eval-windows", type=int, default=128, help="validation windows, over all workers")
     system.add_argument("--sample-bytes", type=int, default=300)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 @dataclass
@@ -92,11 +98,11 @@ def matmul_s(dtype: torch.dtype) -> float:
 
 
 def compute_dtype(choice: str, world: axon_ps.World) -> torch.dtype:
-    """The dtype to compute in, the same on every worker: bf16 only where the processors multiply it faster."""
-    if choice != "auto":
-        return getattr(torch, choice)
-    times = world.gather_json([matmul_s(torch.float32), matmul_s(torch.bfloat16)])
-    return torch.bfloat16 if max(t[1] for t in times) < max(t[0] for t in times) else torch.float32
+    """The dtype to compute in, the same on every worker: bf16 only where the processor multiplies it faster."""
+    if choice == "auto":
+        choice = "bfloat16" if matmul_s(torch.bfloat16) < matmul_s(torch.float32) else "float32"
+        choice = world.agree("compute", choice)
+    return getattr(torch, choice)
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> AdamW:
@@ -112,25 +118,42 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace) -> AdamW:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, corpus: Corpus, world: axon_ps.World, options: argparse.Namespace) -> float:
-    """Nats per byte over a fixed part of the held-out files, each worker computing a share of it."""
+    """Nats per byte over a fixed part of the held-out files, which the workers share out.
+
+    A list of parts to be done, in the job's key-value store: everybody begins at another place of it and does what is
+    not done yet. Nobody waits, and who dies is made up for. (Under HYBRID_SHARD the workers of a node must run the
+    model together, so they do all parts.)
+    """
     model.eval()
+    first = world.replica * VALIDATION_PARTS // world.num_replicas
+    losses = []
+    for part in range(first, first + VALIDATION_PARTS):
+        part %= VALIDATION_PARTS
+        key = f"validation/{world.version}/{part}"
+        known = None if options.strategy == "hybrid_shard" else world.kv_get(key)
+        loss = json.loads(known) if known else part_loss(model, corpus, part, options)
+        world.kv_put(key, json.dumps(loss).encode())
+        losses.append(loss)
+    model.train()
+    return sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+
+
+def part_loss(model: nn.Module, corpus: Corpus, part: int, options: argparse.Namespace) -> tuple[float, int]:
+    """The loss of one part of the validation windows, summed over them, and how many they are."""
     total, count = 0.0, 0
-    share = {"replica": world.replica, "replicas": world.num_replicas}
-    for tokens, targets in corpus.validation_batches(
-        windows_total=options.eval_windows, batch=32, context=options.context, **share
-    ):
+    where = {"replica": part, "replicas": VALIDATION_PARTS, "context": options.context}
+    for tokens, targets in corpus.validation_batches(windows_total=options.eval_windows, batch=32, **where):
         total += float(model(tokens, targets)) * len(tokens)
         count += len(tokens)
-    model.train()
-    shares = world.gather_json([total, count])
-    return sum(s[0] for s in shares) / sum(s[1] for s in shares)
+    return total, count
 
 
 def steps_in_time(version: int, began: tuple[int, float], world: axon_ps.World, options: argparse.Namespace) -> int:
-    """The number of steps that the time budget allows at the pace so far; rank 0's clock decides for all."""
-    made, spent_s = version - began[0], time.monotonic() - began[1]
-    fits = began[0] + int(made * options.time_budget_s / max(spent_s, 1e-9))
-    return min(options.steps, max(version + 1, world.gather_json(fits)[0]))
+    """The number of steps that the time budget allows at the pace so far; whoever comes to this version first says."""
+    first, began_s = began
+    pace = (version - first) / max(time.time() - began_s, 1e-9)
+    fits = first + int(pace * options.time_budget_s) if version > first else options.steps
+    return world.agree(f"steps/{version}", min(options.steps, max(version + 1, fits)))
 
 
 def model_config(options: argparse.Namespace) -> GPTConfig:
@@ -150,15 +173,26 @@ def train(
 ) -> list[tuple[int, float]]:
     """Train to the last step; returns (version, validation loss) pairs, the last one at the end."""
     optimizer = make_optimizer(model, options)
-    first = resume(world, options)
+    if options.resume:
+        world.resume_checkpoint(options.resume)
+    began = first, _ = world.agree("began", [world.version, time.time()])
     schedule = Schedule(max(options.steps, first + 1), options.warmup, options.final_lr)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = options.lr
-    scheduler = LambdaLR(optimizer, schedule.factor, last_epoch=first - 1)
-    began, failed, curve = (first, time.monotonic()), 0, []
-    report.start(first, schedule.steps)
-    while (version := world.version) < schedule.steps:
-        where = {"seed": options.seed, "step": version + failed, "replica": world.replica}
+    if options.time_budget_s and world.version > first:  # this worker was started again: what the others know
+        schedule.steps = steps_in_time(max(first, world.version // REPLAN_EVERY * REPLAN_EVERY), began, world, options)
+    failed, skipped, curve = 0, 0, []
+    report.start(world.version, schedule.steps)
+    while True:
+        version = world.version
+        if options.time_budget_s and (version == first or version % REPLAN_EVERY == 0):
+            schedule.steps = steps_in_time(version, began, world, options)
+        if version >= schedule.steps:
+            break
+        if not failed and version > first and version % max(1, options.steps // 5) == 0:
+            curve.append((version, validation_loss(model, corpus, world, options)))
+            report.say(f"step {version}: validation loss {curve[-1][1]:.3f} nats/byte")
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * schedule.factor(version)
+        where = {"seed": options.seed, "step": version + skipped, "replica": world.replica}
         tokens, targets = corpus.batch(**where, batch=options.batch, context=options.context)
         loss = model(tokens, targets)
         loss.backward()
@@ -167,19 +201,14 @@ def train(
         optimizer.zero_grad()
         if not result.committed:  # a worker came or went, or a gradient was not finite: the step never happened
             failed += 1
+            skipped += not math.isfinite(result.grad_norm)
             report.say(f"a step after version {version} did not count: {result.reason}")
             if failed >= MOST_FAILED_STEPS:
                 raise RuntimeError(f"{failed} steps in a row did not count; the last one because {result.reason}")
             continue
         failed, version = 0, result.version
-        scheduler.step()
         total = world.num_replicas * tokens.numel()
         report.step(version, schedule.steps, loss.item(), total, model.statistics())
-        if options.time_budget_s and version % 10 == 0:
-            schedule.steps = steps_in_time(version, began, world, options)
-        if version % max(1, options.steps // 5) == 0 and version < schedule.steps:
-            curve.append((version, validation_loss(model, corpus, world, options)))
-            report.say(f"step {version}: validation loss {curve[-1][1]:.3f} nats/byte")
         if options.checkpoint_every and version % options.checkpoint_every == 0 and world.is_main_process:
             report.say(f"checkpoint: {save(world, options).uri}")
     report.stop()
@@ -187,18 +216,9 @@ def train(
     return curve
 
 
-def resume(world: axon_ps.World, options: argparse.Namespace) -> int:
-    """Load the checkpoint that was asked for, if one was; the version that training begins at."""
-    if options.resume:
-        if world.is_main_process:
-            world.restore_checkpoint(options.resume)
-        world.barrier("restored")
-    return world.version
-
-
-def main() -> None:
-    """Run one worker from joining to leaving."""
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> float:
+    """Run one worker from joining to leaving; the validation loss."""
+    options = parse(arguments)
     torch.manual_seed(options.seed)
     began_s = time.monotonic()
     with axon_ps.World.init() as world:
@@ -221,7 +241,9 @@ def main() -> None:
         curve = train(world, model, corpus, options, report)
         if world.is_main_process:
             finish(world, model, curve, options, report, time.monotonic() - began_s)
-        world.barrier("finished")
+            world.kv_put("finished", b"yes")
+        world.kv_wait("finished")
+        return curve[-1][1]
 
 
 def finish(

@@ -123,7 +123,7 @@ def train(world: axon_ps.World, options: argparse.Namespace) -> None:
     )
     optimizer = AdamW(model, lr=options.lr, eps=1e-6)
     corpus, losses = Corpus(), []
-    for step in range(options.steps):
+    for step in range(world.version, options.steps):  # not 0 in a job that was started again
         tokens = batch(corpus, options, step, world.rank)
         loss = model(tokens, labels=tokens).loss
         loss.backward()

@@ -48,8 +48,9 @@ class Console:
         self.on_broken_pipe: Callable[[], None] = lambda: None
 
     def source(self, name: str) -> Source:
-        """A new process by this name."""
-        source = Source(self, name, _COLOURS[len(self._sources) % len(_COLOURS)])
+        """A new process by this name; one that takes the place of another has its colour."""
+        earlier = next((source.colour for source in self._sources if source.name == name), None)
+        source = Source(self, name, earlier or _COLOURS[len(self._sources) % len(_COLOURS)])
         self._sources.append(source)
         return source
 

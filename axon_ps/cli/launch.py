@@ -2,7 +2,8 @@
 
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
-- a worker or a service fails: everything else is ended; its exit code is ours, its traceback is the last on the screen.
+- a worker fails for the last time (see `workers`), or a service does: everything else is ended; its exit code is ours,
+  its traceback is the last on the screen.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143. Again: kill.
 """
 
@@ -20,6 +21,7 @@ from axon_ps.cli.network import free_port, wait_until_listening
 from axon_ps.cli.processes import PYTHON, Process, ReadyPipe
 from axon_ps.cli.run import Launch
 from axon_ps.cli.settings import Settings, child_environment, variable_is_set
+from axon_ps.cli.workers import Workers
 from axon_ps.errors import AxonError
 
 WORKER_GRACE_S = 5.0
@@ -40,10 +42,11 @@ class _Launcher:
     def __init__(self, launch: Launch, settings: Settings, console: Console) -> None:
         self._launch, self._settings, self._console = launch, settings, console
         self._services: list[Process] = []  # the coordinator, if it is ours, comes first
-        self._workers: list[Process] = []
+        self._workers = Workers(launch, console, self._worker_environment)
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._master_port = launch.master_port or free_port()
         self._cpus = len(os.sched_getaffinity(0))
+        self._address = ""  # of the coordinator, once it is known
 
     async def run(self) -> int:
         self._catch_signals()
@@ -67,7 +70,7 @@ class _Launcher:
         steps = [(signal.SIGTERM, WORKER_GRACE_S)]
         if self._console.interrupted:
             steps.insert(0, (signal.SIGINT, WORKER_GRACE_S))
-        await _all(p.end(*steps) for p in self._workers)
+        await _all(p.end(*steps) for p in self._workers.processes)
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[1:])
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[:1])
 
@@ -80,8 +83,8 @@ class _Launcher:
             await _all(self._start_shard(i, address) for i in range(self._launch.shards_here))
         else:
             address = await self._start_services()
-        for local_rank in range(self._launch.nproc_per_node):
-            await self._start_worker(local_rank, address)
+        self._address = address
+        await self._workers.start()
         await self._watch()
 
     async def _start_services(self) -> str:
@@ -140,31 +143,23 @@ class _Launcher:
         self._services.append(process)
         return process
 
-    async def _start_worker(self, local_rank: int, coordinator: str) -> None:
+    def _worker_environment(self) -> dict[str, str]:
+        """What every worker of this node is told; its ranks come on top."""
         launch = self._launch
-        rank = launch.node_rank * launch.nproc_per_node + local_rank
         variables = {
             "MASTER_ADDR": launch.master_addr,
             "MASTER_PORT": str(self._master_port),
             "WORLD_SIZE": str(launch.world_size),
-            "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(launch.nproc_per_node),
-            "AXON_PS_COORDINATOR": coordinator,
+            "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+            "AXON_PS_COORDINATOR": self._address,
             "PYTHONUNBUFFERED": "1",
         }
-        if launch.node_rank >= 0:
-            variables |= {"RANK": str(rank), "GROUP_RANK": str(launch.node_rank)}
         if not variable_is_set("OMP_NUM_THREADS"):
             variables["OMP_NUM_THREADS"] = str(max(1, self._cpus // launch.nproc_per_node))
         if sys.stderr.isatty():
             variables["COLUMNS"] = str(max(40, os.get_terminal_size(sys.stderr.fileno()).columns - len("[worker 00] ")))
-        process = await Process.start(
-            self._console.source(f"worker {rank if launch.node_rank >= 0 else local_rank}"),
-            [*PYTHON[:1], *launch.program],
-            child_environment(self._settings.environment(token=launch.token) | self._node() | variables),
-            is_worker=True,
-        )
-        self._workers.append(process)
+        return child_environment(self._settings.environment(token=launch.token) | self._node() | variables)
 
     def _node(self) -> dict[str, str]:
         """Two launches on one host are two nodes, as their --node-rank says; else the host name tells them apart."""
@@ -175,24 +170,25 @@ class _Launcher:
     # ------------------------------------------------------------------ watching and ending
 
     async def _watch(self) -> None:
-        """Return when every worker has ended, or anything has failed."""
-        ends = {asyncio.ensure_future(p.wait()): p for p in (*self._services, *self._workers)}
+        """Return when every worker has ended well, or one has failed for the last time, or a service has."""
+        working = asyncio.ensure_future(self._workers.watch())
+        services = {asyncio.ensure_future(p.wait()): p for p in self._services}
         try:
-            while any(p.is_running for p in self._workers):
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for process in [ends.pop(end) for end in done]:
-                    if process.failed:
-                        return
-                    if not process.is_worker:
-                        raise AxonError(f"{process.name} {process.ending} while workers were running")
+            await asyncio.wait((working, *services), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            for end, process in services.items():
+                if end.done() and not working.done() and not process.failed:
+                    raise AxonError(f"{process.name} {process.ending} while workers were running")
         finally:
-            for end in ends:
-                end.cancel()
+            for task in (working, *services):
+                task.cancel()
+            await asyncio.wait((working,))
 
     def _catch_signals(self) -> None:
         def on_signal(number: int) -> None:
             if self._signal.done():
-                for process in (*self._workers, *self._services):
+                for process in (*self._workers.processes, *self._services):
                     process.send(signal.SIGKILL)
             else:
                 self._signal.set_result(number)
@@ -211,13 +207,16 @@ class _Launcher:
         return 128 + number
 
     def _culprit(self) -> Process | None:
-        """Of the processes that failed, the one whose trouble was on the screen first: the others followed from it."""
-        failed = [p for p in (*self._services, *self._workers) if p.failed]
+        """Of the processes that failed, the one whose trouble was on the screen first: the others followed from it.
+
+        (A worker that was started again failed by itself, or it would be running.)
+        """
+        failed = [p for p in (*self._services, *self._workers.given_up()) if p.failed]
         return min(failed, key=lambda p: p.source.first_trouble or self._console.lines, default=None)
 
     def _report(self, culprit: Process) -> None:
         repeat = self._console.last_writer is not culprit.source
-        self._console.say(f"axon-ps: {culprit.name} {culprit.ending}", error=True)
+        self._console.say(f"axon-ps: {culprit.name} {culprit.ending}{self._workers.history(culprit)}", error=True)
         for line in culprit.source.last_words() if repeat else ():
             self._console.line(culprit.source, line, error=True)
 

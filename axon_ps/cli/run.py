@@ -41,6 +41,8 @@ class Launch:
         shards: shard servers of the job that we and our like on other nodes start; 0 = they are elsewhere.
         min_workers: least workers to go on with; None = all.
         step_timeout_s: how long a step waits for a worker that takes no part; None = for ever.
+        max_restarts: how often each worker of this node is started again when it fails.
+        standby: processes of this node that wait, everything imported, for a worker's place.
         master_addr: where node 0 is.
         master_port: port for torch.distributed's own store; 0 = any free one.
         coordinator_port: port of the embedded coordinator; 0 = any free one.
@@ -59,6 +61,8 @@ class Launch:
     shards: int
     min_workers: int | None
     step_timeout_s: float | None
+    max_restarts: int
+    standby: int
     master_addr: str
     master_port: int
     coordinator_port: int
@@ -108,6 +112,13 @@ def run(
         int | None, typer.Option(help="Least workers to go on with.", min=1, show_default="all")
     ] = None,
     step_timeout_s: o.StepTimeout = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(help="How often each worker is started again when it fails.", min=0, show_default="--standby"),
+    ] = None,
+    standby: Annotated[
+        int, typer.Option(help="Processes that wait, everything imported, to take a dead worker's place.", min=0)
+    ] = 0,
     checkpoint_dir: Annotated[
         str | None,
         typer.Option(help="Where checkpoints go: AXON_PS_CHECKPOINT_DIR of the workers.", show_default=False),
@@ -146,6 +157,8 @@ def run(
         shards=shards if shards is not None else int(embedded),
         min_workers=min_workers,
         step_timeout_s=step_timeout_s,
+        max_restarts=max_restarts if max_restarts is not None else standby,
+        standby=standby,
         master_addr=master_addr,
         master_port=master_port if master_port is not None else DEFAULT_MASTER_PORT * (nnodes > 1),
         coordinator_port=_coordinator_port(coordinator_port, master_port, nnodes),
@@ -213,6 +226,10 @@ def _check(launch: Launch, *, embedded: bool) -> None:
         raise ConfigurationError(
             "--resume, --state, --min-workers and --step-timeout-s are the coordinator's; give them where you start "
             "it, since --coordinator names one that runs already"
+        )
+    if launch.standby and not launch.max_restarts:
+        raise ConfigurationError(
+            f"--standby is {launch.standby}, but --max-restarts 0 says that a worker that fails is not replaced"
         )
     if launch.min_workers is not None and launch.min_workers > launch.world_size:
         raise ConfigurationError(f"--min-workers is {launch.min_workers}; the job has {launch.world_size} workers")

@@ -31,6 +31,7 @@ class WorkerConfig:
         node: name of the host or container; workers of one node share it.
         security: token and certificates.
         backend: name of the backend of the default group, or "auto" = by where the workers are.
+        standby: whether to wait, without a rank, until the job has lost a worker, and take its place.
         direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
     """
 
@@ -44,6 +45,7 @@ class WorkerConfig:
     security: Security = field(default_factory=Security)
     backend: str = "auto"
     direct_memory: bool = True
+    standby: bool = False
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
@@ -51,14 +53,16 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
 
     `AXON_PS_COORDINATOR` ("host:port"), or `MASTER_ADDR` and `MASTER_PORT`; `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
     `LOCAL_WORLD_SIZE`; `AXON_PS_JOB`, `AXON_PS_NODE`, `AXON_PS_BACKEND`, `AXON_PS_DIRECT_MEMORY` ("0" = send chunks to
-    and from servers of this host too), `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`,
-    `AXON_PS_TLS_CA`, `AXON_PS_TLS_CERT`, `AXON_PS_TLS_KEY`. Under Open MPI its own rank variables are understood.
+    and from servers of this host too), `AXON_PS_STANDBY` ("1" = no rank until the job has lost a worker, and then its),
+    `AXON_PS_TOKEN` or `AXON_PS_TOKEN_FILE`, `AXON_PS_TLS_CA`, `AXON_PS_TLS_CERT`, `AXON_PS_TLS_KEY`.
+    Under Open MPI its own rank variables are understood.
 
     Raises:
         ConfigurationError: a variable is missing or malformed; the message names it.
     """
     world_size = _integer(env, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"), 0, least=0)
-    rank = _integer(env, ("RANK", "OMPI_COMM_WORLD_RANK"), -1, least=-1)
+    standby = env.get("AXON_PS_STANDBY", "") not in ("", "0")
+    rank = -1 if standby else _integer(env, ("RANK", "OMPI_COMM_WORLD_RANK"), -1, least=-1)
     if world_size and rank >= world_size:
         raise ConfigurationError(f"RANK is {rank} and WORLD_SIZE is {world_size}; RANK must be below WORLD_SIZE")
     return WorkerConfig(
@@ -71,6 +75,7 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
         node=env.get("AXON_PS_NODE") or socket.gethostname(),
         backend=env.get("AXON_PS_BACKEND") or "auto",
         direct_memory=env.get("AXON_PS_DIRECT_MEMORY") != "0",
+        standby=standby,
         security=Security(
             token=_token(env),
             ca_file=env.get("AXON_PS_TLS_CA", ""),

@@ -41,6 +41,9 @@ LINGER_S = 10.0
 
 _logger = logging.getLogger(__name__)
 
+EVERYBODY = "world@"
+"""What the name of a group of all workers begins with; the generation follows."""
+
 MakeBackend = Callable[[GroupContext, str], Backend]
 """Makes the backend of a group by its name; collective."""
 
@@ -118,6 +121,11 @@ class GroupBase:
         return len(self.ranks)
 
     size = world_size
+
+    @property
+    def is_everybody(self) -> bool:
+        """Whether it was made of all workers that there were."""
+        return self.name.startswith(EVERYBODY)
 
     def contains(self, rank: int) -> bool:
         """Whether a world rank is a member."""

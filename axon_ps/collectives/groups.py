@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axon_ps.collectives.backend import GroupContext, Store
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.group_base import MakeBackend
+from axon_ps.collectives.group_base import EVERYBODY, MakeBackend
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.errors import AxonError, MemberLost
 from axon_ps.types import Member, Membership
@@ -174,7 +174,7 @@ class Groups:
 
 def _name_of(workers: tuple[Member, ...]) -> str:
     """The name of the default group of these workers: the same on all of them, and no other group's."""
-    return f"world@{max(m.joined for m in workers)}-{_digest_of(workers)}"
+    return f"{EVERYBODY}{max(m.joined for m in workers)}-{_digest_of(workers)}"
 
 
 def _gone(members: Sequence[Member], how: str, generation: int) -> MemberLost:

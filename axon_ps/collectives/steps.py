@@ -26,6 +26,8 @@ from typing import Any, Self, TypeVar
 from axon_ps.collectives.pace import Pace
 from axon_ps.collectives.work import LoopWork, Work
 from axon_ps.coordinator.client import (
+    FIRST_REMINDER_S,
+    MOST_REMINDER_S,
     CoordinatorClient,
     Event,
     JobState,
@@ -106,6 +108,8 @@ class StepClient:
         self._pace_wait_s = 0.0
         self._calls: set[asyncio.Task[Any]] = set()  # everything under way; on the loop's thread
         self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
+        self.acknowledged: frozenset[str] = frozenset()
+        """The workers that the program knows of: those of its last step. It has not met others anywhere yet."""
         self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
         self._mapped_bytes = 0
 
@@ -215,6 +219,8 @@ class StepClient:
             elif isinstance(event, Decision):
                 if event.turn is None:
                     self._decisions[event.step] = event
+                    if event.outcome is Outcome.COMMIT:
+                        self._acknowledge()
                 elif self._pace.decided(event):
                     self._own_decision = event
                 for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
@@ -228,6 +234,17 @@ class StepClient:
                     task.cancel()
             self._changed.notify_all()
 
+    def _acknowledge(self) -> None:
+        if self._membership is not None:
+            self.acknowledged = frozenset(m.incarnation for m in self._membership.workers)
+
+    def newcomers(self) -> list[Member]:
+        """Workers that came since the program's last step, or since it was last told of newcomers."""
+        with self._changed:
+            new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
+            self._acknowledge()
+        return new
+
     def _say_what_is_missing(self, now: Membership) -> None:
         """Loudly when a shard server is gone: its parameters may be. Workers that leave are every job's end."""
         before = self._membership
@@ -240,8 +257,14 @@ class StepClient:
             if getattr(task, "generation", generation) != generation:
                 task.cancel()
 
-    def _wait(self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str]) -> T:
-        """Block until `ready` gives something, the session fails for good, or the time is over."""
+    def _wait(
+        self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str], *, reminds: bool = False
+    ) -> T:
+        """Block until `ready` gives something, the session fails for good, or the time is over.
+
+        With `reminds` it says what is waited for, after a while and then ever more rarely.
+        """
+        deadline, pause_s = Deadline(timeout_s), FIRST_REMINDER_S if reminds else timeout_s
         with self._changed:
             result: list[T] = []
 
@@ -253,8 +276,11 @@ class StepClient:
                     result.append(value)
                 return value is not None
 
-            if not self._changed.wait_for(check, timeout_s):
-                raise Timeout(f"{what()} after {timeout_s:g} s{self._waiting_for()}")
+            while not self._changed.wait_for(check, min(pause_s, deadline.remaining())):
+                if deadline.passed:
+                    raise Timeout(f"{what()} after {timeout_s:g} s{self._waiting_for()}")
+                _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self._waiting_for())
+                pause_s = min(2 * pause_s, MOST_REMINDER_S)
             return result[0]
 
     def _waiting_for(self) -> str:
@@ -274,6 +300,7 @@ class StepClient:
             lambda: self._membership if self._membership is not None and self._membership.complete else None,
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: "the job is not complete" if self._membership else "the coordinator has said nothing",
+            reminds=True,
         )
 
     def wait_members(self, ready: Callable[[Membership], bool], timeout_s: float, what: str) -> None:
@@ -315,6 +342,18 @@ class StepClient:
         self._wait(
             lambda: self._at_epoch(epoch, initialized),
             self.timeout_s if timeout_s is None else timeout_s,
+            lambda: f"the parameters were not replaced for the {epoch}. time",
+        )
+
+    def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
+        """Block until the parameters are being replaced for the `epoch`. time, or the members are others.
+
+        Raises:
+            Timeout: neither came.
+        """
+        self._wait(
+            lambda: True if self.epoch >= epoch or self.membership.generation >= generation else None,
+            timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
         )
 
@@ -381,6 +420,7 @@ class StepClient:
             known,
             self.timeout_s,
             lambda: "the shard servers still lack first values from the rank that uploads them",
+            reminds=True,
         )
 
     # ------------------------------------------------------------------ data
@@ -624,6 +664,9 @@ class StepClient:
         """
         try:
             decision = self._vote(ticket, pushes, max_norm, hyper)
+            if self._pace.alone or decision.outcome is not Outcome.COMMIT:
+                with self._changed:
+                    self._acknowledge()
             self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
             self._wait_for_the_slowest(ticket)
         finally:
@@ -648,6 +691,16 @@ class StepClient:
             self._wait_pushed(ticket, pushes)
         except (GenerationChanged, StepAborted) as error:
             return self._aborted(ticket, str(error))
+        if self.valid(ticket) and not self.membership.complete:
+            # No attempt is under way; who is waited for is said.
+            reason = f"the job was waiting for {self.membership.waiting_for}"
+            self._wait(
+                lambda: None if self.valid(ticket) else True,
+                self.timeout_s,
+                lambda: f"step {ticket.step} is not begun",
+                reminds=True,
+            )
+            return self._aborted(ticket, reason)
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
         reached(Moment.VOTE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,10 +19,12 @@ from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.groups import Groups
+from axon_ps.collectives.job_store import JobStore
 from axon_ps.collectives.models import Models
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
+from axon_ps.collectives.values import CheckpointInfo, info_of, json_of
 from axon_ps.collectives.watch import key_of, watch
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
@@ -41,44 +42,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """A checkpoint that was written or read.
-
-    Attributes:
-        uri: where it is.
-        version: the version it holds.
-        bytes: bytes of all its files.
-        extra: what was saved with it.
-    """
-
-    uri: str
-    version: int
-    bytes: int
-    extra: Mapping[str, Any]
-
-
-class JobStore:
-    """The job's key-value store as groups meet in it: `collectives.backend.Store`."""
-
-    def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
-        self._loop = loop
-        self._coordinator = coordinator
-        self._timeout_s = timeout_s
-
-    def put(self, key: str, value: bytes) -> None:
-        """Store a value."""
-        self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._timeout_s))
-
-    def wait(self, key: str, timeout_s: float) -> bytes:
-        """The value of a key as soon as there is one."""
-        return self._loop.run(self._coordinator.kv_wait(key, timeout_s=timeout_s))
-
-    def delete(self, key: str) -> None:
-        """Remove a key."""
-        self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._timeout_s))
 
 
 class World:
@@ -110,6 +73,7 @@ class World:
             security=config.security,
             requested_rank=config.rank,
             world_size=config.world_size,
+            standby=config.standby,
             on_event=self._on_event,
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
@@ -154,8 +118,10 @@ class World:
         fork.check_may_join()
         world = cls(config if config is not None else worker_config(os.environ), timeout_s=timeout_s)
         try:
-            world._loop.run(world._coordinator.start(join_timeout_s), join_timeout_s + 5.0)
+            patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
+            world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
             world.steps.wait_complete(join_timeout_s)
+            world.steps.newcomers()
         except BaseException:
             world.close()
             raise
@@ -276,13 +242,22 @@ class World:
 
         Raises:
             Timeout: some workers have not come; the message names them.
-            GenerationChanged: a worker left or came meanwhile.
+            GenerationChanged: a worker left or came meanwhile, or came since this worker's last step: it is at the
+                beginning of its program, and can be met again in a step.
+            Disagreement: those who are missing wait in a step for this worker.
         """
         self._barrier(name, (), timeout_s)
 
     def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
         """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
         deadline = Deadline(self._limit(timeout_s))
+        if new := self.steps.newcomers():
+            who = " and ".join(f"worker {m.rank} (node {m.node})" for m in new)
+            raise GenerationChanged(
+                f"{who} came since this worker's last step and is at the beginning of its program, so barrier {name!r} "
+                "was not entered: make a step, or begin this part of the program again",
+                self.generation,
+            )
         workers = {m.id for m in self.membership.workers}
         while True:
             try:
@@ -347,8 +322,26 @@ class World:
         """Remove a key; whether it existed."""
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
+    def agree(self, name: str, value: Any) -> Any:
+        """What the first worker to ask for `name` gave: the same for everybody, without waiting for anybody.
+
+        It is how workers decide something together that one of them may come late to: the seed, how long to train. The
+        job remembers it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
+
+        Args:
+            name: at most 500 bytes.
+            value: anything JSON can hold, at most 1 MiB of it.
+
+        Raises:
+            InvalidRequest: JSON cannot hold `value`.
+        """
+        first = self._coordinator.kv_first(f"agree/{name}", json_of(value, "agree"), timeout_s=self._limit(None))
+        return json.loads(self._loop.run(first))
+
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
         """Give every worker what every worker gave, in rank order. For small things: losses, settings.
+
+        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody.
 
         Args:
             value: anything JSON can hold, at most 1 MiB of it.
@@ -358,15 +351,11 @@ class World:
         Raises:
             InvalidRequest: JSON cannot hold `value`.
             Timeout: a worker did not come; the message names it.
+            GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
-        try:
-            text = json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(
-                f"gather_json was given {type(value).__name__}, which JSON cannot hold: {error}"
-            ) from error
+        text = json_of(value, "gather_json")
         ranks = [m.rank for m in self.membership.workers]
-        self.kv_put(f"{name}/{self.rank}", text.encode())
+        self.kv_put(f"{name}/{self.rank}", text)
         self._barrier(f"{name}/put", ranks, timeout_s)
         values = [json.loads(self.kv_wait(f"{name}/{rank}", timeout_s)) for rank in ranks]
         self._barrier(f"{name}/got", ranks, timeout_s)
@@ -398,7 +387,7 @@ class World:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
         info = self._loop.run(self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
-        return _info(info)
+        return info_of(info)
 
     def restore_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> CheckpointInfo:
         """Have the shard servers load a checkpoint; the step under way aborts on every worker.
@@ -415,7 +404,29 @@ class World:
             InvalidRequest: it was saved from another model.
         """
         info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))
-        return _info(info)
+        return info_of(info)
+
+    def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
+        """Have the job begin at a checkpoint; every worker calls it, after the model has been wrapped.
+
+        The worker of lowest rank restores, the others wait for that. A job whose parameters were restored before (a
+        worker that is started again finds that) is left as it is: it waits for nobody.
+
+        Args:
+            uri, timeout_s: as for `restore_checkpoint`.
+
+        Raises:
+            CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.
+            Timeout: nobody did in time.
+        """
+        deadline = Deadline(self._limit(timeout_s))
+        while self.steps.epoch == 0:
+            now = self.generation
+            if self.is_main_process:
+                self.restore_checkpoint(uri, timeout_s=deadline.remaining())
+            else:  # or in its place, should it die
+                self.steps.wait_epoch_or_generation(1, now + 1, deadline.remaining())
+        self.steps.wait_epoch(1, deadline.remaining())
 
     def replace_parameters(self, units: Iterable[tuple[int, Array]], *, timeout_s: float | None = None) -> None:
         """Give the shard servers other values of every unit; moments and version stay. Every worker calls it.
@@ -511,12 +522,3 @@ class World:
     ) -> None:
         if not fork.is_fork():  # which leaves the block, and not the job
             self.close(finished=going_well())
-
-
-def _info(reply: Any) -> CheckpointInfo:
-    return CheckpointInfo(
-        uri=reply.uri,
-        version=reply.version,
-        bytes=reply.bytes,
-        extra=json.loads(reply.extra_json) if reply.extra_json else {},
-    )

@@ -1,6 +1,7 @@
 """Where a process that joins is seated. Pure.
 
-Workers: while the job assembles, ranks are those below its world size; later any number may join. Shard servers: always
+Workers: while the job assembles, ranks are those below its world size; later any number may join. A standby only fills
+a gap below the world size, so it has no rank until the job has lost a worker. Shard servers: always
 exactly `num_shards`, and whoever holds the parameters of a rank has a right to it.
 """
 
@@ -13,7 +14,7 @@ from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import Hello
 from axon_ps.coordinator.registration import Registration
 from axon_ps.coordinator.roster import MAX_MEMBERS, Seat
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
 
 
@@ -26,23 +27,26 @@ class Place:
 
 
 def find_place(
-    config: CoordinatorConfig, assembly: Assembly, registration: Registration, role: Role, hello: Hello
+    config: CoordinatorConfig, assembly: Assembly, registration: Registration, role: Role, hello: Hello, now: float
 ) -> Place:
     """The place of a process that is no member.
 
     Raises:
         InvalidRequest: its rank is taken, or its world size is not the job's.
-        Busy: there is no place.
+        Busy: there is no place, or it cannot be said yet.
     """
     displaced = None
     if role is Role.WORKER:
         _check_world_size(assembly, hello)
-        ranks = MAX_MEMBERS if assembly.was_complete else assembly.world_size or hello.world_size
-        rank = assembly.roster.choose_rank(role, hello, ranks)
+        if hello.standby and not assembly.was_complete:
+            raise Busy("the job still assembles; a standby takes the place of a worker that it loses later")
+        more = assembly.was_complete and not hello.standby
+        ranks = MAX_MEMBERS if more else assembly.world_size or hello.world_size
+        rank = assembly.roster.choose_rank(role, hello, ranks, now, config.lease_s)
     elif (home := registration.home_of(hello.incarnation)) is not None:
         rank, displaced = home, assembly.roster.at(role, home)  # who sits there has none of its parameters
     else:
-        rank = assembly.roster.choose_rank(role, hello, config.num_shards)
+        rank = assembly.roster.choose_rank(role, hello, config.num_shards, now, config.lease_s)
     member = Member(role=role, rank=rank, incarnation=hello.incarnation, node=hello.node, address=hello.address)
     return Place(member, displaced)
 

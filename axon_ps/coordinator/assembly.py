@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from axon_ps.coordinator import records
 from axon_ps.coordinator.actions import Outbox
@@ -211,6 +211,10 @@ class Assembly:
         """A worker has pushed everything of an attempt; one of another attempt, or a second, is ignored."""
         if self._attempt_open and vote.generation == self.generation and self.attempts.vote(rank, vote, self.step):
             self._decide_what_is_full()
+
+    def voted(self) -> Collection[int]:
+        """The workers that wait for the others' votes in the step under way."""
+        return self.attempts.voted() if self._attempt_open else ()
 
     def ready(self, rank: int, ready: Ready) -> None:
         """A shard server has every gradient of an attempt; one of another attempt, or a second, is ignored."""

@@ -17,7 +17,7 @@ computed from and what it is applied to, n being the number of replicas and s `m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from axon_ps.coordinator.events import Ready, Vote
 from axon_ps.coordinator.steps import Tally
@@ -92,6 +92,10 @@ class Attempts:
         """
         lane = self._replica_of.get(rank)
         return lane is not None and vote.step == self._name(lane, step) and self._tallies[lane].vote(rank, vote)
+
+    def voted(self) -> Collection[int]:
+        """Who has voted and waits for the other workers; nobody where replicas step alone."""
+        return () if self.alone else self._tallies[0].votes
 
     def ready(self, rank: int, ready: Ready, step: int) -> bool:
         """Count a shard server's sum; False for one of another attempt, or a second."""

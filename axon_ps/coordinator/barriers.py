@@ -7,18 +7,21 @@ complete, and once that generation is over it fails with `GenerationChanged`, si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.actions import Outbox
 from axon_ps.coordinator.steps import ranks_in_words
 from axon_ps.coordinator.waiting import Waiting
-from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import Busy, Disagreement, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from axon_ps.types import Membership
 
 MAX_BARRIERS = 1 << 12
 MAX_WAITERS = 1 << 14
 MAX_NAME_CHARS = 512
+HOPELESS_S = 10.0
+"""How long a barrier may wait for workers that wait in a step for one of those who wait at it."""
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -29,6 +32,10 @@ class _Barrier:
     """Without ranks: the complete generation that waits; 0 while the job assembles."""
     calls: dict[int, int] = field(default_factory=dict)
     """Call by rank."""
+    hopeless_s: float = math.inf
+    """When it is given up, for it cannot open."""
+    late: list[int] = field(default_factory=list)
+    """Who waits here and has not voted in the step under way."""
 
 
 class Barriers:
@@ -77,6 +84,18 @@ class Barriers:
         self._key_of[call] = (key, rank)
         self._open_if_full(key, membership)
 
+    def watch(self, voted: Collection[int], membership: Membership, now: float) -> None:
+        """Note the barriers at which only workers are missing that wait in a step, for somebody who waits here.
+
+        `tick` ends those that stay so: a program with several threads may yet vote.
+        """
+        for key, barrier in self._barriers.items():
+            ranks = key[1] or tuple(m.rank for m in membership.workers)
+            missing = [r for r in ranks if r not in barrier.calls]
+            barrier.late = [r for r in barrier.calls if r not in voted]
+            hopeless = missing and barrier.late and all(r in voted for r in missing)
+            barrier.hopeless_s = min(barrier.hopeless_s, now + HOPELESS_S) if hopeless else math.inf
+
     def cancel(self, call: int) -> None:
         """The caller does not wait any more: it has not arrived."""
         self._forget(call)
@@ -103,6 +122,11 @@ class Barriers:
 
     def tick(self, now: float, membership: Membership) -> None:
         """Answer the calls whose time is over, naming who is missing."""
+        for key, barrier in [(k, b) for k, b in self._barriers.items() if b.hopeless_s <= now]:
+            words = f"{_waiting(key[0], self._missing(key, barrier, membership))}, which waits in a step for rank "
+            words += f"{ranks_in_words(barrier.late)}, which waits here; a worker that joins a job under way must come "
+            words += "to its first step without waiting for others (World.agree and the key-value store need nobody)"
+            self._fail(key, Disagreement(words))
         late = [(call, *self._key_of[call]) for call in self._waiting.late(now)]
         missing = {key: self._missing(key, self._barriers[key], membership) for _, key, _ in late}
         for call, key, _ in late:
@@ -111,8 +135,8 @@ class Barriers:
             self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next call's time is over."""
-        return self._waiting.next_deadline()
+        """When the next call's time is over, or a barrier is given up."""
+        return min((self._waiting.next_deadline(), *(b.hopeless_s for b in self._barriers.values())))
 
     def pending(self, membership: Membership) -> list[str]:
         """What barriers wait for, in words."""

@@ -159,6 +159,11 @@ class Calls(ABC):
         )
         return bool(reply.found), bytes(reply.value)
 
+    async def kv_first(self, key: str, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes:
+        """Store a value (not empty) unless the key has one; the value it has afterwards."""
+        reply = await self._kv(coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=b"")
+        return bytes(reply.value)
+
     async def kv_delete(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
         """Remove a key; whether it existed.
 

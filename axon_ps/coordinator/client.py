@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -87,6 +88,13 @@ LEAVE_S: Final = 2.0
 RETIRE_S: Final = 1.0
 """How long calls may stay on a channel that was given up."""
 
+STANDBY_S: Final = 0.2
+"""How often a standby asks, at least, whether there is a place for it."""
+
+FIRST_REMINDER_S: Final = 2.0
+MOST_REMINDER_S: Final = 60.0
+"""How often a client without a session says so: first after this, then twice as long, and never more rarely."""
+
 _logger = logging.getLogger(__name__)
 _HEARTBEAT: Final = session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat())
 _TEMPORARY: Final = (Broken, Busy, GenerationChanged)
@@ -106,6 +114,7 @@ class CoordinatorClient(Calls):
         listen_address: shard server: "host:port" where workers reach it.
         requested_rank: wanted rank; -1 = any.
         world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
+        standby: worker: wait until the job has lost a worker, and take its place.
         on_event: gets every event, on the loop's thread; must not block. If it raises, the session ends for good.
         reconnect_timeout_s: how long a broken session is mended before it is given up.
 
@@ -128,6 +137,7 @@ class CoordinatorClient(Calls):
         listen_address: str = "",
         requested_rank: int = -1,
         world_size: int = 0,
+        standby: bool = False,
         on_event: Callable[[Event], None],
         reconnect_timeout_s: float = 60.0,
     ) -> None:
@@ -142,6 +152,7 @@ class CoordinatorClient(Calls):
         self.num_shards = 0
         self._listen_address = listen_address
         self._requested_rank = requested_rank
+        self._standby = standby
         self._security = security
         self._on_event = on_event
         self._reconnect_timeout_s = reconnect_timeout_s
@@ -154,6 +165,7 @@ class CoordinatorClient(Calls):
         self._retiring: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._attached = asyncio.Event()
+        self._reminder: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
@@ -187,6 +199,7 @@ class CoordinatorClient(Calls):
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._connect()
+        self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
         try:
             async with asyncio.timeout(timeout_s):
@@ -319,12 +332,12 @@ class CoordinatorClient(Calls):
                     if self._attached.is_set():
                         self._detach(error)
                         deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
-                    else:
+                    elif not isinstance(error, Busy):
                         self._reconnect()
                     if deadline.passed:
                         raise
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
-                wait_s = min(wait_s * 2, 2.0, self.lease_s / 4)
+                wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)
         except InvalidRequest as error:  # of a member: its place was given to another
             was_member = self.membership is not None
             reason = (
@@ -348,6 +361,7 @@ class CoordinatorClient(Calls):
             address=self._listen_address,
             requested_rank=self.rank if self.rank >= 0 else self._requested_rank,
             world_size=self.world_size if self.role is Role.WORKER else 0,
+            standby=self._standby and self.rank < 0,
         )
         self._outbox = asyncio.Queue()
         writer: asyncio.Task[None] | None = None
@@ -390,6 +404,8 @@ class CoordinatorClient(Calls):
             return
         if not self._attached.is_set():
             self._attached.set()
+            if self._reminder is not None:
+                self._reminder.cancel()
             for message in self._memory.to_repeat():
                 self._outbox.put_nowait(message)
             if was_member:
@@ -418,10 +434,30 @@ class CoordinatorClient(Calls):
     def _detach(self, error: AxonError) -> None:
         self._attached.clear()
         _logger.warning("%s %d lost its session with the coordinator: %s", self.role.value, self.rank, error)
+        self._remind()
         self._emit([SessionLost(error=error)])
+
+    def _remind(self) -> None:
+        """Say that we are still without a session, after a while and then ever more rarely, until we have one."""
+        self._reminder = asyncio.create_task(self._say_what_is_waited_for())
+
+    async def _say_what_is_waited_for(self) -> None:
+        began_s, pause_s = time.monotonic(), FIRST_REMINDER_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._attached.is_set():
+                return
+            pause_s = min(2 * pause_s, MOST_REMINDER_S)
+            waited_s, why = time.monotonic() - began_s, self._last_error or "no answer"
+            kept = "" if self.rank < 0 else "; what this process holds is kept"
+            _logger.warning(
+                "no session with coordinator %s for %.0f s, trying again: %s%s", self.address, waited_s, why, kept
+            )
 
     def _fail(self, error: AxonError) -> None:
         """End for good; everybody who waits gets `error`."""
+        if self._reminder is not None:
+            self._reminder.cancel()
         if self._error is not None:
             return
         self._error = error

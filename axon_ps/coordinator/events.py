@@ -104,6 +104,7 @@ class Hello:
         address: where a shard server listens.
         requested_rank: wanted rank; -1 = any.
         world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
+        standby: worker: only to take the place of one that the job has lost.
     """
 
     job: str
@@ -112,6 +113,7 @@ class Hello:
     address: str = ""
     requested_rank: int = -1
     world_size: int = 0
+    standby: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,11 @@ class Members:
             self._incomplete_since = now
         workers = [s.member.rank for s in lost if s.member.role is Role.WORKER]
         self._barriers.generation_changed(a.membership, workers, reason, finished=finished)
+        self.watch_barriers(now)
+
+    def watch_barriers(self, now: float) -> None:
+        """Somebody has voted or come to a barrier, or a step was decided: which barriers can open no more?"""
+        self._barriers.watch(self._assembly.voted(), self._assembly.membership, now)
 
     # ------------------------------------------------------------------ time
 
@@ -148,7 +153,7 @@ class Members:
     def _admit(self, session: int, role: Role, hello: Hello, now: float) -> None:
         """Seat a process that is new, or was given up."""
         a = self._assembly
-        place = find_place(self._config, a, self._registration, role, hello)
+        place = find_place(self._config, a, self._registration, role, hello, now)
         if role is Role.WORKER and not a.world_size:
             a.set_world_size(hello.world_size)
         displaced = [] if place.displaced is None else [place.displaced]

@@ -56,6 +56,7 @@ def hello_to_proto(hello: Hello, role: Role) -> session_pb2.SessionRequest:
             address=hello.address,
             requested_rank=hello.requested_rank,
             world_size=hello.world_size,
+            standby=hello.standby,
         )
     )
 
@@ -76,6 +77,7 @@ def hello_from_proto(message: session_pb2.Join) -> tuple[Role, Hello]:
         address=codec.name_from_proto(message.address, "the address", empty=True),
         requested_rank=message.requested_rank,
         world_size=message.world_size,
+        standby=message.standby,
     )
 
 

@@ -9,6 +9,8 @@ Invariants: incarnations are unique, ranks are unique within a role, a session b
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -30,12 +32,14 @@ class Seat:
         deadline: when its lease is over; moved by `Roster.renew`.
         session: its stream, if it has one.
         metrics: what it said of itself in its newest heartbeat.
+        asked_s: when another process first asked for its rank, of late.
     """
 
     member: Member
     deadline: float
     session: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    asked_s: float = -math.inf
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ class Roster:
         self._seats: dict[str, Seat] = {}
         self._by_session: dict[int, Seat] = {}
         self._leases: Deadlines[str] = Deadlines()
+        self._gone: deque[str] = deque(maxlen=MAX_MEMBERS)
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._seats.values())
@@ -84,23 +89,24 @@ class Roster:
         seats = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]
         return [s.session for s in seats if s.session is not None]
 
-    def choose_rank(self, role: Role, hello: Hello, ranks: int = MAX_MEMBERS) -> int:
+    def choose_rank(self, role: Role, hello: Hello, ranks: int, now: float, lease_s: float) -> int:
         """The rank a joiner gets: the one it wants, or the lowest free one below `ranks`.
 
         Raises:
-            InvalidRequest: somebody holds the one it wants, or there is no such rank.
-            Busy: none is free, or who held it may yet come back to a coordinator that was restarted.
+            InvalidRequest: somebody who lives holds the one it wants, or there is no such rank.
+            Busy: none is free, or who holds the one it wants may be dead: whoever replaces a process that was killed
+                may be here before the news of its death, and before a coordinator that was restarted hears from it.
         """
         held = {s.member.rank: s for s in self.of_role(role)}
         wanted = hello.requested_rank
         if wanted >= 0:
-            if wanted in held and held[wanted].session is None:
-                raise Busy(f"rank {wanted} is kept for {held[wanted].name} until its lease is over; try again then")
-            if wanted in held:
-                raise InvalidRequest(
-                    f"rank {wanted} is held by {held[wanted].name}, incarnation {held[wanted].member.incarnation}; "
-                    "give each process its own rank, or -1 for any free one"
-                )
+            if (holder := held.get(wanted)) is not None:
+                words = f"rank {wanted} is held by {holder.name}, incarnation {holder.member.incarnation}"
+                if holder.session is None:
+                    raise Busy(f"rank {wanted} is kept for {holder.name} until its lease is over; try again then")
+                if hello.incarnation not in self._gone and not _lives(holder, now, lease_s):
+                    raise Busy(f"{words}; if it is dead, that shows within {lease_s:g} s")
+                raise InvalidRequest(f"{words}; give each process its own rank, or -1 for any free one")
             if wanted >= ranks:
                 raise InvalidRequest(
                     f"rank {wanted} was asked for; the job has ranks 0 to {ranks - 1} of {NOUN[role]}s"
@@ -139,6 +145,7 @@ class Roster:
         self.detach(seat)
         del self._seats[seat.member.incarnation]
         self._leases.remove(seat.member.incarnation)
+        self._gone.append(seat.member.incarnation)
 
     def expired(self, now: float) -> list[Seat]:
         """Seats whose lease is over."""
@@ -179,3 +186,10 @@ class Roster:
             local_rank = on_node[node] = on_node.get(node, -1) + 1
             workers.append(dataclasses.replace(seat.member, local_rank=local_rank, replica=replica))
         return tuple(workers), tuple(s.member for s in self.of_role(Role.SHARD)), len(replica_of)
+
+
+def _lives(holder: Seat, now: float, lease_s: float) -> bool:
+    """Whether a member was heard from after another process had asked for its rank, as that one does now."""
+    if now - holder.asked_s > 2 * lease_s:
+        holder.asked_s = now
+    return holder.deadline - lease_s > holder.asked_s

@@ -154,6 +154,7 @@ class CoordinatorState:
             _check_role(seat, Role.WORKER, "votes")
             self._assembly.vote(seat.member.rank, vote)
             self._members.stragglers.look(now)
+            self._members.watch_barriers(now)
         return self._out.take()
 
     def ready(self, session: int, ready: Ready, now: float) -> list[Action]:
@@ -166,6 +167,7 @@ class CoordinatorState:
             _check_role(seat, Role.SHARD, "reports gradients")
             self._assembly.ready(seat.member.rank, ready)
             self._members.stragglers.look(now)
+            self._members.watch_barriers(now)
         return self._out.take()
 
     # ------------------------------------------------------------------ what the job is made of
@@ -311,6 +313,7 @@ class CoordinatorState:
         """
         seat = self._member(caller, Role.WORKER, "waits at a barrier")
         self._barriers.arrive(call, seat.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
+        self._members.watch_barriers(now)
         return self._out.take()
 
     def kv(self, caller: Caller) -> KeyValues:

@@ -98,7 +98,7 @@ class FullyShardedDataParallel(ShardedValues):
         super().__init__()
         if unit_types and auto_wrap_policy is not None:
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
-        if len(group.ranks) != group.world.world_size:
+        if not group.is_everybody and len(group.ranks) != group.world.world_size:  # it may change at any moment
             raise InvalidRequest(
                 f"the group has {len(group.ranks)} of the world's {group.world.world_size} workers; parameters are "
                 "sharded over the whole world, pass world.default_group"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from axon_ps.collectives.world import CheckpointInfo
+from axon_ps.collectives.values import CheckpointInfo
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim import registry
 from axon_ps.parallel.replicated import LocalOptimizer, ReplicatedRuntime, ReplicatedUnit

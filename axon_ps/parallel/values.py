@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.world import CheckpointInfo
+from axon_ps.collectives.values import CheckpointInfo
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel import local_checkpoint
 from axon_ps.parallel.dtypes import TORCH_DTYPES

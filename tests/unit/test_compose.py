@@ -144,3 +144,10 @@ def test_what_is_copied_into_the_images_is_not_ignored() -> None:
         for sources in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile(service), flags=re.MULTILINE):
             for source in sources.split():
                 assert f"!{source.split('/')[0].rstrip('*')}" in ignored
+
+
+def test_what_dies_is_started_again() -> None:
+    for service in COMPOSE["services"].values():
+        assert str(service["restart"]).startswith("on-failure")
+        if image_of(service) == "worker":
+            assert str(service["restart"]) != "on-failure", "a program that always fails ends some time"

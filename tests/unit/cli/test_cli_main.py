@@ -72,6 +72,7 @@ def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) 
         (["run", "--shards", "0", "SCRIPT"], "--shards is 0"),
         (["run", "--nnodes", "2", "SCRIPT"], "needs the same token on each"),
         (["run", "--nnodes", "2", "--node-rank", "2", "--token", "t", "SCRIPT"], "--node-rank is 2 and --nnodes 2"),
+        (["run", "--standby", "1", "--max-restarts", "0", "SCRIPT"], "--standby is 1, but --max-restarts 0"),
         (["run", "--min-workers", "3", "SCRIPT"], "--min-workers is 3; the job has 1 workers"),
         (["run", "--resume", "auto", "SCRIPT"], "newest checkpoint of --checkpoint-dir"),
         (["run", "--coordinator", "h:1", "--resume", "x", "SCRIPT"], "are the coordinator's"),
@@ -134,6 +135,12 @@ def test_what_follows_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch,
     launch = launched(monkeypatch, ["--nproc_per_node", "2", script, "--shards", "9", "-m", "--help"])
     assert launch.program == (script, "--shards", "9", "-m", "--help")
     assert (launch.nproc_per_node, launch.shards, launch.world_size) == (2, 1, 2)
+
+
+def test_standbys_are_for_restarts(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    assert launched(monkeypatch, [script]).max_restarts == 0
+    assert launched(monkeypatch, ["--standby", "2", script]).max_restarts == 2
+    assert launched(monkeypatch, ["--standby", "2", "--max-restarts", "5", script]).max_restarts == 5
 
 
 def test_a_module_runs_as_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:

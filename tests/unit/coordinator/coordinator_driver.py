@@ -58,7 +58,7 @@ class Peer:
     def last(self, kind: type[T]) -> T:
         return self.told(kind)[-1]
 
-    def join(self, *, rank: int | None = None, world_size: int = 0, job: str = "job") -> Peer:
+    def join(self, *, rank: int | None = None, world_size: int = 0, job: str = "job", standby: bool = False) -> Peer:
         """Open a (new) session."""
         d = self.driver
         session = d.next_session()
@@ -69,6 +69,7 @@ class Peer:
             address="127.0.0.1:1" if self.role is Role.SHARD else "",
             requested_rank=self.rank if rank is None else rank,
             world_size=world_size,
+            standby=standby,
         )
         actions = d.state.join(session, self.role, hello, d.clock())
         self.session, self.open, self.error = session, True, None

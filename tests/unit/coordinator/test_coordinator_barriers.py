@@ -8,7 +8,7 @@ import pytest
 
 from axon_ps.coordinator import barriers
 from axon_ps.coordinator.state import Caller
-from axon_ps.errors import Busy, GenerationChanged, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import Busy, Disagreement, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from coordinator_driver import Driver, Peer
 
 
@@ -121,3 +121,37 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arrive(d, a, "one")
     with pytest.raises(Busy, match="wait at 1 barriers already"):
         arrive(d, a, "two")
+
+
+def test_who_waits_for_workers_that_wait_in_a_step_for_it_is_told_so() -> None:
+    d = Driver(world_size=3)
+    (a, b, c), _ = d.assembled(workers=3)
+    waiting = arrive(d, c, timeout_s=1000.0)
+    a.vote()
+    d.advance(100.0, beat=True)
+    assert waiting not in d.replies, "b may still come"
+    b.vote()
+    d.advance(9.0, beat=True)
+    assert waiting not in d.replies, "another thread of c may still vote"
+    assert d.state.next_deadline() <= d.clock() + 1.0
+    d.advance(1.0, beat=True)
+    assert isinstance(d.replies[waiting], Disagreement)
+    assert "waits for rank 0, 1, which waits in a step for rank 2, which waits here" in str(d.replies[waiting])
+    late = arrive(d, c, ranks=(0, 2), timeout_s=1000.0)  # the other order
+    d.advance(9.0, beat=True)
+    c.vote()
+    d.advance(100.0, beat=True)
+    assert late not in d.replies
+    assert "gradients at shard server 0" in d.state.status().pending, "nothing else was disturbed"
+
+
+def test_a_barrier_beside_a_step_that_everybody_has_voted_in_waits_on() -> None:
+    d = Driver()
+    (a, b), (shard,) = d.assembled()
+    a.vote()
+    b.vote()
+    waiting = arrive(d, a)
+    assert waiting not in d.replies
+    shard.ready()
+    arrive(d, b)
+    assert d.replies[waiting] == a.membership.generation

@@ -49,9 +49,38 @@ def test_the_lowest_free_rank_or_the_wanted_one() -> None:
 def test_a_rank_that_is_held_is_refused_naming_who_holds_it() -> None:
     d = Driver()
     first = d.worker(node="host-a", rank=1)
+    with pytest.raises(Busy, match=r"rank 1 is held by worker 1 .*; if it is dead, that shows within 5 s"):
+        d.worker(rank=1)
+    d.advance(1.0, beat=True)
     with pytest.raises(InvalidRequest, match=rf"rank 1 is held by worker 1 \(node host-a\), .*{first.incarnation}"):
         d.worker(rank=1)
     assert first.membership.generation == 1
+
+
+def test_a_successor_that_comes_before_the_news_of_a_death_waits_for_it() -> None:
+    d = Driver()
+    d.worker(rank=0)
+    first = d.worker(rank=1)
+    successor = d.peer(rank=1)
+    with pytest.raises(Busy):
+        successor.join()
+    first.lose()
+    assert successor.join().last(Welcome).rank == 1
+    with pytest.raises(InvalidRequest, match="rank 1 is held"):  # who was given up and comes back ends at once
+        first.join(rank=1)
+
+
+def test_a_standby_fills_the_gap_that_a_death_leaves_and_no_other() -> None:
+    d = Driver()
+    standby = d.peer()
+    with pytest.raises(Busy, match="still assembles"):
+        standby.join(standby=True)
+    (_, second), _ = d.assembled()
+    with pytest.raises(Busy, match="has all its 2 workers"):
+        standby.join(standby=True)
+    second.lose()
+    assert standby.join(standby=True).last(Welcome).rank == 1
+    assert d.worker().last(Welcome).rank == 2, "who is no standby may be one more"
 
 
 def test_a_rank_beyond_the_world_size_is_refused_while_the_job_assembles() -> None:

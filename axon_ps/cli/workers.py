@@ -1,0 +1,165 @@
+"""The workers of this node: started, watched, and started again when they fail, one by one and with the same rank.
+
+Every worker has a *place*: its ranks and how often it was filled. When the process in it fails, a standby takes the
+place if there is one, else a new process is started: the first time at once, then after growing pauses. The others are
+left alone: a worker that joins needs nobody but the coordinator and the shard servers. Those that cannot go on without
+the dead one (an all-reduce among workers) fail by themselves, and are started again in their own places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from axon_ps.cli.console import Console
+from axon_ps.cli.processes import PYTHON, Process
+from axon_ps.cli.run import Launch
+
+MOST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""Who has lived this long failed for another reason than its predecessor: its successor is started at once."""
+
+REFILL_S = 5.0
+"""When a standby has taken a place, the next one starts this much later: not while the job catches up."""
+
+
+@dataclass
+class _Place:
+    name: str
+    ranks: Mapping[str, str]
+    process: Process
+    restarts: int = 0
+    began_s: float = 0.0
+    given_up: bool = False
+
+    def pause_s(self) -> float:
+        """How long to wait before it is filled again."""
+        lived_s = time.monotonic() - self.began_s
+        return 0.0 if not self.restarts or lived_s > STEADY_S else min(MOST_PAUSE_S, 2.0 ** (self.restarts - 1))
+
+
+class Workers:
+    """The workers of this node.
+
+    Args:
+        launch: how many, what they run, how often they are started again.
+        console: where their lines go.
+        environment: gives what all of them are told, once the coordinator's address is known.
+    """
+
+    def __init__(self, launch: Launch, console: Console, environment: Callable[[], Mapping[str, str]]) -> None:
+        self._launch, self._console, self._environment = launch, console, environment
+        self._places: list[_Place] = []
+        self._standbys: list[Process] = []
+        self._refills: set[asyncio.Task[None]] = set()
+
+    @property
+    def processes(self) -> Iterable[Process]:
+        """Who is running, or was the last in its place."""
+        return (*(place.process for place in self._places), *self._standbys)
+
+    def given_up(self) -> Iterable[Process]:
+        """Who failed for the last time; if nobody is ever started again, who failed."""
+        return [p.process for p in self._places if p.given_up or not self._launch.max_restarts]
+
+    def history(self, process: Process) -> str:
+        """How often it was started again, in words; empty when it was not."""
+        restarts = next((p.restarts for p in self._places if p.process is process), 0)
+        return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+
+    async def start(self) -> None:
+        """Start all of them, and the standbys."""
+        launch = self._launch
+        for local_rank in range(launch.nproc_per_node):
+            rank = launch.node_rank * launch.nproc_per_node + local_rank
+            ranks = {"LOCAL_RANK": str(local_rank)}
+            if launch.node_rank >= 0:
+                ranks |= {"RANK": str(rank), "GROUP_RANK": str(launch.node_rank)}
+            name = f"worker {rank if launch.node_rank >= 0 else local_rank}"
+            process = await self._start(name, ranks, 0)
+            self._places.append(_Place(name, ranks, process, began_s=time.monotonic()))
+        for _ in range(launch.standby):
+            await self._start_standby()
+
+    async def watch(self) -> None:
+        """Keep every place filled; return when all have ended well, or one has failed for the last time."""
+        keeping = {asyncio.ensure_future(self._keep(place)) for place in self._places}
+        try:
+            while keeping:
+                done, keeping = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+                if not all(task.result() for task in done):
+                    return
+        finally:
+            tasks = keeping | self._refills
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def _keep(self, place: _Place) -> bool:
+        """Fill a place until its worker has ended well (True) or failed for the last time (False)."""
+        while True:
+            await place.process.wait()
+            if not place.process.failed:
+                return True
+            if place.restarts == self._launch.max_restarts:
+                place.given_up = True
+                return False
+            await self._fill(place)
+
+    async def _fill(self, place: _Place) -> None:
+        pause_s = place.pause_s()
+        standby = self._take_standby()
+        how = "a standby takes its place" if standby else "it is started again"
+        if pause_s:
+            how += f" in {pause_s:g} s"
+        place.restarts += 1
+        count = f"restart {place.restarts} of {self._launch.max_restarts}"
+        self._console.say(f"axon-ps: {place.name} {place.process.ending}; {how} ({count})")
+        if standby:
+            await self._hand_over(standby, place, pause_s)
+        else:
+            await asyncio.sleep(pause_s)
+            place.process = await self._start(place.name, place.ranks, place.restarts)
+        place.began_s = time.monotonic()
+
+    async def _start(self, name: str, ranks: Mapping[str, str], restarts: int) -> Process:
+        environment = {**self._environment(), **_told(ranks, restarts)}
+        command = [*PYTHON[:1], *self._launch.program]
+        return await Process.start(self._console.source(name), command, environment, is_worker=True)
+
+    # ------------------------------------------------------------------ standbys
+
+    async def _start_standby(self) -> None:
+        command = [*PYTHON, "-m", "axon_ps.cli.standby", *self._launch.program]
+        process = await Process.start(
+            self._console.source("standby"), command, self._environment(), is_worker=True, stdin=asyncio.subprocess.PIPE
+        )
+        self._standbys.append(process)
+
+    def _take_standby(self) -> Process | None:
+        """One that lives; those that died are forgotten, and what they wrote says why."""
+        self._standbys = [p for p in self._standbys if p.is_running]
+        return self._standbys.pop(0) if self._standbys else None
+
+    async def _hand_over(self, standby: Process, place: _Place, pause_s: float) -> None:
+        place.process = standby  # from here on it is ended with the others, whatever comes in between
+        await asyncio.sleep(pause_s)
+        standby.source = self._console.source(place.name)
+        await standby.tell(json.dumps(_told(place.ranks, place.restarts)))
+        refill = asyncio.ensure_future(self._refill())
+        self._refills.add(refill)
+        refill.add_done_callback(self._refills.discard)
+
+    async def _refill(self) -> None:
+        await asyncio.sleep(REFILL_S)
+        if any(place.restarts < self._launch.max_restarts for place in self._places):
+            await self._start_standby()
+
+
+def _told(ranks: Mapping[str, str], restarts: int) -> dict[str, str]:
+    """What only this worker is told; torchrun's names."""
+    return {**ranks, "TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -1,0 +1,49 @@
+"""What goes between a worker's program and the coordinator: JSON values, and what a checkpoint is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from axon_ps.errors import InvalidRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint that was written or read.
+
+    Attributes:
+        uri: where it is.
+        version: the version it holds.
+        bytes: bytes of all its files.
+        extra: what was saved with it.
+    """
+
+    uri: str
+    version: int
+    bytes: int
+    extra: Mapping[str, Any]
+
+
+def info_of(reply: Any) -> CheckpointInfo:
+    """A reply of the coordinator as users get it."""
+    return CheckpointInfo(
+        uri=reply.uri,
+        version=reply.version,
+        bytes=reply.bytes,
+        extra=json.loads(reply.extra_json) if reply.extra_json else {},
+    )
+
+
+def json_of(value: Any, what: str) -> bytes:
+    """`value` as JSON; `what` was given it.
+
+    Raises:
+        InvalidRequest: JSON cannot hold it.
+    """
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{what} was given {type(value).__name__}, which JSON cannot hold: {error}") from error

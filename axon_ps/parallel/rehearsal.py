@@ -1,0 +1,23 @@
+"""What a first training step loads and later ones find loaded: done beforehand by a process that will be in a hurry.
+
+torch imports half of itself when the first optimizer is made, and starts its engine in the first backward; our own
+loops for compressed parameters and gradients are compiled, or read from disk, when they are first used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from axon_ps.compress.compressor import compressor_of
+from axon_ps.shard import transfers
+from axon_ps.types import Int8
+
+
+def rehearse() -> None:
+    """One training step of a single weight on the CPU. Leaves no thread, no gradient and no random number behind."""
+    weight = torch.nn.Parameter(torch.ones(1, 1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    torch.nn.functional.linear(torch.ones(1, 1), weight).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    compressor_of(Int8()).warm_up()
+    transfers.warm_up()

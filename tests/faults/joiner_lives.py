@@ -1,0 +1,83 @@
+"""What the tests of joiners run: the main example, in lives that end by SIGKILL at a given moment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 30
+
+MOMENTS = {
+    "init": ("axon_ps.World", "init", 1),
+    "construction": ("train_gpt.FSDP", "_register", 1),
+    "upload": ("axon_ps.parallel.materialize", "upload", 1),
+    "registered": ("train_gpt.FSDP", "_make_units", 1),
+    "optimizer": ("train_gpt", "make_optimizer", 1),
+    "first forward": ("gpt.Block", "forward", 1),
+    "forward": ("gpt.Block", "forward", 6),
+    "backward": ("axon_ps.parallel.runtime.Runtime", "grad_ready", 9),
+    "vote": ("axon_ps.collectives.steps.StepClient", "vote", 2),
+    "between steps": ("gpt.Block", "forward", 5),
+    "agreement": ("axon_ps.World", "agree", 4),
+    "validation": ("train_gpt", "part_loss", 1),
+    "checkpoint": ("train_gpt", "save", 1),
+    "finish": ("train_gpt", "finish", 1),
+    "export": ("train_gpt", "export_model", 1),
+}
+"""Where a life ends: an attribute of a module or class, and the call of it before which it does."""
+
+
+def live(moment: str, out: str) -> tuple[float, str]:
+    """Train until a moment, or to the end: the validation loss and a hash of all parameters."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train_gpt
+
+    if moment:
+        owner, name, count = MOMENTS[moment]
+        end_at(resolved(owner), name, count)
+    digests: list[str] = []
+    train = train_gpt.train
+
+    def trained(world: Any, model: Any, *rest: Any) -> Any:
+        curve = train(world, model, *rest)
+        assert world.version == STEPS
+        state = model.state_dict()
+        digests.append(hashlib.sha256(b"".join(state[k].numpy().tobytes() for k in sorted(state))).hexdigest())
+        return curve
+
+    train_gpt.train = trained
+    size = ["--layers", "1", "--channels", "16", "--heads", "2", "--context", "16", "--batch", "2"]
+    size += ["--eval-windows", "16", "--sample-bytes", "4", "--compute", "float32", "--checkpoint-every", "8"]
+    return train_gpt.main([*size, "--steps", str(STEPS), "--out", out]), digests[0]
+
+
+def resolved(path: str) -> Any:
+    """The module or class of this name."""
+    import importlib
+
+    module, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return getattr(importlib.import_module(module), name)
+
+
+def end_at(owner: Any, name: str, count: int) -> None:
+    """Kill this process when `owner.name` is called for the `count`. time."""
+    plain, calls = owner.__dict__[name], 0
+    call: Callable[..., Any] = plain.__func__ if isinstance(plain, classmethod) else plain
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, classmethod(counted) if isinstance(plain, classmethod) else counted)
