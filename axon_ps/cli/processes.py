@@ -19,6 +19,8 @@ from axon_ps.transport.children import LinePipe, tethered
 
 PYTHON = (sys.executable, "-P")
 _READ_BYTES = 1 << 16
+_REST_S = 2.0
+"""How long a process that has ended is read from, while a daemon that it left behind holds its output open."""
 
 
 class Process:
@@ -29,8 +31,11 @@ class Process:
         is_worker: whether it runs the user's program.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, source: Source, *, is_worker: bool) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, outputs: Sequence[_Output], source: Source, *, is_worker: bool
+    ) -> None:
         self._process = process
+        self._outputs = outputs
         self.source = source
         self.is_worker = is_worker
         self._signalled = False
@@ -49,16 +54,26 @@ class Process:
     ) -> Process:
         """Start `command` tied to this process: a worker is killed with us, a service asked to drain."""
         last_signal = signal.SIGKILL if is_worker else signal.SIGTERM
-        process = await asyncio.create_subprocess_exec(
-            *tethered(command, last_signal),
-            env=dict(environment),
-            stdin=stdin,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=tuple(pass_fds),
-            process_group=0,
-        )
-        return cls(process, source, is_worker=is_worker)
+        # Not asyncio's pipes: with them `wait` would wait for whoever has inherited them, too.
+        outputs = [await _Output.open(), await _Output.open()]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *tethered(command, last_signal),
+                env=dict(environment),
+                stdin=stdin,
+                stdout=outputs[0].fd,
+                stderr=outputs[1].fd,
+                pass_fds=tuple(pass_fds),
+                process_group=0,
+            )
+        except BaseException:
+            for output in outputs:
+                output.close()
+            raise
+        finally:
+            for output in outputs:
+                os.close(output.fd)
+        return cls(process, outputs, source, is_worker=is_worker)
 
     @property
     def name(self) -> str:
@@ -123,18 +138,54 @@ class Process:
         await self.wait()
 
     async def _run(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        reading = asyncio.gather(self._copy(self._process.stdout, False), self._copy(self._process.stderr, True))
+        output, errors = self._outputs
+        reading = asyncio.gather(self._copy(output.reader, False), self._copy(errors.reader, True))
         await self._process.wait()
         with contextlib.suppress(ProcessLookupError):  # what it started and left behind holds our pipes open
             os.killpg(self.pid, signal.SIGKILL)
-        await reading
+        with contextlib.suppress(TimeoutError):  # a daemon that it has made is in a group of its own
+            await asyncio.wait_for(reading, _REST_S)
+        for end in self._outputs:
+            end.close()
 
     async def _copy(self, stream: asyncio.StreamReader, error: bool) -> None:
-        while data := await stream.read(_READ_BYTES):
-            self.source.feed(data, error=error)
-        self.source.feed(b"", error=error)
+        try:
+            while data := await stream.read(_READ_BYTES):
+                self.source.feed(data, error=error)
+        finally:
+            self.source.feed(b"", error=error)
+
+
+class _Output:
+    """A pipe that a process writes to.
+
+    Attributes:
+        fd: the end for the process; whoever starts it closes ours.
+        reader: our end.
+    """
+
+    def __init__(self, fd: int, reader: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
+        self.fd = fd
+        self.reader = reader
+        self._transport = transport
+
+    @classmethod
+    async def open(cls) -> _Output:
+        """A new pipe."""
+        read_end, fd = os.pipe()
+        return cls(fd, *await _reader(read_end))
+
+    def close(self) -> None:
+        """Read no more."""
+        self._transport.close()
+
+
+async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb")
+    )
+    return reader, transport
 
 
 class ReadyPipe:
@@ -154,10 +205,7 @@ class ReadyPipe:
         Raises:
             AxonError: it ended without having listened.
         """
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._pipe.detach(), "rb")
-        )
+        reader, transport = await _reader(self._pipe.detach())
         try:
             line = await reader.readline()
         finally:

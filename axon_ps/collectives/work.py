@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from axon_ps.errors import Closed, Timeout
 from axon_ps.host import fork
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.transport.loop import CANCEL_WAIT_S, BackgroundLoop
 
 T = TypeVar("T")
 
@@ -95,11 +96,21 @@ class LoopWork(Work[T]):
         return await coroutine
 
     def cancel(self) -> None:
-        """Stop it and block until it has stopped, so that its buffers are free; what was sent stays sent."""
+        """Stop it and block until it has stopped, so that its buffers are free; what was sent stays sent.
+
+        Raises:
+            Timeout: it ignores its cancellation, so its buffers are still in use.
+        """
         self._cancelled = True
-        if not self._future.done():
+        if self._future.done():
+            return
+        with contextlib.suppress(Closed):  # the loop was closed meanwhile, and cancels all that runs on it
             self._loop.submit(self._cancel_task())
-            concurrent.futures.wait([self._future])
+        if concurrent.futures.wait([self._future], CANCEL_WAIT_S).not_done:
+            raise Timeout(
+                f"{self.what} ignores its cancellation since {CANCEL_WAIT_S:g} s; its buffers are still in use, so "
+                "they must not be used again"
+            )
 
     async def _cancel_task(self) -> None:
         if self._task is not None:

@@ -166,7 +166,7 @@ class CoordinatorClient(Calls):
         self._task: asyncio.Task[None] | None = None
         self._attached = asyncio.Event()
         self._reminder: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
+        self._renewed = asyncio.Event()  # set, and replaced, when the membership changes or the session ends for good
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
@@ -410,8 +410,12 @@ class CoordinatorClient(Calls):
                 self._outbox.put_nowait(message)
             if was_member:
                 self._emit([SessionRestored()])
-        async with self._changed:
-            self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for a membership looks again."""
+        self._renewed.set()
+        self._renewed = asyncio.Event()
 
     def _emit(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -462,6 +466,7 @@ class CoordinatorClient(Calls):
             return
         self._error = error
         self._attached.set()
+        self._wake()
         if self.membership is not None and not self._closing:
             try:
                 self._emit([SessionLost(error=error, final=True)])
@@ -493,8 +498,8 @@ class CoordinatorClient(Calls):
 
         try:
             async with asyncio.timeout(None if (left_s := deadline.remaining()) == float("inf") else left_s):
-                async with self._changed:
-                    await self._changed.wait_for(there)
+                while not there():
+                    await self._renewed.wait()
         except TimeoutError:
             raise Timeout(f"the session did not tell of generation {generation} in time") from None
         if self._error is not None:

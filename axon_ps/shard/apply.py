@@ -4,7 +4,8 @@ Note: [Apply and snapshot]
     A snapshot writes the live arrays of version v, without a copy, while training goes on. It goes through the units in
     forward order, as applies do. The apply that leads from v to v+1 waits at each unit until the snapshot has written
     it, and the snapshot waits at each unit until the apply that led to v has finished. Each waits only for the other's
-    earlier version, so neither can wait in a circle.
+    earlier version, so neither can wait in a circle. A snapshot that does not get past a unit for `STALLED_S` while an
+    apply waits for it is given up: storage that hangs must not stop the job.
 
 Note: [Runs of chunks]
     A thread updates several neighbouring chunks in one call. Chunks are as large as suits the network; for a simple
@@ -15,16 +16,24 @@ Note: [Runs of chunks]
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from axon_ps.errors import CheckpointError
 from axon_ps.shard.engine import ShardEngine
 
 RUN_NUMEL = 1 << 20
 """Elements that a thread updates in one call, if chunks are not larger. See Note: [Runs of chunks]."""
+
+STALLED_S = 600.0
+"""How long a step waits for a snapshot that does not move. See Note: [Apply and snapshot]."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Hold:
@@ -33,15 +42,21 @@ class Hold:
     def __init__(self, version: int) -> None:
         self.version = version
         self.passed = -1
+        self.given_up = False
 
 
 class SnapshotGate:
-    """Lets applies and snapshots pass each other unit by unit. See Note: [Apply and snapshot]. Any thread."""
+    """Lets applies and snapshots pass each other unit by unit. See Note: [Apply and snapshot]. Any thread.
 
-    def __init__(self) -> None:
+    Args:
+        stalled_s: how long an apply waits for a snapshot that does not move.
+    """
+
+    def __init__(self, stalled_s: float = STALLED_S) -> None:
         self._changed = threading.Condition()
         self._holds: list[Hold] = []
         self._closed = False
+        self._stalled_s = stalled_s
 
     def hold(self, version: int) -> Hold:
         """From now on no unit leaves `version` before the snapshot has passed it."""
@@ -51,8 +66,17 @@ class SnapshotGate:
         return hold
 
     def passed(self, hold: Hold, unit: int) -> None:
-        """The snapshot has written every unit up to `unit`."""
+        """The snapshot has written every unit up to `unit`.
+
+        Raises:
+            CheckpointError: it took too long, and what it writes may have changed meanwhile.
+        """
         with self._changed:
+            if hold.given_up:
+                raise CheckpointError(
+                    f"unit {unit} was not written within {self._stalled_s:g} s while a step waited for it; the "
+                    f"checkpoint of version {hold.version} was given up, see to its storage"
+                )
             hold.passed = unit
             self._changed.notify_all()
 
@@ -64,12 +88,31 @@ class SnapshotGate:
             self._changed.notify_all()
 
     def wait_turn(self, unit: int, version: int) -> None:
-        """Before changing `unit` to `version`: wait for the snapshots of older versions."""
-        if self._holds:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or all(h.passed >= unit for h in self._holds if h.version < version)
-                )
+        """Before changing `unit` to `version`: wait for the snapshots of older versions, as long as they move."""
+        if not self._holds:
+            return
+        with self._changed:
+            while not self._closed and (behind := self._behind(unit, version)):
+                if not self._changed.wait_for(partial(self._moved, behind, unit, version), self._stalled_s):
+                    self._give_up(behind)
+
+    def _behind(self, unit: int, version: int) -> dict[Hold, int]:
+        """The snapshots that `unit` waits for, and how far each is."""
+        return {h: h.passed for h in self._holds if h.version < version and h.passed < unit}
+
+    def _moved(self, before: dict[Hold, int], unit: int, version: int) -> bool:
+        return self._closed or self._behind(unit, version) != before
+
+    def _give_up(self, holds: Iterable[Hold]) -> None:
+        for hold in holds:
+            hold.given_up = True
+            self._holds.remove(hold)
+            _logger.error(
+                "the checkpoint of version %d has not moved for %.0f s while a step waited for it; it is given up",
+                hold.version,
+                self._stalled_s,
+            )
+        self._changed.notify_all()
 
     def wait_until(self, reached: Callable[[], bool]) -> bool:
         """Before writing a unit: wait until it is at the snapshot's version. False when the server stops."""

@@ -72,14 +72,14 @@ class ShardServicer:
                 await self._serve(context, request, some)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-                frame = await shell.encoded(request.unit, index, dtype)
+                frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
                 await context.write(frame)
                 self._count("out", len(frame))
 
     async def _show(self, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType) -> None:
         """Where the caller can map the unit; nowhere, if it must gather a copy."""
         owned, engine = self._engine.slice_of(request.unit), self._engine
-        await self._shell.unchanging(request.unit)
+        await self._shell.unchanging(request.unit, request.context.generation)
         shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
         if shared is not None:
@@ -177,7 +177,7 @@ class ShardServicer:
         await self._shell.fence(header.context)
         epoch, unit = header.epoch, header.unit
         position, end = self._range_of(header)
-        await self._shell.wait_withdrawn(epoch)
+        await self._shell.wait_withdrawn(epoch, header.context.generation)
         complete = False
         while position < end:
             if message is None:

@@ -254,16 +254,21 @@ class ShardShell:
         self.reports.initialized(version=self.engine.version, epoch=self._epoch)
         self._waiters.wake_all()
 
-    async def wait_withdrawn(self, epoch: int) -> None:
+    async def wait_withdrawn(self, epoch: int, generation: int) -> None:
         """Before first values are stored: wait until those that they replace, if any, are withdrawn.
 
         The worker that brings them may have heard of the order before this server has.
 
         Args:
             epoch: how often the job had been restored when they were sent.
+            generation: the worker's.
+
+        Raises:
+            GenerationChanged: while it waited.
         """
         while self._withdrawn < epoch and self._ordered <= epoch:
             await self._waiters.wait()
+            self.check_generation(generation)
 
     async def _in_files_thread(self, work: Callable[[], Any]) -> Any:
         try:
@@ -395,15 +400,24 @@ class ShardShell:
             self.check_generation(generation)
         return frame
 
-    async def encoded(self, unit: int, index: int, dtype: DType) -> bytes:
-        """One chunk in a dtype that is encoded on demand, when nothing is changing it."""
-        await self.unchanging(unit)
+    async def encoded(self, unit: int, index: int, dtype: DType, generation: int) -> bytes:
+        """One chunk in a dtype that is encoded on demand, when nothing is changing it.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        await self.unchanging(unit, generation)
         return self.engine.encode(unit, index, dtype)
 
-    async def unchanging(self, unit: int) -> None:
-        """Wait until the unit has values and no step is being applied to it; frames may be served before."""
+    async def unchanging(self, unit: int, generation: int) -> None:
+        """Wait until the unit has values and no step is being applied to it; frames may be served before.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
         while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
             await self._waiters.wait(unit)
+            self.check_generation(generation)
 
     def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
         """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""

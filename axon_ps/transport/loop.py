@@ -48,6 +48,9 @@ class BackgroundLoop:
 
     Args:
         name: of the thread.
+
+    Raises:
+        OSError: the loop cannot be made (too many open files, say).
     """
 
     def __init__(self, name: str = "axon_ps-loop") -> None:
@@ -55,10 +58,10 @@ class BackgroundLoop:
         self._closed = False
         fork.check()
         fork.opened()
-        started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(started)), name=name, daemon=True)
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._live, args=(started,), name=name, daemon=True)
         self._thread.start()
-        started.wait()
+        started.result()
         fork.at_exit(self.close)
         _loops.add(self)
 
@@ -133,10 +136,20 @@ class BackgroundLoop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _main(self, started: threading.Event) -> None:
+    def _live(self, started: concurrent.futures.Future[None]) -> None:
+        main = self._main(started)
+        try:
+            asyncio.run(main)
+        except BaseException as error:
+            main.close()
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _main(self, started: concurrent.futures.Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        started.set()
+        started.set_result(None)
         await self._stop.wait()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:

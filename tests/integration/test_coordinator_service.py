@@ -48,6 +48,7 @@ from axon_ps.errors import (
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import read_manifest
+from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
@@ -582,6 +583,18 @@ def test_a_client_gives_up_after_its_time(tmp_path: Path) -> None:
             await worker.kv_get("k")
         with pytest.raises(Unreachable):
             await c.operator().status(SOON_S)
+
+    run(tmp_path, test)
+
+
+def test_who_waits_for_a_membership_learns_that_the_session_is_over(tmp_path: Path) -> None:
+    async def test(c: Coordinator) -> None:
+        worker = await c.join(Role.WORKER, reconnect_timeout_s=0.3)
+        waits = asyncio.create_task(worker._reached(99, Deadline(None)))
+        await asyncio.sleep(0)
+        await c.stop()
+        with pytest.raises(Broken):
+            await asyncio.wait_for(waits, SOON_S)
 
     run(tmp_path, test)
 

@@ -394,6 +394,22 @@ def test_a_caller_that_is_ahead_waits_for_the_servers_own_session() -> None:
     run(scenario())
 
 
+def test_a_new_generation_ends_waits_for_values() -> None:
+    """Of a gather in a dtype that is made on demand, and of first values that came before the order to replace them."""
+
+    async def run() -> None:
+        async with job(SPEC) as j:
+            (shell,) = j.shells
+            waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 1), shell.wait_withdrawn(1, 1))]
+            await asyncio.sleep(0)
+            j.regenerate()
+            for wait in waits:
+                with pytest.raises(GenerationChanged, match="generation 1 is over"):
+                    await asyncio.wait_for(wait, TIMEOUT_S)
+
+    asyncio.run(run())
+
+
 def test_a_new_generation_ends_open_pushes() -> None:
     """One stream waits for its turn, another for its client's next chunk; both learn of it at once."""
 

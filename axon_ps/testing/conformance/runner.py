@@ -136,7 +136,7 @@ def run_in_threads(
             reports[rank] = run_conformance(
                 backends[0], exact_order=exact_order, spares=backends[1:], timeout_s=timeout_s
             )
-        except AxonError as error:
+        except Exception as error:  # whatever it is: the others wait for us below
             reports[rank] = Report(failures=[f"the backend cannot be made: {error}"])
         all_done.wait()
         for backend in backends:

@@ -7,11 +7,12 @@ import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from axon_ps.errors import CheckpointCorrupt, Closed, InvalidRequest, Misuse
+from axon_ps.errors import CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
 from axon_ps.shard import snapshot
 from axon_ps.shard.apply import ApplyPool, SnapshotGate
 from axon_ps.shard.engine import ShardEngine
@@ -332,6 +333,19 @@ def test_a_server_that_stops_gives_up_its_snapshot(tmp_path: Path) -> None:
     with pytest.raises(Closed, match="the checkpoint is not written"):
         snapshot.write(servers.engines[0], str(tmp_path), 7, 0, 1, gate, hold)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_storage_that_hangs_fails_the_checkpoint_and_not_the_step(tmp_path: Path, caplog: Any) -> None:
+    servers = made(layout("ab"), 1)
+    servers.upload(first_values(servers.spec.layout))
+    gate = SnapshotGate(stalled_s=0.02)
+    hold, later = gate.hold(0), gate.hold(1)
+    gate.wait_turn(0, 1)  # nobody writes
+    assert "the checkpoint of version 0 has not moved" in caplog.text
+    with pytest.raises(CheckpointError, match="the checkpoint of version 0 was given up, see to its storage"):
+        snapshot.write(servers.engines[0], str(tmp_path), 0, 0, 1, gate, hold)
+    assert list(tmp_path.iterdir()) == []
+    assert not later.given_up
 
 
 def test_a_kernel_that_fails_is_reported() -> None:

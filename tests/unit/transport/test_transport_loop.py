@@ -234,3 +234,12 @@ def test_a_fork_does_not_take_the_loop_along(loop: BackgroundLoop) -> None:
     assert all(line.startswith(f"this process was forked from process {os.getpid()}") for line in told)
     os.waitpid(child, 0)
     assert loop.run(value(2)) == 2
+
+
+def test_a_loop_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        BackgroundLoop("test-loop")
