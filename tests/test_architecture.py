@@ -99,8 +99,8 @@ def test_only_the_command_line_exits() -> None:
 
 def test_only_settings_and_the_workers_environment_read_the_environment() -> None:
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
-    # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby becomes
-    # the worker whose environment it is told.
+    # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby is
+    # told the environment of the worker that it becomes.
     readers = ("cli/settings.py", "collectives/environment.py", "collectives/world.py", "testing/cluster.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
     readers += ("cli/standby.py",)
