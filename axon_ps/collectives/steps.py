@@ -106,7 +106,9 @@ class StepClient:
         self._failure: AxonError | None = None
         self._pace = Pace()
         self._pace_wait_s = 0.0
-        self._calls: set[asyncio.Task[Any]] = set()  # everything under way; on the loop's thread
+        self._calls: dict[
+            asyncio.Task[Any], int | None
+        ] = {}  # under way, by the epoch they are of; on the loop's thread
         self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
         self.acknowledged: frozenset[str] = frozenset()
         """The workers that the program knows of: those of its last step. It has not met others anywhere yet."""
@@ -214,6 +216,8 @@ class StepClient:
                     self._pace.look_again()
                     self._shards.forget_residuals()
                 self._job = event
+                for task in [task for task, epoch in self._calls.items() if epoch not in (None, event.epoch)]:
+                    task.cancel()
                 if event.spec is not None:
                     self._shards.set_spec(event.spec)
             elif isinstance(event, Decision):
@@ -458,17 +462,22 @@ class StepClient:
 
         After an error: `out` holds anything.
         """
-        gather = self._shards.gather(
-            unit,
-            out,
-            min_version=self._version if exact else self.version,
-            context=self._coordinator.context,
-            timeout_s=self.timeout_s,
-            begin=begin,
-            end=end,
-            compressed=not exact,
-        )
-        return LoopWork(self._loop, self._explained(gather), f"gathering unit {unit}")
+        with self._changed:
+            epoch, version = self.epoch, self._version if exact else self.version
+
+        def gather() -> Coroutine[Any, Any, int]:
+            return self._shards.gather(
+                unit,
+                out,
+                min_version=version,
+                context=self._coordinator.context,
+                timeout_s=self.timeout_s,
+                begin=begin,
+                end=end,
+                compressed=not exact,
+            )
+
+        return LoopWork(self._loop, self._explained(gather, epoch), f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
@@ -495,7 +504,7 @@ class StepClient:
             A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
             be done before this worker's next vote.
         """
-        return LoopWork(self._loop, self._explained(self._map(unit, dtype)), f"mapping unit {unit}")
+        return LoopWork(self._loop, self._explained(lambda: self._map(unit, dtype), self.epoch), f"mapping unit {unit}")
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
@@ -512,26 +521,39 @@ class StepClient:
                 self._mapped_bytes += copy.values.nbytes
         return copy
 
-    async def _explained(self, call: Coroutine[Any, Any, T]) -> T:
-        """A call that ends when this worker is a member no more, and whose time-out says what the job waits for."""
+    async def _explained(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int | None = None) -> T:
+        """A call that ends when this worker is a member no more, and whose time-out says what the job waits for.
+
+        Args:
+            call: begins it.
+            epoch: it ends, too, when the parameters are no longer those of this epoch; None = it does not care. (What
+                asks for a version of before a restore could wait for ever: it may never come again.)
+
+        Raises:
+            StepAborted: the parameters were replaced.
+        """
         task = asyncio.current_task()
         assert task is not None
-        if self._failure is not None:
-            call.close()
-            raise self._failure
-        self._calls.add(task)
+        self._calls[task] = epoch
         try:
-            return await call
+            self._check_current(epoch)
+            return await call()
         except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            raise self._failure from None
+            self._check_current(epoch)
+            raise
         except Timeout as error:
             if not (reason := self._waiting_for()):
                 raise
             raise Timeout(f"{error}{reason}") from error
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
+
+    def _check_current(self, epoch: int | None) -> None:
+        """Raise what ends a call that was begun in `epoch`, if anything does."""
+        if self._failure is not None:
+            raise self._failure
+        if epoch is not None and epoch != self.epoch:
+            raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {self.epoch}, no longer {epoch}")
 
     def gather_ahead(
         self,
@@ -562,7 +584,7 @@ class StepClient:
         return LoopWork(
             self._loop,
             self._explained(
-                self._shards.gather_ahead(
+                lambda: self._shards.gather_ahead(
                     unit,
                     out,
                     step=ticket.step,
@@ -571,7 +593,8 @@ class StepClient:
                     timeout_s=self.timeout_s,
                     begin=begin,
                     end=end,
-                )
+                ),
+                self.epoch,
             ),
             f"gathering unit {unit} ahead of step {ticket.step}",
         )
@@ -616,17 +639,18 @@ class StepClient:
         try:
             if not self.valid(ticket):
                 raise GenerationChanged("the membership changed before the push", self.membership.generation)
-            push = self._shards.reduce_scatter(
-                unit,
-                grad,
-                step=ticket.step,
-                replica=ticket.replica,
-                context=lambda: self._context_of(ticket),
-                timeout_s=self.timeout_s,
-                begin=begin,
-                end=end,
+            await self._explained(
+                lambda: self._shards.reduce_scatter(
+                    unit,
+                    grad,
+                    step=ticket.step,
+                    replica=ticket.replica,
+                    context=lambda: self._context_of(ticket),
+                    timeout_s=self.timeout_s,
+                    begin=begin,
+                    end=end,
+                )
             )
-            await self._explained(push)
         except asyncio.CancelledError:
             if self.valid(ticket):
                 raise
