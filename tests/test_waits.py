@@ -113,6 +113,7 @@ ENDING = {
         "async def g(): pass"
     ),
     "a poll": "def f(done, ends):\n    while not done() and time.monotonic() < ends:\n        time.sleep(0.1)",
+    "a limit made of a time-out": "def f(self, timeout_s: float | None): return Deadline(self._limit(timeout_s))",
     "one of two time-outs": "def f(event, timeout_s: float | None): event.wait(min(timeout_s or 1.0, 2.0))",
     "a coroutine of ours": "async def f(): await g()\nasync def g(): pass",
     "what is no wait": "def f(a, b): return ', '.join(a), b.get('key'), b.get('key', 0), a.read(5), os.path.join(a, b)",

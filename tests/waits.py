@@ -248,6 +248,8 @@ class _Visitor(ast.NodeVisitor):
         """Whether seconds may be None or infinite, as far as annotations and one assignment tell."""
         if isinstance(node, ast.Call) and _name(node.func) == "min":
             return all(self._may_be_endless(a, seen) for a in node.args)
+        if isinstance(node, ast.Call) and _name(node.func).startswith("_limit"):
+            return False  # what makes a limit of a time-out that may be None
         for n in ast.walk(node):
             if isinstance(n, ast.Constant) and (n.value is None or n.value == "inf" or n.value == -1):
                 return True
