@@ -20,36 +20,21 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import axon_ps
 from axon_ps.parallel import AdamW, DistributedDataParallel, FullyShardedDataParallel
+from loader_rows import BATCH, BATCHES, Rows
 
 METHODS = ("fork", "spawn", "forkserver")
 KINDS = ("fsdp", "ddp", "axon")
 WITHOUT_SHARED_MEMORY = {"AXON_PS_DIRECT_MEMORY": "0", "AXON_PS_BACKEND": "grpc"}
 
-BATCH, BATCHES = 2, 4
 HARMLESS = ("nothing", "leave a block", "drop everything")
 """What a fork may do."""
 _END_S = 20.0
 
 Step = Callable[[Tensor], None]
-
-
-class Rows(Dataset[Tensor]):
-    """Row i is i; a worker of a loader that gets to row `deadly` is killed."""
-
-    def __init__(self, deadly: int = -1) -> None:
-        self.deadly = deadly
-
-    def __len__(self) -> int:
-        return BATCH * BATCHES
-
-    def __getitem__(self, i: int) -> Tensor:
-        if i == self.deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.full((4,), float(i))
 
 
 @contextmanager
