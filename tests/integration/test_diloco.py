@@ -130,12 +130,14 @@ def train(directory: Path) -> dict[str, Any]:
     log: Log = []
     with axon_ps.World.init(timeout_s=60.0) as world:
         rank = world.rank
-        model, inner, diloco = make(world)
+        made = make(world) if rank == 0 else None
+        world.barrier("registered")
         refused = []
-        for changes in ({"inner_steps": 0}, {"inner_steps": 4}, {"outer_lr": 0.5}):
+        for changes in () if made else ({"inner_steps": 0}, {"inner_steps": 4}, {"outer_lr": 0.5}):
             with pytest.raises((InvalidRequest, LayoutMismatch)) as error:
                 make(world, **changes)
             refused.append(str(error.value))
+        model, inner, diloco = made or make(world)
         tell_when_pushing(world)
 
         def outer(round_: int, last: Any = None) -> None:
@@ -220,7 +222,7 @@ def test_diloco_equals_a_simulation_in_plain_torch_whoever_comes_and_goes(tmp_pa
             for name, value in theirs.items():
                 what = f"{name} of worker {rank} after its outer step {number}"
                 np.testing.assert_allclose(values[name], value, rtol=1e-6, atol=1e-6, err_msg=what)
-    for result in results:
+    for result in results[1:]:
         assert "inner_steps is 0" in result["refused"][0]
         assert (
             "policy is LocalSteps(inner_steps=4) here and LocalSteps(inner_steps=3) in the job" in result["refused"][1]
