@@ -124,7 +124,8 @@ def killed(kind: str, method: str) -> str:
     """Train until a worker of the loader is killed; what torch says of that."""
     with trainer(kind) as step:
         try:
-            epoch(loader(1, method, deadly=BATCH * 2), step)
+            # prefetch_factor: torch cannot read a batch that a dead worker has sent, unless it was forked
+            epoch(loader(1, method, deadly=BATCH * 2, prefetch_factor=1), step)
         except RuntimeError as error:
             message = str(error)
         else:
