@@ -87,7 +87,7 @@ def loader(workers: int, method: str, deadly: int = -1, **options: Any) -> DataL
             BATCH,
             num_workers=workers,
             multiprocessing_context=method if workers else None,
-            timeout=60 if workers else 0,
+            timeout=300 if workers else 0,
             **options,
         )
 
