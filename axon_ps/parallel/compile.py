@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,8 +24,8 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
+        if "torch._dynamo" not in sys.modules or get_eval_frame_callback() is None:
+            return function(*args, **kwargs)  # nobody compiles what is called here, and asking costs microseconds
         if disabled is None:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled(*args, **kwargs)

@@ -27,7 +27,8 @@ from axon_ps.parallel.torch_functions import DESCRIBES, function_name
 
 _GRAD: Any = torch._C.TensorBase.grad
 
-_OWN_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
+_GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
+_OWN_GRAD = {_GET_GRAD, _SET_GRAD, _GRAD.__delete__}
 _DATA: Any = Tensor.data
 _DETACHING = {Tensor.detach, _DATA.__get__}
 
@@ -66,7 +67,7 @@ class _GradOfSharded:
     @property
     def grad(self) -> Tensor | None:
         """The gradient; once it was sent, what stands for it: it can be clipped, and nothing else."""
-        own: Tensor | None = _GRAD.__get__(self)
+        own = own_grad(self)
         home: Home | None = getattr(self, "_axon_home", None)
         return own if own is not None or home is None else home.sent.of(self, home)
 
@@ -74,7 +75,7 @@ class _GradOfSharded:
     def grad(self, value: Tensor | None) -> None:
         if (home := getattr(self, "_axon_home", None)) is not None and home.unit in home.sent:
             home.sent.refuse(home, "setting param.grad" if value is not None else "dropping it (zero_grad)")
-        _GRAD.__set__(self, value)
+        set_own_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -112,15 +113,15 @@ def become(param: nn.Parameter, state: type[nn.Parameter]) -> None:
         ) from error
 
 
-def own_grad(param: Tensor) -> Tensor | None:
+def own_grad(param: Any) -> Tensor | None:
     """The gradient that is here, whatever was sent."""
-    grad: Tensor | None = _GRAD.__get__(param)
+    grad: Tensor | None = _disabled_torch_function_impl(_GET_GRAD, (), (param,), {})
     return grad
 
 
-def set_own_grad(param: Tensor, grad: Tensor | None) -> None:
+def set_own_grad(param: Any, grad: Tensor | None) -> None:
     """Let the gradient that is here be another."""
-    _GRAD.__set__(param, grad)
+    _disabled_torch_function_impl(_SET_GRAD, (), (param, grad), {})
 
 
 def _refuse_read(func: Any, args: Sequence[Any]) -> NoReturn:
