@@ -39,7 +39,7 @@ from axon_ps.types import (
     Turn,
     WirePrecision,
 )
-from axon_ps.wire.v1 import common_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 
 _T = TypeVar("_T")
 
@@ -146,9 +146,9 @@ def outcome_from_proto(number: int) -> Outcome:
     return _known(_OUTCOMES_BACK, number, "outcome")
 
 
-def member_to_proto(member: Member) -> common_pb2.Member:
+def member_to_proto(member: Member) -> membership_pb2.Member:
     """A member as a message."""
-    return common_pb2.Member(
+    return membership_pb2.Member(
         role=role_to_proto(member.role),
         rank=member.rank,
         incarnation=member.incarnation,
@@ -160,7 +160,7 @@ def member_to_proto(member: Member) -> common_pb2.Member:
     )
 
 
-def member_from_proto(message: common_pb2.Member) -> Member:
+def member_from_proto(message: membership_pb2.Member) -> Member:
     """A member from a message.
 
     Raises:
@@ -178,9 +178,9 @@ def member_from_proto(message: common_pb2.Member) -> Member:
     )
 
 
-def membership_to_proto(membership: Membership) -> session_pb2.MembershipEvent:
+def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEvent:
     """A membership as the event that announces it."""
-    return session_pb2.MembershipEvent(
+    return membership_pb2.MembershipEvent(
         generation=membership.generation,
         workers=[member_to_proto(m) for m in membership.workers],
         shards=[member_to_proto(m) for m in membership.shards],
@@ -193,7 +193,7 @@ def membership_to_proto(membership: Membership) -> session_pb2.MembershipEvent:
     )
 
 
-def membership_from_proto(message: session_pb2.MembershipEvent) -> Membership:
+def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership:
     """A membership from the event that announces it.
 
     Raises:
@@ -435,7 +435,7 @@ def _precision(message: common_pb2.JobSpec) -> WirePrecision:
     )
 
 
-def _members(messages: Sequence[common_pb2.Member], role: Role) -> tuple[Member, ...]:
+def _members(messages: Sequence[membership_pb2.Member], role: Role) -> tuple[Member, ...]:
     members = tuple(member_from_proto(m) for m in messages)
     for m in members:
         if m.role is not role:

@@ -63,26 +63,6 @@ class CallContext(_message.Message):
     incarnation: str
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
-class Member(_message.Message):
-    __slots__ = ("role", "rank", "incarnation", "node", "address", "local_rank", "replica", "joined")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_FIELD_NUMBER: _ClassVar[int]
-    JOINED_FIELD_NUMBER: _ClassVar[int]
-    role: Role
-    rank: int
-    incarnation: str
-    node: str
-    address: str
-    local_rank: int
-    replica: int
-    joined: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ..., joined: _Optional[int] = ...) -> None: ...
-
 class Parameter(_message.Message):
     __slots__ = ("name", "shape", "offset", "dtype", "aliases")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -153,7 +154,7 @@ class StatusReply(_message.Message):
     PENDING_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     job: str
-    membership: _session_pb2.MembershipEvent
+    membership: _membership_pb2.MembershipEvent
     version: int
     step: int
     registered: bool
@@ -163,4 +164,4 @@ class StatusReply(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pending: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_session_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...

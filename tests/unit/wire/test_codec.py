@@ -27,7 +27,7 @@ from axon_ps.types import (
     WirePrecision,
 )
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 
 U64 = st.integers(0, 2**64 - 1)
 U32 = st.integers(0, 2**32 - 1)
@@ -179,8 +179,8 @@ def test_a_decision_may_carry_a_norm_that_is_not_finite() -> None:
         assert repr(codec.decision_from_proto(codec.decision_to_proto(skipped)).grad_norm) == repr(norm)
 
 
-WORKER = common_pb2.Member(role=common_pb2.ROLE_WORKER, rank=1, incarnation="a" * 32)
-SHARD = common_pb2.Member(role=common_pb2.ROLE_SHARD, rank=1, incarnation="b" * 32)
+WORKER = membership_pb2.Member(role=common_pb2.ROLE_WORKER, rank=1, incarnation="a" * 32)
+SHARD = membership_pb2.Member(role=common_pb2.ROLE_SHARD, rank=1, incarnation="b" * 32)
 
 
 def parameter(**fields: Any) -> common_pb2.Layout:
@@ -191,13 +191,13 @@ def parameter(**fields: Any) -> common_pb2.Layout:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (common_pb2.Member(rank=1, incarnation="a"), "role is unset"),
-        (common_pb2.Member(role=common_pb2.ROLE_WORKER), "incarnation is empty"),
-        (common_pb2.Member(role=common_pb2.ROLE_WORKER, incarnation="a", node="a\nb"), "printable"),
-        (common_pb2.Member(role=common_pb2.ROLE_WORKER, incarnation="a", address="x" * 5000), "5000 characters"),
-        (session_pb2.MembershipEvent(workers=[SHARD]), "shard 1 is in the list of workers"),
-        (session_pb2.MembershipEvent(shards=[WORKER]), "worker 1 is in the list of shards"),
-        (session_pb2.MembershipEvent(workers=[WORKER, WORKER]), "must ascend"),
+        (membership_pb2.Member(rank=1, incarnation="a"), "role is unset"),
+        (membership_pb2.Member(role=common_pb2.ROLE_WORKER), "incarnation is empty"),
+        (membership_pb2.Member(role=common_pb2.ROLE_WORKER, incarnation="a", node="a\nb"), "printable"),
+        (membership_pb2.Member(role=common_pb2.ROLE_WORKER, incarnation="a", address="x" * 5000), "5000 characters"),
+        (membership_pb2.MembershipEvent(workers=[SHARD]), "shard 1 is in the list of workers"),
+        (membership_pb2.MembershipEvent(shards=[WORKER]), "worker 1 is in the list of shards"),
+        (membership_pb2.MembershipEvent(workers=[WORKER, WORKER]), "must ascend"),
         (parameter(name=""), "parameter's name is empty"),
         (parameter(name="a\x00"), "printable"),
         (parameter(shape=[0]), "at least 1"),
@@ -220,8 +220,8 @@ def parameter(**fields: Any) -> common_pb2.Layout:
 )
 def test_what_cannot_be_a_value_is_refused(message: Any, words: str) -> None:
     from_proto = {
-        common_pb2.Member: codec.member_from_proto,
-        session_pb2.MembershipEvent: codec.membership_from_proto,
+        membership_pb2.Member: codec.member_from_proto,
+        membership_pb2.MembershipEvent: codec.membership_from_proto,
         common_pb2.Layout: codec.layout_from_proto,
         common_pb2.Hyper: codec.hyper_from_proto,
         common_pb2.OptimizerSpec: codec.optimizer_from_proto,
