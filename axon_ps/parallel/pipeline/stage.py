@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from axon_ps.errors import InvalidRequest
 
+SPLITS_RIGHT = (2, 13)
+"""The first torch whose split of backward is right for every graph."""
+
 Tensors = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
 
@@ -196,10 +199,25 @@ class Chain(nn.Sequential):
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """PyTorch's backward to the inputs, and that to the weights; importing them takes a second the first time."""
+    """PyTorch's backward to the inputs, and that to the weights; importing them takes a second the first time.
+
+    Raises:
+        InvalidRequest: this torch gives some weights wrong gradients (of nodes with several outputs, and below others).
+    """
+    if torch_version() < SPLITS_RIGHT:
+        raise InvalidRequest(
+            f"ZERO_BUBBLE splits backward with PyTorch's code, which is wrong for some graphs in torch "
+            f"{torch.__version__}; use torch 2.13 or later, or another schedule: INTERLEAVED_ONE_F_ONE_B"
+        )
     from torch.distributed.pipelining import _backward
 
     return _backward.stage_backward_input, _backward.stage_backward_weight
+
+
+def torch_version() -> tuple[int, int]:
+    """The installed one: (2, 13)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def as_tuple(output: Any, what: str = "a stage's output") -> Tensors:

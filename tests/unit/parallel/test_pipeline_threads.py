@@ -17,11 +17,24 @@ from torch.nn import functional
 from axon_ps import World
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Broken, Disagreement, InvalidRequest, Misuse
-from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage, ideal_bubble
+from axon_ps.parallel.pipeline import (
+    Pipeline,
+    PipelineMemoryStats,
+    PipelineSchedule,
+    PipelineStage,
+    ideal_bubble,
+)
 from axon_ps.parallel.pipeline.schedule import Kind
+from axon_ps.parallel.pipeline.stage import SPLITS_RIGHT, torch_version
 
 WIDTH, ROWS = 6, 16
 GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = PipelineSchedule
+needs_right_splits = pytest.mark.skipif(
+    torch_version() < SPLITS_RIGHT, reason="ZERO_BUBBLE needs torch 2.13, and refuses older ones"
+)
+SCHEDULES = [
+    pytest.param(s, marks=needs_right_splits if s is ZERO_BUBBLE else (), id=s.value) for s in PipelineSchedule
+]
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +109,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(ours[name], grad, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_the_sequential_gradients(schedule: PipelineSchedule) -> None:
     """4 ranks x 8 microbatches; also peaks, timeline and inference."""
     model, (x, y) = blocks(), batch()
@@ -143,7 +156,7 @@ def test_every_schedule_has_the_sequential_gradients(schedule: PipelineSchedule)
             assert units.bubble_fraction == pytest.approx(ideal_bubble(4, 8, stages // 4), rel=0.15)
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_stages_in_one_process(schedule: PipelineSchedule) -> None:
     model, (x, y) = blocks(), batch(13)  # microbatches of unequal size
     loss, expected = sequential(copy.deepcopy(model), x, y)
@@ -229,7 +242,7 @@ class Join(nn.Module):
         return self.out(torch.tanh(joined)) + plain + self.table(index)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_may_return_tuples_of_any_shapes(schedule: PipelineSchedule) -> None:
     torch.manual_seed(1)
     parts, (x, y) = [Fork(), Swap(), Join()], batch(7)
@@ -261,7 +274,7 @@ def language_model() -> nn.Sequential:
     return nn.Sequential(table, nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Head(table))
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_first_and_last_stage_share_the_embedding(schedule: PipelineSchedule) -> None:
     model = language_model()
     tokens = torch.randint(10, (8, 3), generator=torch.Generator().manual_seed(3))
@@ -311,21 +324,21 @@ def test_shared_parameters_can_be_named() -> None:
         torch.testing.assert_close(grad, shared.grad)
 
 
-def test_frozen_stages_get_no_gradient() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_frozen_stages_get_no_gradient(schedule: PipelineSchedule) -> None:
     model, (x, y) = blocks(4), batch()
     for module in (model[0], model[1], model[3]):
         module.requires_grad_(False)
     _, expected = sequential(copy.deepcopy(model), x, y)
     assert sorted(expected) == [f"2.{name}" for name in ("0.bias", "0.weight", "2.bias", "2.weight")]
-    for schedule in PipelineSchedule:
 
-        def work(group: ProcessGroup, schedule: PipelineSchedule = schedule) -> dict[str, Tensor]:
-            options: Any = {"num_microbatches": 4, "schedule": schedule, "loss_fn": functional.mse_loss}
-            with Pipeline.from_modules(copy.deepcopy(model), 4, group, **options) as pipeline:
-                pipeline.step(x, y)
-                return grads_of(pipeline)
+    def work(group: ProcessGroup) -> dict[str, Tensor]:
+        options: Any = {"num_microbatches": 4, "schedule": schedule, "loss_fn": functional.mse_loss}
+        with Pipeline.from_modules(copy.deepcopy(model), 4, group, **options) as pipeline:
+            pipeline.step(x, y)
+            return grads_of(pipeline)
 
-        assert_equal(merged(well(on_threads(4, work))), expected)
+    assert_equal(merged(well(on_threads(4, work))), expected)
 
 
 class Trouble(nn.Module):
@@ -348,7 +361,7 @@ class Trouble(nn.Module):
         raise ValueError("out of ideas")
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("phase", "stage", "microbatch"), [("forward", 0, 0), ("forward", 1, 2), ("forward", 2, 5), ("backward", 1, 5)]
 )
@@ -464,3 +477,9 @@ def test_what_cannot_be_is_refused_here() -> None:
     with pytest.raises(InvalidRequest, match=r"returned a \(8, 6\) tensor"):
         learns.step(batch()[0])
     pipeline.close()
+
+
+def test_a_torch_that_splits_backward_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    with pytest.raises(InvalidRequest, match=r"torch 2\.12.*use torch 2\.13 or later"):
+        Pipeline.from_modules(blocks(), 4, schedule=ZERO_BUBBLE, num_microbatches=4)
