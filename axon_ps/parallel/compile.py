@@ -24,8 +24,10 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules or get_eval_frame_callback() is None:
-            return function(*args, **kwargs)  # nobody compiles what is called here, and asking costs microseconds
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling() and get_eval_frame_callback() is None:
+            return function(*args, **kwargs)  # nothing here is compiled, and `disabled` would take microseconds
         if disabled is None:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled(*args, **kwargs)
