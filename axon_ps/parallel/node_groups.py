@@ -67,7 +67,7 @@ class WorldNodeGroups:
             self._wait_for_a_loss(error)
         while True:
             self._world.steps.wait_complete()
-            self._wait_for_all()
+            self._wait_for_all(error)
             ids = tuple(m.id for m in self._present())
             with contextlib.suppress(MemberLost):  # this worker itself, which is told soon
                 data, control = self._world.node_group(), self._world.node_group()
@@ -87,7 +87,7 @@ class WorldNodeGroups:
             lambda _: tuple(m.id for m in self._present()) != ids, self._grace_s, "the workers of this node changed"
         )
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, error: AxonError | None) -> None:
         try:
             self._world.steps.wait_members(
                 lambda _: len(self._present()) == self._size, self._grace_s, "the node had all its workers"
@@ -96,10 +96,11 @@ class WorldNodeGroups:
             if not self._world.membership.complete:
                 return
             here = ", ".join(str(m.rank) for m in self._present()) or "none"
+            why = f"; {error}" if error is not None else ""
             raise MemberLost(
                 f"of the {self._size} workers of this node only rank {here} is there, and the job goes on without the "
-                "node; end this worker too, and start all of the node again"
-            ) from None
+                f"node; end this worker too, and start all of the node again{why}"
+            ) from error
 
     def _present(self) -> list[Member]:
         """The workers of this worker's node; none while it is no member itself."""
