@@ -109,6 +109,8 @@ class StepClient:
         self._calls: dict[
             asyncio.Task[Any], int | None
         ] = {}  # under way, by the epoch they are of; on the loop's thread
+        self.asked_epoch = 0
+        """The newest epoch that this worker asked for, or waited for."""
         self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
         self.acknowledged: frozenset[str] = frozenset()
         """The workers that the program knows of: those of its last step. It has not met others anywhere yet."""
@@ -348,6 +350,7 @@ class StepClient:
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
         )
+        self.asked_epoch = max(self.asked_epoch, epoch)
 
     def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
         """Block until the parameters are being replaced for the `epoch`. time, or the members are others.

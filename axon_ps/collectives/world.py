@@ -403,7 +403,9 @@ class World:
                 overwrite it (a missing, truncated or altered file does); else the job waits for another restore.
             InvalidRequest: it was saved from another model.
         """
-        info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=self._limit(timeout_s)))
+        deadline, epoch = Deadline(self._limit(timeout_s)), self.steps.epoch
+        info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining()))
+        self.steps.wait_epoch(epoch + 1, deadline.remaining())
         return info_of(info)
 
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:

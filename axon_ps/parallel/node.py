@@ -144,6 +144,11 @@ class NodeSteps:
         return self._agreed[0] if self._lost is None else self._steps.epoch
 
     @property
+    def asked_epoch(self) -> int:
+        """The newest epoch that this worker asked for, or waited for."""
+        return self._steps.asked_epoch
+
+    @property
     def version(self) -> int:
         """Committed steps, as the node's workers agreed."""
         return self._agreed[1] if self._lost is None else self._steps.version

@@ -119,7 +119,7 @@ class ReplicatedUnit(FlatUnit):
 class _Local:
     """What `Runtime` asks its steps for, when nothing is anywhere else."""
 
-    epoch = 0
+    epoch = asked_epoch = 0
 
     def __init__(self) -> None:
         self.version = 0

@@ -34,7 +34,8 @@ Note: [One version a step]
     change while it reads them, and once it is back the rest of its step would be of a later version. So a forward that
     was not of one version from its first to its last read is made again, before anybody sees what came of it; and a
     step during which the version moved gets a void ticket: its gradients are not sent, and it aborts. (A step begins
-    where the one before it ended, since that is when its batch is drawn: others may have had the same samples since.)
+    where the one before it ended, since that is when its batch is drawn: others may have had the same samples since. It
+    begins anew where this worker itself asked for other parameters, as `load_checkpoint` does.)
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Runtime:
             self._read = self._now
             self._uses = [other.uses for other in self.units]
             first = not self._has_gradients and not self._forwards
-            if self._training and first and (self._began is None or self._began[0] != self._read[0]):
+            if self._training and first and (self._began is None or self._replaced_by_us):
                 self._began = self._read
         if not recomputing:
             unit.depth += 1
@@ -241,6 +242,11 @@ class Runtime:
     def _now(self) -> tuple[int, int]:
         """(epoch, version) that this worker computes with."""
         return self._steps.epoch, self._steps.version
+
+    @property
+    def _replaced_by_us(self) -> bool:
+        """Whether, since the step began, this worker itself asked for the parameters that it now computes with."""
+        return self._began is not None and self._began[0] < self._read[0] == self._steps.asked_epoch
 
     @property
     def torn(self) -> bool:

@@ -27,6 +27,10 @@ class Steps(Protocol):
         """How often the parameters were replaced from outside."""
 
     @property
+    def asked_epoch(self) -> int:
+        """The newest epoch that this worker asked for, or waited for."""
+
+    @property
     def version(self) -> int:
         """Committed steps."""
 

@@ -46,6 +46,7 @@ class FakeSteps:
     """Stands for `StepClient`: one replica, plain SGD on the "servers", every event noted in `log`."""
 
     epoch: int = 0
+    asked_epoch: int = 0
     version: int = 0
     log: list[tuple[str, int]] = field(default_factory=list)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -154,6 +155,7 @@ class FakeSteps:
 
     def wait_epoch(self, epoch: int) -> None:
         assert self.epoch == epoch
+        self.asked_epoch = epoch
 
     def statistics(self) -> dict[str, float]:
         return {}
@@ -189,7 +191,7 @@ class FakeWorld:
     def replace_parameters(self, units: Iterable[tuple[int, Array]]) -> None:
         for unit, values in units:
             self.steps.upload(unit, values)
-        self.steps.epoch += 1
+        self.steps.epoch = self.steps.asked_epoch = self.steps.epoch + 1
 
 
 class FakeGroup:

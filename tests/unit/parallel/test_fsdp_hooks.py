@@ -364,6 +364,55 @@ def test_a_restore_makes_every_copy_stale() -> None:
     assert float(after.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("moved", ["version", "epoch"])
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+def test_a_step_during_which_the_job_moved_does_not_commit_and_the_next_one_does(moved: str, when: str) -> None:
+    model, optimizer, steps = make(Model())
+    train(model, optimizer, batches(1))
+
+    def move() -> None:
+        setattr(steps, moved, getattr(steps, moved) + 1)
+
+    batch = batches(1)[0]
+    if when == "before forward":
+        move()
+    loss = model(batch).sum()
+    if when == "before backward":
+        move()
+    loss.backward()
+    result = optimizer.step()
+    assert not result.committed
+    assert "went on while this worker was no member, or was restored" in result.reason
+    model(batch).sum().backward()
+    assert optimizer.step().committed
+
+
+def test_a_step_begins_anew_where_this_worker_itself_asks_for_other_parameters() -> None:
+    model, optimizer, _ = make(Model())
+    train(model, optimizer, batches(1))
+    model.load_state_dict(model.state_dict())
+    model(batches(1)[0]).sum().backward()
+    assert optimizer.step().committed
+
+
+def test_a_forward_that_was_not_of_one_version_is_made_again() -> None:
+    model, _, steps = make(Model())
+    seen = model(batches(1)[0])
+    moves = iter([True])
+
+    def others_commit(*_: object) -> None:
+        if next(moves, False):
+            steps.version += 1
+            for value in steps.values.values():
+                value.mul_(0.5)
+
+    model.module.blocks[1].register_forward_pre_hook(others_commit)
+    again = model(batches(1)[0])
+    assert model.statistics()["forwards_repeated"] == 1
+    assert not torch.equal(again, seen)
+    assert torch.equal(again, model(batches(1)[0]))
+
+
 @pytest.mark.parametrize("surprise", ["clip", "lr", "skip", "abort"])
 def test_what_was_gathered_ahead_of_another_decision_is_dropped(surprise: str) -> None:
     torch.manual_seed(0)
