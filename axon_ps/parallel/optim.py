@@ -7,6 +7,7 @@ exists on a worker: `state` is empty, and checkpoints are written by the servers
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
@@ -15,12 +16,17 @@ import torch
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.optim.registry import create
+from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.runtime import Runtime
 from axon_ps.parallel.sent_gradients import Home
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]
+
+_add_param_group = uncompiled(inspect.unwrap(torch.optim.Optimizer.add_param_group))
+_zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
+"""torch's own import the compiler when they are first called; ours are not compiled either, and load nothing."""
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -57,7 +63,18 @@ class ServerOptimizer(torch.optim.Optimizer):
         """
         if self._runtime is not None:
             raise Misuse("the servers know this optimizer's groups already; give all groups when you make it")
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, as torch's optimizers do.
+
+        Args:
+            set_to_none: forget them, instead of setting them to zero.
+
+        Raises:
+            Misuse: one was sent for the step under way, which cannot be dropped.
+        """
+        _zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """Vote for this step and wait for what the coordinator decides.

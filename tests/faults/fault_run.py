@@ -57,7 +57,8 @@ def play(cells: list[Cell], jobs: int, results: Path) -> None:
     """Run cells side by side, then those that were only late by themselves."""
     late: list[Cell] = []
     began = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
         running = {pool.submit(run, cell): cell for cell in cells}
         for number, future in enumerate(concurrent.futures.as_completed(running), 1):
             outcome = future.result()
@@ -69,6 +70,8 @@ def play(cells: list[Cell], jobs: int, results: Path) -> None:
             print(
                 f"{number}/{len(cells)} {minutes:.1f} min  {outcome.name}  {outcome.seconds} s  {verdict}", flush=True
             )
+    finally:  # Ctrl-C: those under way are brought to their end, no other is begun
+        pool.shutdown(cancel_futures=True)
     if late:
         print(f"{len(late)} were late, or this process was; again, one at a time", flush=True)
         play(late, 1, results)

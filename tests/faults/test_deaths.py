@@ -153,7 +153,7 @@ def lose_a_server(pipes: Path) -> str:
 
 def test_a_shard_server_that_is_lost_with_its_parameters_is_named_and_what_to_do(tmp_path: Path) -> None:
     make_pipes(tmp_path)
-    with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
+    with LocalCluster(shards=1, world_size=1, lease_s=3.0) as cluster:
         (worker,) = cluster.start_workers(lose_a_server, args=(tmp_path,))
         with paused(tmp_path):
             cluster.kill(Role.SHARD)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 TO_TEST, FROM_TEST = "to-test", "from-test"
+LIMIT_S = 50
 
 
 def make_pipes(directory: Path) -> None:
@@ -24,8 +26,14 @@ def pause(directory: Path) -> None:
 
 @contextmanager
 def paused(directory: Path) -> Iterator[None]:
-    """In the test: what is done here is done while the worker waits."""
-    _meet(directory / TO_TEST, "rb")
+    """In the test: what is done here is done while the worker waits; an error if it does not come to its point."""
+    here = os.open(directory / TO_TEST, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        came = select.poll()
+        came.register(here)  # its end is there when the worker has been there
+        assert came.poll(1000 * LIMIT_S), f"the worker was not where it pauses within {LIMIT_S} s"
+    finally:
+        os.close(here)
     yield
     _meet(directory / FROM_TEST, "ab")
 

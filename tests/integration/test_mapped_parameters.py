@@ -123,7 +123,7 @@ def lose_the_server(pipes: Path, uri: str) -> Any:
 
 def test_another_server_is_mapped_when_the_first_is_lost(tmp_path: Path) -> None:
     make_pipes(tmp_path)
-    with LocalCluster(shards=1, world_size=1, lease_s=1.0) as cluster:
+    with LocalCluster(shards=1, world_size=1, lease_s=3.0) as cluster:
         (worker,) = cluster.start_workers(lose_the_server, args=(tmp_path, (tmp_path / "checkpoint").as_uri()))
         with paused(tmp_path):
             cluster.kill(Role.SHARD)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.tensor.optimizer_state import named_optimizer_state
@@ -72,6 +71,8 @@ class _Wrap:
     def __call__(self, full: str, value: Any) -> Any:
         if full not in self._split:
             return value
+        from torch.distributed.tensor import DTensor, Shard  # half a second, which few programs need
+
         layer, name = self._split[full]
         partition = layer.partitions[name]
         whole = torch.empty(partition.whole_shape(value.shape), device="meta")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -475,3 +478,16 @@ def test_what_cannot_be_wrapped_or_optimised_says_why() -> None:
         model.clip_grad_norm(0.0)
     with pytest.raises(InvalidRequest, match="missing"):
         model.load_state_dict({})
+
+
+TRAINS = """
+import sys
+from test_fsdp_hooks import Model, batches, make, train
+train(*make(Model())[:2], batches(2))
+print(*{"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules))
+"""
+
+
+def test_training_loads_nothing_that_only_a_compiler_needs() -> None:
+    run = subprocess.run([sys.executable, "-c", TRAINS], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert run.stdout == "\n", run.stdout + run.stderr
