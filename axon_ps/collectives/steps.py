@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from axon_ps.collectives.pace import Pace
-from axon_ps.collectives.work import LoopWork, Work
+from axon_ps.collectives.work import Awaited, LoopWork
 from axon_ps.coordinator.client import (
     FIRST_REMINDER_S,
     MOST_REMINDER_S,
@@ -68,15 +68,16 @@ class Ticket:
     step: int
     replica: int
     num_replicas: int
+    why_void: str = ""
 
     @property
     def is_void(self) -> bool:
         """Whether its step cannot commit."""
         return self.generation == NO_GENERATION
 
-    def void(self) -> Self:
+    def void(self, why: str) -> Self:
         """The same, of a step that cannot commit: nothing is pushed under it, and its vote is an abort."""
-        return dataclasses.replace(self, generation=NO_GENERATION)
+        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why)
 
 
 class StepClient:
@@ -166,9 +167,21 @@ class StepClient:
         """How long a member may be silent before it is given up."""
         return self._coordinator.lease_s
 
-    def ticket(self, *, void: bool = False) -> Ticket:
-        """The names of the step attempt that starts now; of one that cannot commit, if it shall be void."""
+    @property
+    def latest(self) -> tuple[int, int]:
+        """(epoch, version), of one moment."""
         with self._changed:
+            return self.epoch, self.version
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """The names of the step attempt that starts now.
+
+        Args:
+            began: (epoch, version) that the step is computed from. If that is not `latest` any more the ticket is
+                void: its generation may be of after, in which gradients of before must not count. None = no matter.
+        """
+        with self._changed:
+            latest = self.latest
             membership = self.membership
             if self._pace.alone:
                 begun = self._pace.view(self._version).generation
@@ -180,7 +193,12 @@ class StepClient:
                     replica=self.me.replica,
                     num_replicas=membership.num_replicas,
                 )
-        return ticket.void() if void else ticket
+        if began in (None, latest):
+            return ticket
+        return ticket.void(
+            f"the step began at version {began[1]} and the job is at {latest[1]}: it went on while this worker was no "
+            "member, or was restored"
+        )
 
     def valid(self, ticket: Ticket) -> bool:
         """Whether the step that `ticket` names can still commit."""
@@ -670,9 +688,7 @@ class StepClient:
 
     # ------------------------------------------------------------------ the decision
 
-    def vote(
-        self, ticket: Ticket, pushes: Sequence[Work[None]], *, max_norm: float, hyper: Sequence[Hyper]
-    ) -> Decision:
+    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Say that this worker has pushed everything, and wait for the decision.
 
         Args:
@@ -713,7 +729,7 @@ class StepClient:
         )
         self._pace_wait_s += time.perf_counter() - began
 
-    def _vote(self, ticket: Ticket, pushes: Sequence[Work[None]], max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def _vote(self, ticket: Ticket, pushes: Sequence[Awaited], max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         try:
             self._wait_pushed(ticket, pushes)
         except (GenerationChanged, StepAborted) as error:
@@ -729,7 +745,7 @@ class StepClient:
             )
             return self._aborted(ticket, reason)
         if not self.valid(ticket):
-            return self._aborted(ticket, "the membership changed")
+            return self._aborted(ticket, ticket.why_void or "the membership changed")
         reached(Moment.VOTE)
         self._coordinator.vote(
             generation=ticket.generation,
@@ -750,7 +766,7 @@ class StepClient:
         self.wait_generation(decision.next_generation, self.timeout_s)
         return decision
 
-    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Work[None]]) -> None:
+    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited]) -> None:
         """Wait for the pushes; those of replicas before ours come first, so it may be for another worker."""
         deadline = Deadline(self.timeout_s)
         for work in pushes:

@@ -12,13 +12,23 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from axon_ps.errors import Closed, Timeout
 from axon_ps.host import fork
 from axon_ps.transport.loop import CANCEL_WAIT_S, BackgroundLoop
 
 T = TypeVar("T")
+
+
+class Awaited(Protocol):
+    """Something under way that can be waited for again and again."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until it is done; `Timeout` if it is not by then, and goes on."""
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or not."""
 
 
 class Work(Generic[T]):

@@ -177,7 +177,7 @@ class DiLoCo:
 
         Every worker must call it, or the step waits for those that do not. Returns and raises as `step` does.
         """
-        ticket = self._steps.ticket()
+        ticket = self._steps.ticket(self._synced)
         pushes = []
         finite = True
         for index, part in enumerate(self._parts):

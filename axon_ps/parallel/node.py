@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from axon_ps.collectives.steps import NO_GENERATION, StepClient, Ticket
-from axon_ps.collectives.work import Lane, LoopWork
+from axon_ps.collectives.work import Awaited, Lane, LoopWork
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import array_of
@@ -59,9 +59,9 @@ class NodeTicket(Ticket):
 
     shared: Ticket
 
-    def void(self) -> Self:
+    def void(self, why: str) -> Self:
         """See `Ticket.void`."""
-        return dataclasses.replace(self, generation=NO_GENERATION, shared=self.shared.void())
+        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why, shared=self.shared.void(why))
 
 
 class _Part:
@@ -187,18 +187,30 @@ class NodeSteps:
         self._done, self._assumed = hashlib.sha256(), None
         self._lost = None
 
-    def ticket(self, *, void: bool = False) -> NodeTicket:
-        """The ticket of the node's first worker: whether it is valid is the same for all of them."""
-        mine = self._steps.ticket()
-        rows = self._exchange([mine.generation, mine.step, mine.num_replicas, void])
+    @property
+    def latest(self) -> tuple[int, int]:
+        """(epoch, version) that this worker has heard of; the node may not have agreed on it yet."""
+        return self._steps.latest
+
+    def ticket(self, began: tuple[int, int] | None = None) -> NodeTicket:
+        """The ticket of the node's first worker: whether it is valid is the same for all of them.
+
+        It is void if any of them began at something else than the node agreed on, or than is there now.
+        """
+        mine = self._steps.ticket(began)
+        stale = mine.is_void or began not in (None, self._agreed)
+        rows = self._exchange([mine.generation, mine.step, mine.num_replicas, stale])
         if rows is None:
-            return self._node_ticket(mine).void()
+            return self._node_ticket(mine).void(f"the node's groups ended: {self._lost}")
+        if any(row[3] for row in rows):
+            return self._node_ticket(mine).void(
+                mine.why_void or "the parameters changed since a worker of the node began its step"
+            )
         generation, step, replicas = map(int, rows[0][:3])
         if mine.generation < generation:
             self._steps.wait_generation(generation, self._steps.timeout_s)
         replica = self._steps.me.replica
-        ticket = self._node_ticket(Ticket(generation=generation, step=step, replica=replica, num_replicas=replicas))
-        return ticket.void() if any(row[3] for row in rows) else ticket
+        return self._node_ticket(Ticket(generation=generation, step=step, replica=replica, num_replicas=replicas))
 
     def _node_ticket(self, shared: Ticket) -> NodeTicket:
         return NodeTicket(
@@ -375,7 +387,7 @@ class NodeSteps:
 
     # ------------------------------------------------------------------ the step
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
 
         Raises:
@@ -392,12 +404,15 @@ class NodeSteps:
             self.pull()
         return decision
 
-    def _vote(self, ticket: NodeTicket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def _vote(
+        self, ticket: NodeTicket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]
+    ) -> Decision:
         digest, self._done = self._done.digest(), hashlib.sha256()
         number = int.from_bytes(digest[:8], "little", signed=True)
         rows = self._exchange([number])
         if rows is None:
-            return self._steps.vote(ticket.shared.void(), (), max_norm=max_norm, hyper=hyper)
+            void = ticket.shared.void(f"the node's groups ended: {self._lost}")
+            return self._steps.vote(void, (), max_norm=max_norm, hyper=hyper)
         if len({int(row[0]) for row in rows}) > 1:
             raise Disagreement(
                 "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "

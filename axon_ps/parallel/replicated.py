@@ -130,7 +130,11 @@ class _Local:
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         raise AssertionError("an optimizer is local under NO_SHARD")
 
-    def ticket(self, *, void: bool = False) -> Ticket:
+    @property
+    def latest(self) -> tuple[int, int]:
+        return self.epoch, self.version
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
         raise AssertionError("there are no tickets under NO_SHARD")
 
     def push(self, *_: Any) -> Any:

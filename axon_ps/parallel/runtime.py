@@ -178,7 +178,6 @@ class Runtime:
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None
-        self._void = ""  # why the step cannot commit, if it cannot
         self._read: tuple[int, int] = (0, 0)  # (epoch, version) when the forward began
         self._uses: list[int] = []  # of every unit, when the forward began
         self._forwards = 0  # attempts at this forward
@@ -462,12 +461,7 @@ class Runtime:
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
-            if self._began is not None and self._began != self._now:
-                self._void = (
-                    f"the step began at version {self._began[1]} and the job is at {self._now[1]}: it went on while "
-                    "this worker was no member, or was restored"
-                )
-            self._ticket = self._steps.ticket(void=bool(self._void))
+            self._ticket = self._steps.ticket(self._began)
             foresees = self._unclipped and not self._ticket.is_void
             self._hyper = self.foresee() if foresees and self.foresee is not None else None
             if isinstance(self._steps, Assuming):
@@ -509,8 +503,7 @@ class Runtime:
         finally:
             self._unclipped = max_norm == 0.0
             self.sent.decided(norm)
-            self._ticket, self._began, self._has_gradients = None, self._now, False
-            void, self._void = self._void, ""
+            self._ticket, self._began, self._has_gradients = None, self._steps.latest, False
             self._pushes = {}
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
@@ -521,7 +514,7 @@ class Runtime:
         self._prefetch()
         reached(Moment.BETWEEN_STEPS, decision.version)
         return StepResult(
-            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=void or decision.reason
+            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
         )
 
     def drop_unsent(self) -> None:

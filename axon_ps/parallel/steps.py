@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from axon_ps.collectives.steps import Ticket
+from axon_ps.collectives.work import Awaited
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
 
 
-class Pending(Protocol):
-    """Something under way."""
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it is done."""
+class Pending(Awaited, Protocol):
+    """Something under way that can be taken back."""
 
     def cancel(self) -> None:
         """Stop it; its memory is not touched afterwards."""
@@ -40,13 +38,17 @@ class Steps(Protocol):
     def gather(self, unit: int, out: Array) -> Pending:
         """Fill `out` with a unit."""
 
-    def ticket(self, *, void: bool = False) -> Ticket:
-        """What the step that begins now is named by; it is void for all who share it, if any of them asks for that."""
+    @property
+    def latest(self) -> tuple[int, int]:
+        """(epoch, version) that this worker has heard of; those it computes with may be older."""
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """What the step is named by that is computed from (epoch, version) `began`; void if those are over."""
 
     def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`."""
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Say that all gradients were given, and wait for the decision."""
 
     def wait_complete(self, timeout_s: float | None = None) -> object:

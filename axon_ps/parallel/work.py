@@ -39,6 +39,13 @@ class LaneWork(Generic[T]):
             raise Timeout(f"{self.what} is not done after {timeout_s} s; it goes on") from error
         return result.wait(timeout_s) if isinstance(result, Work) else result
 
+    def is_completed(self) -> bool:
+        """Whether it ended, well or not, and what it left under way as well."""
+        if not self._future.done():
+            return False
+        left = None if self._future.exception() is not None else self._future.result()
+        return not isinstance(left, Work) or left.is_completed()
+
     def cancel(self) -> None:
         """Block until it has ended: the other workers take part in it, so it cannot be taken back."""
         with contextlib.suppress(Exception):

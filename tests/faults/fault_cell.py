@@ -59,9 +59,9 @@ class Outcome:
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be the machine's fault: somebody was late and nothing else wrong, or we stood still."""
-        late = all(p.startswith("late:") for p in self.problems)
-        return bool(self.problems) and (late or self.stalled_s > LEASE_S / 3)
+        """Whether it may be the machine's fault: somebody was late, or too late while we stood still; nothing else."""
+        slow = ("late:", "hang:") if self.stalled_s > LEASE_S / 3 else ("late:",)
+        return bool(self.problems) and all(p.startswith(slow) for p in self.problems)
 
 
 def run(cell: Cell) -> Outcome:

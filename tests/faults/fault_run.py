@@ -1,9 +1,9 @@
 """The grid of faults: `make faults`, or `make faults CELLS='worker*sigkill*'` for a part of it.
 
 Several cells run side by side, since most of their time is waiting. What came of each is appended to a file of results;
-a run that was broken off goes on where it was. A cell in which the only thing wrong is that somebody was late, or
-in which this process did not get to run for a third of a lease, is tried once more by itself: that says something about
-the machine.
+a run that was broken off goes on where it was. A cell in which the only thing wrong is that somebody was late (or did
+not end, while this process did not get to run for a third of a lease) is tried once more by itself: that says something
+about the machine.
 """
 
 from __future__ import annotations

@@ -105,9 +105,13 @@ class FakeSteps:
         foreseen = self.values[unit] - hyper[0]["lr"] * grad
         return FakeWork(lambda: _tensor(out).copy_(foreseen))
 
-    def ticket(self, *, void: bool = False) -> Ticket:
+    @property
+    def latest(self) -> tuple[int, int]:
+        return self.epoch, self.version
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
         ticket = Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
-        return ticket.void() if void else ticket
+        return ticket if began in (None, self.latest) else ticket.void("the parameters changed")
 
     def push(
         self,
@@ -147,6 +151,7 @@ class FakeSteps:
             grad_norm=norm,
             clip_factor=self.clip_factor,
             hyper=tuple(hyper),
+            reason=ticket.why_void,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import threading
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from axon_ps.collectives.work import Work
 from axon_ps.collectives.world import World
-from axon_ps.errors import AxonError, Disagreement, MemberLost
+from axon_ps.errors import AxonError, Broken, Disagreement, MemberLost, Timeout
 from axon_ps.parallel.memory import Meter
 from axon_ps.parallel.node import NodeSteps
+from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.parts import even_options, part_bounds
@@ -305,3 +308,40 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
             assert all(np.array_equal(out, np.arange(n)) for out, n in zip(gathered, UNITS, strict=True))
         first = Outcome.COMMIT if when == "agree" else Outcome.ABORT  # groups were made again before anything was done
         assert [outcome for _, outcome in result] == [first, Outcome.COMMIT, Outcome.COMMIT]
+
+
+def test_a_step_of_before_a_change_has_a_void_ticket_whoever_of_the_node_knows_of_it() -> None:
+    heard = [threading.Barrier(3), threading.Barrier(3)]
+
+    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+        began = steps.latest
+        mine.agree()
+        heard[0].wait()
+        if rank == 1:  # it hears of a restore, after forward and before the others
+            steps.epoch = 1
+        after_forward = mine.ticket(began)
+        mine.agree()  # the others have still heard of nothing, and gather what is there now all the same
+        before_forward = mine.ticket(steps.latest)
+        heard[1].wait()
+        steps.epoch = 1
+        again = mine.ticket(steps.latest)
+        return [t.is_void and t.shared.is_void for t in (after_forward, before_forward, again)]
+
+    assert node(do) == [[True, True, False]] * 3
+
+
+def test_a_push_on_the_lane_is_complete_when_what_it_left_under_way_is() -> None:
+    outer, inner = concurrent.futures.Future[Any](), concurrent.futures.Future[None]()
+    push = LaneWork[None](outer, "pushing")
+    assert not push.is_completed()
+    outer.set_result(Work(inner, "pushing"))
+    assert not push.is_completed()
+    with pytest.raises(Timeout):
+        push.wait(0.0)
+    inner.set_exception(Broken("lost"))
+    assert push.is_completed()
+    with pytest.raises(Broken):
+        push.wait(0.0)
+    failed = concurrent.futures.Future[Any]()
+    failed.set_exception(Broken("lost"))
+    assert LaneWork[None](failed, "pushing").is_completed()
