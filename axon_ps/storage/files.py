@@ -201,7 +201,8 @@ class FsspecStore(FileStore):
             fsspec = importlib.import_module("fsspec")
             self._fs, self._path = fsspec.core.url_to_fs(self.uri)
         except (ImportError, ValueError) as error:
-            raise ConfigurationError(f"{uri} cannot be reached: {error}") from error
+            extra = "; pip install 'axon-ps[s3]'" if uri.startswith(("s3://", "s3a://")) else ""
+            raise ConfigurationError(f"{uri} cannot be reached: {error}{extra}") from error
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Sink]:

@@ -1,4 +1,4 @@
-"""What a reader of the originals, or of torch's documentation, gives first: it works, or the error says what to give."""
+"""What a reader of the originals or of torch gives first: it works, or the error says what to give."""
 
 from __future__ import annotations
 

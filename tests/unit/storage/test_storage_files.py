@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -160,6 +161,12 @@ def test_uris(tmp_path: Path) -> None:
         open_store("")
     with pytest.raises(ConfigurationError, match="nosuchscheme://x cannot be reached"):
         open_store("nosuchscheme://x")
+
+
+def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/x cannot be reached: .*pip install 'axon-ps\[s3\]'"):
+        open_store("s3://bucket/x")
 
 
 def test_an_upload_that_fails_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
