@@ -138,3 +138,11 @@ def test_test_files_have_names_of_their_own() -> None:
     # Without packages pytest knows a test module by its file name alone; two of one name would collide.
     names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['torch'] = None; import axon_ps.parallel"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'"
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,8 @@ def list_(uri: Uri, as_json: o.Json = False) -> None:
     if as_json:
         print(json.dumps([_facts(c) for c in found], indent=2))
         return
+    if not found:
+        print(f"there is no complete checkpoint in {uri}", file=sys.stderr)
     for c in found:
         facts = _facts(c)
         print(f"{facts['uri']}  version {facts['version']}  {facts['bytes']:,} bytes  {facts['created']}")

@@ -19,7 +19,7 @@ from axon_ps.cli.settings import Settings, environment_report
 from axon_ps.errors import AxonError
 
 _REQUIRED = ("grpcio", "protobuf", "numpy", "numba", "safetensors", "fsspec", "grpcio-health-checking")
-_OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "etcd3gw", "s3fs", "grpcio-reflection")
+_OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "s3fs", "grpcio-reflection")
 _LEAST_FILES = 1024
 _LEAST_SHM_BYTES = 64 << 20
 _REACH_TIMEOUT_S = 2.0
@@ -135,7 +135,7 @@ def _security(settings: Settings) -> Finding:
 
 def _coordinator(address: str) -> Finding:
     if not address:
-        return Finding("coordinator", "none named (AXON_PS_COORDINATOR)")
+        return Finding("coordinator", "none named (--coordinator or AXON_PS_COORDINATOR)")
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S):

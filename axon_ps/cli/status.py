@@ -79,12 +79,26 @@ def health(
     leave(0 if reply.status == health_pb2.HealthCheckResponse.SERVING else 1)
 
 
-def doctor(as_json: o.Json = False, config: o.Config = None) -> None:
+def doctor(
+    coordinator: o.Coordinator = None,
+    job: o.Job = None,
+    as_json: o.Json = False,
+    token: o.Token = None,
+    token_file: o.TokenFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_cert: o.TlsCert = None,
+    tls_key: o.TlsKey = None,
+    config: o.Config = None,
+) -> None:
     """Look at this machine: versions, limits, memory, environment, and whether the coordinator answers."""
     from axon_ps.cli.doctor import examine, print_findings
     from axon_ps.cli.settings import load
 
-    findings = examine(load(config))
+    settings = load(
+        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
+        tls_cert=tls_cert, tls_key=tls_key,
+    )  # fmt: skip
+    findings = examine(settings)
     if as_json:
         print(json.dumps([{"what": f.what, "found": f.found, "problem": f.problem} for f in findings], indent=2))
     else:

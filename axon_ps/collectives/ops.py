@@ -2,7 +2,8 @@
 
 Owns: the functional names. Every function that communicates takes
 
-    group: the ranks that take part; None = all workers of the current world (`World.current()`)
+    group: the ranks that take part; a world stands for its default group; None = all workers of the current world
+        (`World.current()`)
     timeout_s: how long it may take, in seconds; None = the world's default
     async_op: return a `Work` at once, whose `wait()` gives what the function would have returned
 
@@ -13,9 +14,10 @@ After an error: see `ProcessGroup`. Ranks are positions in the group.
 from __future__ import annotations
 
 import concurrent.futures
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,8 +25,11 @@ from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
 from axon_ps.collectives.work import Work
-from axon_ps.errors import Misuse
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.types import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.world import World
 
 T = TypeVar("T")
 
@@ -32,20 +37,33 @@ BUCKET_BYTES = 25 << 20
 """How much `sync_gradients` puts into one all-reduce, as PyTorch's DDP does."""
 
 
-def current_group(group: ProcessGroup | None = None) -> ProcessGroup:
-    """The group given, or all workers of the current world.
+def current_group(group: ProcessGroup | World | None = None) -> ProcessGroup:
+    """The group given (or all workers of the world given), or all workers of the current world.
 
     Raises:
         Misuse: none was given, and this process is in no world.
+        InvalidRequest: something else was given.
     """
     from axon_ps.collectives.world import World
 
     if group is not None:
-        return group
+        return as_group(group)
     world = World.current()
     if world is None:
         raise Misuse("there is no current world; call axon_ps.World.init() first, or pass group=")
     return world.default_group
+
+
+def as_group(given: Any) -> ProcessGroup:
+    """A group, or the default group of a world.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    group: ProcessGroup | None = getattr(given, "default_group", given)
+    if not hasattr(group, "all_reduce"):
+        raise InvalidRequest(f"group is {reprlib.repr(given)}; give a ProcessGroup, or a World for all of its workers")
+    return cast("ProcessGroup", group)
 
 
 def rank(group: ProcessGroup | None = None) -> int:

@@ -24,6 +24,7 @@ from axon_ps.coordinator.messages import (
     status_to_proto,
     vote_from_proto,
 )
+from axon_ps.coordinator.shared_calls import SharedCalls
 from axon_ps.coordinator.shell import Session, Shell
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import AxonError, InvalidRequest, Timeout
@@ -50,6 +51,7 @@ class CoordinatorServicer:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._registering = asyncio.Lock()
+        self._saves = SharedCalls[CheckpointInfo]()
 
     async def session(self, context: Any) -> None:
         """A member's life."""
@@ -169,12 +171,17 @@ class CoordinatorServicer:
     async def save_checkpoint(
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
-        """Have the servers write their slices, then the manifest."""
+        """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         caller, state = _caller(request.context), self._shell.state
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
         extra = manifests.check_extra(request.extra_json)
-        snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
-        return _checkpoint(await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra))
+        state.check_caller(caller)
+
+        async def save() -> CheckpointInfo:
+            snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
+            return await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
+
+        return _checkpoint(await self._saves.run((uri, request.extra_json, state.position), save))
 
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any

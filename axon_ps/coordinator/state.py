@@ -355,6 +355,12 @@ class CoordinatorState:
         """Layout and how it travels, once registered."""
         return self._registration.spec
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, version) of the parameters."""
+        job = self._assembly.job_state()
+        return job.epoch, job.version
+
     def held_up(self, now: float) -> tuple[float, str]:
         """How long workers have waited in the step under way for others, in seconds, and for whom, in words."""
         return self._members.stragglers.held_up(now)

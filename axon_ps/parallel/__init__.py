@@ -3,6 +3,15 @@
 Importing it makes the backend "axon" known to torch.distributed: `init_process_group("axon")`.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'", name="torch"
+    ) from None
+
 from axon_ps.data import DistributedSampler
 from axon_ps.parallel.buckets import GradientBucket
 from axon_ps.parallel.c10d.register import register as _register

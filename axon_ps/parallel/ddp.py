@@ -16,6 +16,7 @@ from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.world import World
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.parallel import replicas
@@ -69,7 +70,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | World | None = None,
         *,
         bucket_size_mb: float = 25.0,
         broadcast_buffers: bool = True,

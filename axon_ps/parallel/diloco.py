@@ -29,7 +29,9 @@ import torch
 from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.ops import current_group
 from axon_ps.collectives.steps import StepClient
+from axon_ps.collectives.world import World
 from axon_ps.errors import InvalidRequest, StepAborted
 from axon_ps.parallel import materialize, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, dtype_from_torch
@@ -54,7 +56,7 @@ class DiLoCo:
     Args:
         model: the module; not on the meta device.
         inner_optimizer: any torch optimizer of its parameters. Its state is this worker's own and is never sent.
-        group: the workers that train it; the whole world.
+        group: the workers that train it: a world, or its default group; None = the current world.
         inner_steps: local steps between two outer steps, H.
         outer_lr: learning rate of the outer SGD.
         outer_momentum: its momentum; 0 with `outer_lr=1` and `nesterov=False` is plain averaging (local SGD).
@@ -75,7 +77,7 @@ class DiLoCo:
         self,
         model: nn.Module,
         inner_optimizer: torch.optim.Optimizer,
-        group: ProcessGroup,
+        group: ProcessGroup | World | None = None,
         *,
         inner_steps: int,
         outer_lr: float = 0.7,
@@ -85,7 +87,12 @@ class DiLoCo:
         unit_types: Collection[type[nn.Module]] = (),
         plan_options: PlanOptions | None = None,
     ) -> None:
-        policy = LocalSteps(inner_steps=inner_steps)
+        policy, group = LocalSteps(inner_steps=inner_steps), current_group(group)
+        if nesterov and not outer_momentum:
+            raise InvalidRequest(
+                f"outer_momentum is {outer_momentum}, and Nesterov's momentum (nesterov=True) needs one above 0; for "
+                "plain averaging give outer_momentum=0, nesterov=False"
+            )
         if len(group.ranks) != group.world.world_size:
             raise InvalidRequest(
                 f"the group has {len(group.ranks)} of the world's {group.world.world_size} workers; all of them meet "
@@ -296,7 +303,7 @@ class LocalSGD(DiLoCo):
         self,
         model: nn.Module,
         inner_optimizer: torch.optim.Optimizer,
-        group: ProcessGroup,
+        group: ProcessGroup | World | None = None,
         *,
         inner_steps: int,
         **options: Any,

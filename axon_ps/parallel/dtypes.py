@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -59,6 +60,21 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """What a short form stands for: None and False for nothing, True for bfloat16, a dtype for `param_dtype`.
+
+        Raises:
+            InvalidRequest: it is none of these.
+        """
+        if isinstance(given, cls):
+            return given
+        if given is None or isinstance(given, bool):
+            return cls(param_dtype=torch.bfloat16) if given else cls()
+        if isinstance(given, torch.dtype):
+            return cls(param_dtype=given)
+        raise InvalidRequest(f"mixed_precision is {given!r}; give a MixedPrecision, a torch.dtype, True or False")
 
     def compute(self, built: torch.dtype) -> torch.dtype:
         """The dtype that parameters built as `built` compute in."""

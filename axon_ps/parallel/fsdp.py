@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.world import World
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.host import fork
 from axon_ps.parallel import hooks, materialize, stats, wrap
@@ -51,10 +53,10 @@ class FullyShardedDataParallel(ShardedValues):
     Args:
         module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
             lowest rank that registers first; those of the others are dropped.
-        group: the workers that train it; the whole world.
+        group: the workers that train it: a world, or its default group; None = the current world.
         sharding_strategy: what a worker keeps between uses.
         cpu_offload: what of it is in host memory.
-        mixed_precision: dtypes of compute and wire.
+        mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16.
         unit_types: module classes that become units.
         auto_wrap_policy: says of a module whether it becomes a unit; instead of `unit_types`.
         ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
@@ -80,11 +82,11 @@ class FullyShardedDataParallel(ShardedValues):
     def __init__(
         self,
         module: nn.Module,
-        group: ProcessGroup,
+        group: ProcessGroup | World | None = None,
         *,
         sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
         cpu_offload: CPUOffload = CPUOffload.NONE,
-        mixed_precision: MixedPrecision | None = None,
+        mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
         unit_types: Collection[type[nn.Module]] = (),
         auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
         ignored_parameters: Iterable[nn.Parameter] = (),
@@ -96,6 +98,7 @@ class FullyShardedDataParallel(ShardedValues):
         policy: Policy | None = None,
     ) -> None:
         super().__init__()
+        group = current_group(group)
         if unit_types and auto_wrap_policy is not None:
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
         if not group.is_everybody and len(group.ranks) != group.world.world_size:  # it may change at any moment
@@ -105,7 +108,7 @@ class FullyShardedDataParallel(ShardedValues):
             )
         self._group = group
         self._strategy = sharding_strategy
-        self._precision = mixed_precision or MixedPrecision()
+        self._precision = MixedPrecision.of(mixed_precision)
         self._offload = cpu_offload
         self._policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
         self._eager = prefetch

@@ -7,6 +7,7 @@ those.
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,8 +85,13 @@ class GradientSynchronizer:
             tensors: parameters, or anything like their gradients, in the order in which gradients are expected.
 
         Raises:
-            InvalidRequest: gradients of some dtype cannot be summed.
+            InvalidRequest: they are no tensors, or gradients of some dtype cannot be summed.
         """
+        if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+            raise InvalidRequest(
+                f"prepare() was given {reprlib.repr(tensors)}; it needs a list of the parameters (or of tensors like "
+                "their gradients), by whose shapes and dtypes it makes its buckets"
+            )
         for i, tensor in enumerate(tensors):
             check_dtype(tensor.dtype, f"tensor {i}")
         size = self.bucket_numel * 4

@@ -19,9 +19,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from axon_ps.errors import CheckpointError, CheckpointNotFound, ConfigurationError, InvalidRequest, StorageFull
+from axon_ps.errors import (
+    AxonError,
+    CheckpointError,
+    CheckpointNotFound,
+    ConfigurationError,
+    InvalidRequest,
+    StorageFull,
+)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 PARTIAL_SUFFIX = ".partial"
 """Ends the name of a local file that is still being written."""
 
@@ -201,38 +209,39 @@ class FsspecStore(FileStore):
             fsspec = importlib.import_module("fsspec")
             self._fs, self._path = fsspec.core.url_to_fs(self.uri)
         except (ImportError, ValueError) as error:
-            raise ConfigurationError(f"{uri} cannot be reached: {error}") from error
+            extra = "; pip install 'axon-ps[s3]'" if uri.startswith(("s3://", "s3a://")) else ""
+            raise ConfigurationError(f"{uri} cannot be reached: {error}{extra}") from error
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Sink]:
         """See `FileStore.create`: an upload is completed or discarded."""
         path = f"{self._path}/{_checked(name)}"
-        try:
-            self._fs.makedirs(self._path, exist_ok=True)
+        with _translated(path, _written):
+            if not self._bucket:
+                self._fs.makedirs(self._path, exist_ok=True)
             file = self._fs.open(path, "wb")
-            try:
-                yield file
-            except BaseException:
-                self._discard(file, path)
-                raise
+        try:
+            yield _FsspecSink(path, file)
+        except BaseException:
+            self._discard(file, path)
+            raise
+        with _translated(path, _written):
             try:
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):
                     self._fs.rm_file(path)
                 raise
-        except OSError as error:
-            raise _written(path, error) from error
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Source]:
         """See `FileStore.open`."""
         path = f"{self._path}/{_checked(name)}"
-        try:
-            with self._fs.open(path, "rb") as file:
-                yield _FsspecSource(path, file)
-        except OSError as error:
-            raise _read(path, error) from error
+        with _translated(path, _read):
+            file = self._fs.open(path, "rb")
+            source = _FsspecSource(path, file)
+        with contextlib.closing(file):
+            yield source
 
     def names(self) -> list[str]:
         """See `FileStore.names`."""
@@ -245,26 +254,29 @@ class FsspecStore(FileStore):
     def remove(self, name: str) -> None:
         """See `FileStore.remove`."""
         path = f"{self._path}/{_checked(name)}"
-        try:
+        with _translated(path, _written), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise _written(path, error) from error
 
     def child(self, name: str) -> FsspecStore:
         """See `FileStore.child`."""
         return FsspecStore(f"{self.uri}/{_checked(name)}")
 
+    @property
+    def _bucket(self) -> str:
+        """Where directories are only names: what they are names in. We never make one."""
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        return self._path.strip("/").partition("/")[0] if protocols & _OBJECT_STORES else ""
+
     def _listed(self, kind: str) -> list[str]:
-        try:
+        with _translated(self._path, _read):
             self._fs.invalidate_cache(self._path)
-            entries = self._fs.ls(self._path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise _read(self._path, error) from error
-        return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == kind)
+            try:
+                entries = self._fs.ls(self._path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                if self._bucket and not self._fs.exists(self._bucket):
+                    raise CheckpointNotFound(f"there is no bucket {self._bucket!r} for {self.uri}") from None
+                return []
+            return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == kind)
 
     def _discard(self, file: Any, path: str) -> None:
         """Drop an upload that failed half-way, as well as the store can."""
@@ -320,6 +332,18 @@ class _LocalSource(Source):
         return done
 
 
+class _FsspecSink:
+    """An upload."""
+
+    def __init__(self, path: str, file: Any) -> None:
+        self._path = path
+        self._file = file
+
+    def write(self, data: Any, /) -> None:
+        with _translated(self._path, _written):
+            self._file.write(data)
+
+
 class _FsspecSource(Source):
     def __init__(self, path: str, file: Any) -> None:
         self._path = path
@@ -327,14 +351,15 @@ class _FsspecSource(Source):
         self.size = int(file.seek(0, os.SEEK_END))
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        self._file.seek(offset)
-        done = 0
-        while done < len(out):
-            got = self._file.read(len(out) - done)
-            if not got:
-                break
-            out[done : done + len(got)] = got
-            done += len(got)
+        with _translated(self._path, _read):
+            self._file.seek(offset)
+            done = 0
+            while done < len(out):
+                got = self._file.read(len(out) - done)
+                if not got:
+                    break
+                out[done : done + len(got)] = got
+                done += len(got)
         return done
 
 
@@ -349,13 +374,28 @@ def _checked(name: str) -> str:
     return name
 
 
-def _written(path: object, error: OSError) -> CheckpointError:
-    if error.errno in _FULL:
+@contextlib.contextmanager
+def _translated(path: object, into: Callable[[object, Exception], CheckpointError]) -> Iterator[None]:
+    """Whatever a file system's library raises becomes an error of ours; libraries have trees of their own."""
+    try:
+        yield
+    except AxonError:
+        raise
+    except Exception as error:
+        raise into(path, error) from error
+
+
+def _written(path: object, error: Exception) -> CheckpointError:
+    if getattr(error, "errno", None) in _FULL:
         return StorageFull(f"no space left for {path}; it was not written, and what was half-written has been removed")
-    return CheckpointError(f"{path} cannot be written: {error.strerror or error}")
+    return CheckpointError(f"{path} cannot be written: {_why(error)}")
 
 
-def _read(path: object, error: OSError) -> CheckpointError:
+def _read(path: object, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
         return CheckpointNotFound(f"there is no {path}")
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+    return CheckpointError(f"{path} cannot be read: {_why(error)}")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -464,6 +464,10 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
             await operator.restore_checkpoint(uri, SOON_S)
         saved = await answered(shard, workers[0].save_checkpoint(uri, json.dumps({"epoch": 3})))
         assert (saved.uri, saved.version, saved.bytes, json.loads(saved.extra_json)) == (uri, 1, 100, {"epoch": 3})
+        orders = len(shard.told(SnapshotOrder))
+        both = asyncio.gather(*(w.save_checkpoint(uri, json.dumps({"epoch": 3})) for w in workers))
+        assert await answered(shard, both) == [saved] * len(workers)
+        assert len(shard.told(SnapshotOrder)) == orders + 1
         manifest = read_manifest(uri)
         assert (manifest.job, manifest.version, manifest.layout, manifest.num_servers) == ("job", 1, SPEC.layout, 1)
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.ops import as_group
+from axon_ps.collectives.world import World
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse
 from axon_ps.parallel.pipeline.channel import Channel, PeerFailed
 from axon_ps.parallel.pipeline.division import chain, cut, even, single
@@ -68,7 +70,7 @@ class Pipeline(nn.Module):
         *,
         num_microbatches: int,
         schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | World | None = None,
         loss_fn: LossFunction | None = None,
         loss_reduction: str = "mean",
         tied: Iterable[Tie] = (),
@@ -76,6 +78,7 @@ class Pipeline(nn.Module):
         super().__init__()
         if loss_reduction not in ("mean", "sum"):
             raise InvalidRequest(f'loss_reduction is {loss_reduction!r}; it must be "mean" or "sum"')
+        group = None if group is None else as_group(group)
         self.schedule = PipelineSchedule(schedule)
         self.num_microbatches = num_microbatches
         self.rank = 0 if group is None else group.rank
@@ -105,7 +108,7 @@ class Pipeline(nn.Module):
         cls,
         modules: Iterable[nn.Module],
         num_stages: int,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | World | None = None,
         *,
         sizes: Sequence[int] | None = None,
         devices: Sequence[torch.device | str] | None = None,
@@ -129,7 +132,13 @@ class Pipeline(nn.Module):
         Raises:
             InvalidRequest: the modules cannot be cut so.
         """
+        if not isinstance(num_stages, int):
+            raise InvalidRequest(
+                f"num_stages is a {type(num_stages).__name__}; give how many stages the modules become, and the group "
+                "after that: from_modules(modules, num_stages, group)"
+            )
         parts, schedule = list(modules), PipelineSchedule(schedule)
+        group = None if group is None else as_group(group)
         ranks = 1 if group is None else group.world_size
         if not ranks <= num_stages <= len(parts):
             raise InvalidRequest(

@@ -65,6 +65,10 @@ class ParallelLinear(TensorParallelModule):
         sequence_parallel: bool,
         sequence_dim: int,
     ) -> None:
+        if not isinstance(bias, bool):
+            raise InvalidRequest(
+                f"bias is a {type(bias).__name__}; it is True or False, and the group comes after it or as group="
+            )
         super().__init__(group)
         if in_features < 1 or out_features < 1:
             raise InvalidRequest(f"a layer of {in_features} to {out_features} features was asked for; both are from 1")

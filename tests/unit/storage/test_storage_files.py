@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -162,6 +163,12 @@ def test_uris(tmp_path: Path) -> None:
         open_store("nosuchscheme://x")
 
 
+def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/x cannot be reached: .*pip install 'axon-ps\[s3\]'"):
+        open_store("s3://bucket/x")
+
+
 def test_an_upload_that_fails_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(f"memory://{uuid.uuid4().hex}")
     assert isinstance(store, FsspecStore)
@@ -175,3 +182,59 @@ def test_an_upload_that_fails_is_discarded(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(StorageFull), store.create("a") as sink:
         sink.write(b"1")
     assert store.names() == []
+
+
+class EndpointError(Exception):
+    """Of a file system's own library, in no tree of Python's."""
+
+
+class ObjectStore:
+    """An object store in which nobody answers, or which has no buckets."""
+
+    protocol = ("s3", "s3a")
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def invalidate_cache(self, path: str) -> None:
+        pass
+
+    def ls(self, path: str, detail: bool) -> list[Any]:
+        raise self._error or FileNotFoundError(path)
+
+    def exists(self, path: str) -> bool:
+        return False
+
+    def open(self, path: str, mode: str) -> Any:
+        raise self._error or FileNotFoundError("The specified bucket does not exist")
+
+    def rm_file(self, path: str) -> None:
+        raise self._error or FileNotFoundError(path)
+
+
+def object_store(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> FsspecStore:
+    store = open_store("memory://bucket/x")
+    assert isinstance(store, FsspecStore)
+    monkeypatch.setattr(store, "_fs", ObjectStore(error))
+    monkeypatch.setattr(store, "_path", "bucket/x")
+    return store
+
+
+def test_what_a_stores_library_raises_is_an_error_of_ours_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = object_store(monkeypatch, EndpointError("could not connect\nand more"))
+    with pytest.raises(CheckpointError, match="^bucket/x cannot be read: could not connect$"):
+        store.names()
+    with pytest.raises(CheckpointError, match="^bucket/x/a cannot be read: could not connect$"), store.open("a"):
+        pass
+    with pytest.raises(CheckpointError, match="^bucket/x/a cannot be written: could not connect$"), store.create("a"):
+        pass
+    with pytest.raises(CheckpointError, match="^bucket/x/a cannot be written: could not connect$"):
+        store.remove("a")
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = object_store(monkeypatch, None)
+    with pytest.raises(CheckpointNotFound, match="there is no bucket 'bucket' for memory://bucket/x"):
+        store.names()
+    with pytest.raises(CheckpointError, match="written: The specified bucket does not exist"), store.create("a"):
+        pass

@@ -1,0 +1,93 @@
+"""What a reader of the originals or of torch gives first: it works, or the error says what to give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from axon_ps import World
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel import (
+    DDP,
+    FSDP,
+    ColumnParallelLinear,
+    DiLoCo,
+    GradientSynchronizer,
+    MixedPrecision,
+    Pipeline,
+    RowParallelLinear,
+)
+from parallel_fakes import FakeGroup
+
+
+def mock() -> World:
+    return World.mock(1)[0]  # type: ignore[return-value]
+
+
+def diloco(**options: Any) -> DiLoCo:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DiLoCo(model, optimizer, mock().default_group, inner_steps=2, **options)
+
+
+UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
+    "a precision that is a word": (
+        lambda: FSDP(nn.Linear(2, 2), FakeGroup(), mixed_precision="bf16"),  # type: ignore[arg-type]
+        "mixed_precision is 'bf16'; give a MixedPrecision, a torch.dtype, True or False",
+    ),
+    "FSDP of a number of workers": (
+        lambda: FSDP(nn.Linear(2, 2), 4),  # type: ignore[arg-type]
+        "group is 4; give a ProcessGroup, or a World for all of its workers",
+    ),
+    "DDP of a number of workers": (
+        lambda: DDP(nn.Linear(2, 2), 4),  # type: ignore[arg-type]
+        "group is 4; give a ProcessGroup, or a World for all of its workers",
+    ),
+    "a pipeline of modules and a group": (
+        lambda: Pipeline.from_modules([nn.Linear(2, 2)], mock().default_group),  # type: ignore[arg-type]
+        r"num_stages is a ProcessGroup; .*from_modules\(modules, num_stages, group\)",
+    ),
+    "a synchronizer of a number": (
+        lambda: GradientSynchronizer().prepare(10),  # type: ignore[arg-type]
+        r"prepare\(\) was given 10; it needs a list of the parameters",
+    ),
+    "a column layer and a group": (
+        lambda: ColumnParallelLinear(4, 4, mock().default_group),  # type: ignore[arg-type]
+        "bias is a ProcessGroup; it is True or False, and the group comes after it or as group=",
+    ),
+    "a row layer and a group": (
+        lambda: RowParallelLinear(4, 4, mock().default_group),  # type: ignore[arg-type]
+        "bias is a ProcessGroup; it is True or False, and the group comes after it or as group=",
+    ),
+    "DiLoCo without momentum": (
+        lambda: diloco(outer_momentum=0),
+        "outer_momentum is 0, and Nesterov's momentum .* give outer_momentum=0, nesterov=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_was_given_and_what_is_needed_is_said(name: str) -> None:
+    attempt, words = UNCLEAR[name]
+    with pytest.raises(InvalidRequest, match=words):
+        attempt()
+
+
+def test_short_forms_of_mixed_precision() -> None:
+    assert MixedPrecision.of(None) == MixedPrecision.of(False) == MixedPrecision()
+    assert MixedPrecision.of(True) == MixedPrecision(param_dtype=torch.bfloat16)
+    assert MixedPrecision.of(torch.float16) == MixedPrecision(param_dtype=torch.float16)
+    model = FSDP(nn.Linear(2, 2), FakeGroup(), mixed_precision=True)  # type: ignore[arg-type]
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_a_world_stands_for_its_workers() -> None:
+    world = mock()
+    ddp = DDP(nn.Linear(2, 2), world)
+    assert ddp.process_group is world.default_group
+    assert ColumnParallelLinear(4, 4, group=world).group is world.default_group  # type: ignore[arg-type]
+    assert Pipeline.from_modules([nn.Linear(2, 2)], 1, world, num_microbatches=1).num_stages == 1
