@@ -498,7 +498,8 @@ class StepClient:
                 compressed=not exact,
             )
 
-        return LoopWork(self._loop, self._explained(gather, epoch), f"gathering unit {unit}")
+        found = self._explained(lambda: self._told_first(gather, epoch), epoch)
+        return LoopWork(self._loop, found, f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
@@ -525,7 +526,9 @@ class StepClient:
             A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
             be done before this worker's next vote.
         """
-        return LoopWork(self._loop, self._explained(lambda: self._map(unit, dtype), self.epoch), f"mapping unit {unit}")
+        epoch = self.epoch
+        found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype), epoch), epoch)
+        return LoopWork(self._loop, found, f"mapping unit {unit}")
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
@@ -568,6 +571,19 @@ class StepClient:
             raise Timeout(f"{error}{reason}") from error
         finally:
             del self._calls[task]
+
+    async def _told_first(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int) -> T:
+        """A call for the parameters of an epoch, which fails only after this worker has heard why.
+
+        A server may hear of a restore before this worker does. Who asked then waits for the news, so that, when asked
+        again, it is for what is there.
+        """
+        try:
+            return await call()
+        except StepAborted:
+            if epoch == self.epoch:
+                await asyncio.sleep(self.timeout_s)  # `on_event` ends this call
+            raise
 
     def _check_current(self, epoch: int | None) -> None:
         """Raise what ends a call that was begun in `epoch`, if anything does."""

@@ -157,6 +157,7 @@ class Soak:
         self._oracle = Oracle()
         self._kept = ""
         self._faults = 0
+        self._told = 0
         self.facts = Facts()
         for rank in range(WORKERS):
             self._start(rank)
@@ -322,6 +323,12 @@ class Soak:
         self._kept = uri
         self.facts.verified += 1
 
+    def tell(self) -> None:
+        """Print what was found wrong since the last time; a run is long."""
+        for problem in self.facts.problems[self._told :]:
+            print(f"WRONG: {problem}", flush=True)
+        self._told = len(self.facts.problems)
+
     def _weigh(self) -> None:
         """Note the memory of every process."""
         processes = {f"worker {r}": w.process for r, w in self._workers.items()}
@@ -396,6 +403,7 @@ def main() -> int:
                     break
                 if number % VERIFY_EVERY == 0 or number == options.faults:
                     soak.verify()
+                    soak.tell()
                     print(f"{number} faults, {(time.monotonic() - began) / 60:.1f} min, {len(soak.facts.late)} late, "
                           f"{len(soak.facts.problems)} wrong", flush=True)  # fmt: skip
         except AxonError as error:
