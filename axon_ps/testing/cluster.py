@@ -196,7 +196,8 @@ class LocalCluster:
         """Start `n` worker processes and return at once.
 
         Args:
-            target: a function at the top of a module, or the path of a script.
+            target: a function, or the path of a script. One that is in no file (typed in a notebook) travels by value,
+                with its arguments and its result; that needs cloudpickle, `axon-ps[notebook]`.
             n: how many; None = the cluster's world size.
             args: positional arguments of the function, or the script's arguments.
             kwargs: keyword arguments of the function.

@@ -1,7 +1,9 @@
 """What a worker process of `LocalCluster` runs: load a function by its file and name, call it, send back the result.
 
 The function's module is loaded under its own name (under `__axon_main__` when it was the parent's main program), so
-what it returns may be of classes defined there. Parent and child talk over a pipe of their own, as in multiprocessing.
+what it returns may be of classes defined there. A function that no file has (typed in a notebook, at a prompt or on
+standard input), a lambda and one inside another function travel by value, with what they use, and so does their result.
+Parent and child talk over a pipe of their own, as in multiprocessing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from pickle import PickleError
 from types import ModuleType
 from typing import Any, cast
 
@@ -39,20 +44,14 @@ class Target:
     qualname: str
 
     @classmethod
-    def of(cls, function: Callable[..., object]) -> Target:
-        """The target that finds `function`.
-
-        Raises:
-            InvalidRequest: it is no function of a module (a lambda, or defined in another function).
-        """
-        qualname = function.__qualname__
-        if "<" in qualname:
-            raise InvalidRequest(
-                f"{qualname} cannot run in another process; give a function defined at the top of a module"
-            )
+    def of(cls, function: Callable[..., object]) -> Target | None:
+        """The target that finds `function`; None for one that has to travel by value."""
         code = getattr(function, "__code__", None)
-        module = MAIN if function.__module__ == "__main__" else function.__module__
-        return cls(path=tuple(sys.path), module=module, file=code.co_filename if code else "", qualname=qualname)
+        file, is_main = code.co_filename if code else "", function.__module__ == "__main__"
+        if "<" in function.__qualname__ or (is_main and not Path(file).is_file()):
+            return None
+        module = MAIN if is_main else function.__module__
+        return cls(path=tuple(sys.path), module=module, file=file, qualname=function.__qualname__)
 
     def load(self) -> Callable[..., object]:
         """The function."""
@@ -60,6 +59,43 @@ class Target:
         module = _load(self.module, self.file)
         function: Callable[..., object] = reduce(getattr, self.qualname.split("."), cast(Any, module))
         return function
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """A function that travels itself.
+
+    Attributes:
+        path: the parent's `sys.path`.
+        function: the function.
+    """
+
+    path: tuple[str, ...]
+    function: Callable[..., object]
+
+    def load(self) -> Callable[..., object]:
+        """The function."""
+        sys.path[:] = self.path
+        return self.function
+
+
+def dumped(value: object, *, by_value: bool) -> Any:
+    """The bytes that the other end's `recv` understands.
+
+    Raises:
+        InvalidRequest: by value, and cloudpickle is not there.
+        TypeError, AttributeError, ValueError, pickle.PicklingError: it cannot be sent.
+    """
+    if not by_value:
+        return ForkingPickler.dumps(value)
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise InvalidRequest(
+            "a function that is in no file (or is a lambda, or inside another function) travels to a worker by value, "
+            "which needs cloudpickle: pip install 'axon-ps[notebook]', or put it at the top of a module"
+        ) from None
+    return cloudpickle.dumps(value)
 
 
 def _load(name: str, file: str) -> ModuleType:
@@ -77,15 +113,19 @@ def main(fd: int) -> int:
     """Serve one call on the pipe `fd`; 0 when the function returned."""
     faulthandler.enable()  # SIGABRT, which the parent sends when time is up, prints every thread's stack
     with Connection(fd) as connection:
+        by_value = False
         try:
-            function = connection.recv().load()
+            target = connection.recv()
+            by_value = isinstance(target, ByValue)
+            function = target.load()
             args, kwargs = connection.recv()
             reply: tuple[str, Any] = ("value", function(*args, **kwargs))
         except BaseException:
             reply = ("error", traceback.format_exc())
         try:
-            connection.send(reply)
-        except (TypeError, AttributeError, ValueError) as error:
+            content = dumped(reply, by_value=by_value)
+        except (TypeError, AttributeError, ValueError, PickleError) as error:
             reply = ("error", f"the result cannot be sent to the parent: {error!r}")
-            connection.send(reply)
+            content = dumped(reply, by_value=False)
+        connection.send_bytes(content)
     return 0 if reply[0] == "value" else 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from axon_ps.testing.fork_server import ForkServer
 from axon_ps.testing.processes import ChildProcess, wait_for_any
-from axon_ps.testing.worker_main import Target
+from axon_ps.testing.worker_main import ByValue, Target, dumped
 
 _AFTER_A_FAILURE_S = 5.0
 _CALL = "import sys; from axon_ps.testing.worker_main import main; sys.exit(main(int(sys.argv[1])))"
@@ -104,7 +104,10 @@ class WorkerProcess:
             command = [sys.executable, str(target), *map(str, args)]
             self.process = ChildProcess.start(name, command, environment=environment, log=log)
             return
-        located = Target.of(target)
+        located: Target | ByValue | None = Target.of(target)
+        by_value = located is None
+        located = located or ByValue(tuple(sys.path), target)
+        said = [dumped(part, by_value=by_value) for part in (located, (tuple(args), dict(kwargs)))]
         connection, theirs = multiprocessing.Pipe()
         with theirs:
             fd = theirs.fileno()
@@ -114,8 +117,8 @@ class WorkerProcess:
                 command = [sys.executable, "-c", _CALL, str(fd)]
                 self.process = ChildProcess.start(name, command, environment=environment, log=log, pass_fds=(fd,))
         with contextlib.suppress(BrokenPipeError):  # when it has died already, the result says how
-            connection.send(located)
-            connection.send((tuple(args), dict(kwargs)))
+            for part in said:
+                connection.send_bytes(part)
         self._listener = threading.Thread(target=self._listen, args=(connection,), name=name, daemon=True)
         self._listener.start()
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,7 +125,40 @@ def test_workers_can_be_killed_while_they_run(cluster: LocalCluster) -> None:
 def test_what_cannot_travel_is_said_so(cluster: LocalCluster) -> None:
     with pytest.raises(WorkerFailed, match="cannot be sent"):
         cluster.run_workers(give_a_function, 1)
-    with pytest.raises(InvalidRequest, match="defined at the top of a module"):
+
+
+def test_functions_in_no_file_travel_by_value(cluster: LocalCluster) -> None:
+    @dataclass(frozen=True)
+    class Seen:
+        rank: int
+
+    def meets(factor: int) -> Any:
+        with axon_ps.World.init() as world:
+            return Seen(factor * sum(world.gather_json(world.rank)))
+
+    results = cluster.run_workers(meets, args=(7,))
+    assert [r.value for r in results] == [Seen(7), Seen(7)]
+    assert cluster.run_workers(lambda x: x + 1, 1, args=(1,))[0].value == 2
+
+
+def test_a_prompt_and_standard_input_may_run_workers() -> None:
+    text = (
+        "from axon_ps.testing import LocalCluster\n"
+        "class Seen:\n    pass\n"
+        "def rank():\n    import os\n    seen = Seen()\n    seen.rank = os.environ['RANK']\n    return seen\n"
+        "with LocalCluster(shards=1, world_size=2) as cluster:\n"
+        "    found = [r.value for r in cluster.run_workers(rank)]\n"
+        "print([type(s) is Seen for s in found], [s.rank for s in found])\n"
+    )
+    ran = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True)
+    assert ran.stdout == "[True, True] ['0', '1']\n", ran.stderr
+    cell = f"exec(compile({text!r}, '<ipython-input-1>', 'exec'))"
+    assert subprocess.run([sys.executable, "-c", cell], capture_output=True, text=True).stdout == ran.stdout
+
+
+def test_without_cloudpickle_it_is_said_what_to_do(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(InvalidRequest, match=r"pip install 'axon-ps\[notebook\]', or put it at the top of a module"):
         cluster.run_workers(lambda: None, 1)
 
 

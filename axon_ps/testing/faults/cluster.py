@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axon_ps.errors import AxonError, Misuse
+from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.faults import injector, stacks
 from axon_ps.testing.faults.injector import Moments
@@ -110,7 +110,9 @@ class FaultyCluster(LocalCluster):
             env: further variables.
         """
         environment = self.env(rank) | dict(env or {})
-        worker = self._fork(f"worker-{rank}", environment, _run_worker, Target.of(target), tuple(args), rank=rank)
+        if (found := Target.of(target)) is None:
+            raise InvalidRequest(f"{target.__qualname__} is not at the top of a module, where a fork could find it")
+        worker = self._fork(f"worker-{rank}", environment, _run_worker, found, tuple(args), rank=rank)
         self._workers.append(worker)
         return worker
 
