@@ -1,4 +1,5 @@
-"""The arrays that users have, as the flat arrays that backends take: numpy, torch and cupy, without a copy if possible.
+"""The arrays that users have, as the flat arrays that backends take, without a copy if possible: numpy, torch and cupy,
+and whatever else gives its host memory by the buffer protocol (`array.array`, `memoryview`) or by DLPack (JAX).
 
 torch is never imported here: whoever passes a tensor has done so. A bf16 array is a `uint16` one to us, whether it is
 torch's bfloat16 or ml_dtypes'; blocks of int8 are numpy arrays of `DType.INT8_BLOCK.numpy`. Device memory becomes a
@@ -60,7 +61,8 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
     """Take an array.
 
     Args:
-        data: numpy, torch or cupy array of any shape and layout; or a `Flat`, as it is.
+        data: numpy, torch or cupy array of any shape and layout, or what gives such memory by the buffer protocol or
+            DLPack; or a `Flat`, as it is.
         writable: whether results will be written to it.
         what: what messages call it.
 
@@ -73,18 +75,18 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
         return _numpy(data, writable, what)
     if is_torch(data):
         return _torch(data, what)
-    if type(data).__module__.partition(".")[0] == "cupy":
+    if _is_cupy(data):
         return _device(data, tuple(data.shape), _dtype(str(data.dtype), what))
-    raise InvalidRequest(f"{what} is a {type(data).__name__}; give a numpy, torch or cupy array")
+    return _numpy(_seen_by_numpy(data, what), writable, what)
 
 
 def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
-    """An array of another shape, of the same kind and dtype and in the same place as `data`."""
-    if isinstance(data, np.ndarray):
-        return np.empty(shape, data.dtype)
+    """An array of another shape, of the same kind and dtype and in the same place as `data`; numpy's, if of no kind."""
     if is_torch(data):
         return data.new_empty(shape)
-    return type(data)(shape, dtype=data.dtype)
+    if _is_cupy(data):
+        return type(data)(shape, dtype=data.dtype)
+    return np.empty(shape, (data if isinstance(data, np.ndarray) else _seen_by_numpy(data, "data")).dtype)
 
 
 def on_device(data: Any) -> bool:
@@ -96,6 +98,25 @@ def is_torch(data: Any) -> bool:
     """Whether this is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor)
+
+
+def _is_cupy(data: Any) -> bool:
+    return type(data).__module__.partition(".")[0] == "cupy"
+
+
+def _seen_by_numpy(data: Any, what: str) -> np.ndarray[Any, Any]:
+    """Somebody else's host memory as an array, which shares it.
+
+    Raises:
+        InvalidRequest: it gives none.
+    """
+    try:
+        return np.from_dlpack(data) if hasattr(data, "__dlpack__") else np.asarray(memoryview(data))
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise InvalidRequest(
+            f"{what} is a {type(data).__name__}; give a numpy, torch or cupy array, or what has the buffer protocol or "
+            f"DLPack ({error})"
+        ) from error
 
 
 def _numpy(data: np.ndarray[Any, Any], writable: bool, what: str) -> Flat:
