@@ -26,10 +26,10 @@ _WORDS_BYTES = 256
 class ProcessGroup(GroupBase):
     """Some workers of a job, in a fixed order. Ranks below are positions in the group; `ranks` has their world ranks.
 
-    Every collective takes a numpy, torch or cupy array of any layout (or memory by the buffer protocol or DLPack) and the
-    dtypes f64 f32 f16 bf16 i64 i32 u8 bool; all ranks must give the same shape (where not said otherwise) and dtype, and
-    make their calls in the same order. Each blocks, at most `timeout_s` seconds (the world's default if None), or with `async_op=True` returns a `Work`
-    whose `wait()` gives the result; the arrays must not be touched before that.
+    Every collective takes a numpy, torch or cupy array of any layout, or memory by the buffer protocol or DLPack, of
+    dtypes f64 f32 f16 bf16 i64 i32 u8 bool. All ranks must give the same shape (where not said otherwise) and dtype,
+    and make their calls in the same order. Each blocks, at most `timeout_s` seconds (the world's default if None), or
+    with `async_op=True` returns a `Work` whose `wait()` gives the result; the arrays must not be touched before that.
 
     Every collective raises:
 
