@@ -80,7 +80,6 @@ class Commands(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(
             no_args_is_help=True,
-            add_completion=False,
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": dashes},
             **options,

@@ -24,9 +24,11 @@ from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
 from axon_ps.sharding.layout import Layout
 
 MIB = 1 << 20
+_F32_BYTES = 4 * 4
+"""Of a parameter: its value, gradient and two moments."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FSDPMemoryStats:
     """Memory of one worker, as estimated from the strategy; see the module for the formulas.
 
@@ -37,7 +39,8 @@ class FSDPMemoryStats:
         optim_memory_bytes: optimizer state in the worker's memory; 0 where it is on the servers.
         world_size: workers.
         host_memory_bytes: how much of `param_memory_bytes` is in host memory by `CPUOffload`.
-        replicated_memory_bytes: what a worker would hold that keeps everything: parameters, gradients and two moments.
+        replicated_memory_bytes: what a worker would hold that keeps everything: parameters, gradients and two moments;
+            None = that of `total_params` in f32.
     """
 
     total_params: int
@@ -46,7 +49,7 @@ class FSDPMemoryStats:
     optim_memory_bytes: int
     world_size: int
     host_memory_bytes: int = 0
-    replicated_memory_bytes: int = 0
+    replicated_memory_bytes: int | None = None
 
     @property
     def total_memory_bytes(self) -> int:
@@ -61,9 +64,9 @@ class FSDPMemoryStats:
     @property
     def memory_savings(self) -> float:
         """The share that the strategy saves of what a worker without sharding would hold: 0 = nothing, 1 = all."""
-        if not self.replicated_memory_bytes:
-            return 0.0
-        return 1.0 - self.total_memory_bytes / self.replicated_memory_bytes
+        whole = self.replicated_memory_bytes
+        whole = _F32_BYTES * self.total_params if whole is None else whole
+        return 1.0 - self.total_memory_bytes / whole if whole else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,6 +108,14 @@ def test_the_doctor_looks_at_the_coordinator_it_is_told(capsys: pytest.CaptureFi
 def test_listing_no_checkpoints_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 0
     assert capsys.readouterr() == ("", f"there is no complete checkpoint in {tmp_path}/nothing\n")
+
+
+@pytest.mark.parametrize(("words", "found"), [("axon-ps sta", "status"), ("axon-ps checkpoint ver", "verify")])
+def test_the_shell_completes_commands(words: str, found: str) -> None:
+    variables = {"_AXON_PS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-c", "import sys; from axon_ps.cli.main import main; sys.exit(main([]))"]
+    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert ran.stdout.split() == [found]
 
 
 def test_other_errors_exit_with_1_and_debug_shows_where(

@@ -16,6 +16,7 @@ from axon_ps.parallel import (
     FSDP,
     ColumnParallelLinear,
     DiLoCo,
+    FSDPMemoryStats,
     GradientSynchronizer,
     MixedPrecision,
     Pipeline,
@@ -83,6 +84,12 @@ def test_short_forms_of_mixed_precision() -> None:
     assert MixedPrecision.of(torch.float16) == MixedPrecision(param_dtype=torch.float16)
     model = FSDP(nn.Linear(2, 2), FakeGroup(), mixed_precision=True)  # type: ignore[arg-type]
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_memory_stats_by_hand() -> None:
+    stats = FSDPMemoryStats(1000, 1000, 1000, 2000, 4)
+    assert (stats.total_memory_bytes, stats.memory_savings) == (4000, 0.75)
+    assert FSDPMemoryStats(0, 0, 0, 0, 1).memory_savings == 0.0
 
 
 def test_a_world_stands_for_its_workers() -> None:
