@@ -158,6 +158,7 @@ class Soak:
         self._kept = ""
         self._faults = 0
         self._told = 0
+        self._all_committed = 0.0  # when the newest step of all workers was committed
         self.facts = Facts()
         for rank in range(WORKERS):
             self._start(rank)
@@ -189,6 +190,8 @@ class Soak:
             for a in self._attempts():
                 if a.committed:
                     self._took_part[a.became - 1] = tuple(a.ranks)
+                    if len(a.ranks) == WORKERS:
+                        self._all_committed = max(self._all_committed, a.ended)
                     if a.version != a.became - 1:
                         self.facts.problems.append(f"a gradient of version {a.version} counted in {a.became - 1}")
                     first = first or (a.ended if a.ended > moment else 0.0)
@@ -242,9 +245,8 @@ class Soak:
     def _all_commit_since(self, healed: float) -> float:
         """Seconds from healing until a step of all workers was committed."""
         while (waited_s := time.monotonic() - healed) < HANG_S:
-            newest = max(self._took_part, default=-1)
-            if len(self._took_part.get(newest, ())) == WORKERS:
-                return waited_s
+            if self._all_committed > healed:
+                return self._all_committed - healed
             self.commit_since(time.monotonic(), 0.2)
         self._cluster.show_stacks()
         self.facts.problems.append(f"hang: fault {self._faults}: not all workers came back within {HANG_S:g} s")
