@@ -87,8 +87,7 @@ def loader(workers: int, method: str, deadly: int = -1, **options: Any) -> DataL
             BATCH,
             num_workers=workers,
             multiprocessing_context=method if workers else None,
-            timeout=300 if workers else 0,
-            **options,
+            **({"timeout": 300 if workers else 0} | options),
         )
 
 
@@ -125,7 +124,8 @@ def killed(kind: str, method: str) -> str:
     with trainer(kind) as step:
         try:
             # prefetch_factor: torch cannot read a batch that a dead worker has sent, unless it was forked
-            epoch(loader(1, method, deadly=BATCH * 2, prefetch_factor=1), step)
+            # timeout: with one, torch looks at workers that a fork server has started when that is over, not before
+            epoch(loader(1, method, deadly=BATCH * 2, prefetch_factor=1, timeout=0), step)
         except RuntimeError as error:
             message = str(error)
         else:
