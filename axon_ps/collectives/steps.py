@@ -386,6 +386,18 @@ class StepClient:
         job = self._job
         return True if job is not None and job.epoch >= epoch and (job.initialized or not initialized) else None
 
+    def wait_latest(self, position: tuple[int, int]) -> None:
+        """Block until this worker has heard of (epoch, version) `position`, as another has already.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self._wait(
+            lambda: True if self.latest >= position else None,
+            self.timeout_s,
+            lambda: f"version {position[1]} of epoch {position[0]} has not been announced to this worker",
+        )
+
     def wait_version(self, version: int, timeout_s: float | None = None) -> None:
         """Block until this worker has been told that a version was committed, by whomever.
 
@@ -491,6 +503,7 @@ class StepClient:
                 unit,
                 out,
                 min_version=version,
+                epoch=epoch,
                 context=self._coordinator.context,
                 timeout_s=self.timeout_s,
                 begin=begin,
@@ -526,18 +539,23 @@ class StepClient:
             A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
             be done before this worker's next vote.
         """
-        epoch = self.epoch
-        found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype), epoch), epoch)
+        epoch, version = self.latest
+        found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype, epoch, version), epoch), epoch)
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
         return self._shards.buffer(size_bytes)
 
-    async def _map(self, unit: int, dtype: DType) -> MappedCopy | None:
-        asked = self.membership.generation, self.epoch
+    async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
+        asked = self.membership.generation, epoch
         copy = await self._shards.map(
-            unit, dtype=dtype, min_version=self.version, context=self._coordinator.context, timeout_s=self.timeout_s
+            unit,
+            dtype=dtype,
+            min_version=version,
+            epoch=epoch,
+            context=self._coordinator.context,
+            timeout_s=self.timeout_s,
         )
         with self._changed:
             if copy is not None:

@@ -177,6 +177,7 @@ class NodeSteps:
         while (rows := self._exchange([self._steps.epoch, self._steps.version])) is None:
             self._form_again()
         self._agreed = max((int(e), int(v)) for e, v in rows)
+        self._steps.wait_latest(self._agreed)  # what is pulled is of what this worker has heard of
 
     def _form_again(self) -> None:
         """Make the node's groups anew. What the lane still has to do is of the old ones, and does nothing."""

@@ -104,6 +104,7 @@ class ShardGroup:
         begin: int = 0,
         end: int | None = None,
         compressed: bool = False,
+        epoch: int = 0,
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
 
@@ -118,6 +119,7 @@ class ShardGroup:
             begin: first element.
             end: one past the last; None = the unit's end.
             compressed: if the job compresses parameters, they travel so, and `out` is what they are widened to.
+            epoch: how often the job had been restored when it was at `min_version`; owners wait until they know of it.
 
         Returns:
             The (oldest) version of what was gathered: at least `min_version`.
@@ -125,7 +127,7 @@ class ShardGroup:
         Raises:
             InvalidRequest: there is no such unit, or `out` does not fit.
             Timeout: an owner did not answer, or was not there, or did not reach the version in time.
-            StepAborted: the job was restored to an older version meanwhile.
+            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
 
         After an error: `out` holds anything; nothing changed on the servers.
         """
@@ -145,6 +147,7 @@ class ShardGroup:
                 context=context,
                 deadline=deadline,
                 min_version=min_version,
+                epoch=epoch,
                 one_version=not spec.policy.alone,
                 compressor=how,
                 reach=self._reach,
@@ -158,7 +161,14 @@ class ShardGroup:
             self._retries += 1
 
     async def map(
-        self, unit: int, *, dtype: DType, min_version: int, context: MakeContext, timeout_s: float | None
+        self,
+        unit: int,
+        *,
+        dtype: DType,
+        min_version: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        epoch: int = 0,
     ) -> MappedCopy | None:
         """The memory that a unit lies in on this host, once it is at `min_version` or later.
 
@@ -168,6 +178,7 @@ class ShardGroup:
             min_version: the oldest version that will do.
             context: gives the present job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
+            epoch: as for `gather`.
 
         Returns:
             None where it must be gathered: it lies on another host or on several servers, travels compressed or as
@@ -176,7 +187,7 @@ class ShardGroup:
         Raises:
             InvalidRequest: there is no such unit.
             Timeout: its owner did not answer, or was not there, or did not reach the version in time.
-            StepAborted: the job was restored to an older version meanwhile.
+            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
         """
         deadline = Deadline(timeout_s)
         spec, slices = await self._peers.owners(unit, deadline)
@@ -193,6 +204,7 @@ class ShardGroup:
             context=context,
             deadline=deadline,
             min_version=min_version,
+            epoch=epoch,
             reach=self._reach,
         )
         mapping = await self._repeated(self._transfers.locate, _GATHER_LANE, slices[0], transfer)

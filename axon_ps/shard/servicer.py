@@ -59,7 +59,7 @@ class ShardServicer:
         if request.assumed:
             await self._gather_ahead(request, context)
             return
-        await shell.available(request.unit, request.min_version, request.context.generation)
+        await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")

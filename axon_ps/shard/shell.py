@@ -92,6 +92,7 @@ class ShardShell:
         self._epoch = 0
         self._ordered = 0  # epoch of the newest restore order, and of the newest that has room for its values
         self._withdrawn = 0
+        self._served = 0  # epoch of the values that there are
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
         self._events: deque[Event] = deque()
 
@@ -235,7 +236,7 @@ class ShardShell:
             self.reports.restore_report(order.epoch, error)
         else:
             engine.restored(order.version, restore.optimizer)
-            self._epoch = max(self._epoch, order.epoch)
+            self._epoch, self._served = max(self._epoch, order.epoch), order.epoch
             self.reports.initialized(version=order.version, epoch=order.epoch)
         self._waiters.wake_all()
 
@@ -251,6 +252,7 @@ class ShardShell:
     def _values_replaced(self) -> None:
         assert self.reports is not None
         self.engine.replaced()
+        self._served = self._withdrawn
         self.reports.initialized(version=self.engine.version, epoch=self._epoch)
         self._waiters.wake_all()
 
@@ -368,22 +370,22 @@ class ShardShell:
         dtype = self.engine.grad_dtype
         return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
 
-    async def available(self, unit: int, min_version: int, generation: int) -> None:
-        """Wait until the unit can be served at `min_version` or later.
+    async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
+        """Wait until the unit can be served at `min_version` of `epoch` or later.
+
+        Versions grow within an epoch only. Who asks may have heard of a restore before this server has, or after it.
 
         Raises:
             GenerationChanged: while it waited.
-            StepAborted: the job was restored to an older version. (A server is never more than one commit behind, or
-                one per replica where they step alone: the next one needs its word. So whoever asks for more knows of
-                commits that have been undone.)
+            StepAborted: the parameters are of a later epoch.
         """
-        engine = self.engine
-        restores = engine.counters["restores"]
-        while not engine.available(unit, min_version):
-            most = engine.num_replicas if engine.alone else 1
-            behind = 0 if engine.counters["restores"] != restores else most
-            if engine.serving and min_version > engine.version + behind:
-                raise StepAborted(f"the job was restored to version {engine.version}; version {min_version} is no more")
+        while True:
+            if epoch < self._served:
+                raise StepAborted(
+                    f"the job was restored: the parameters are of epoch {self._served}, no longer {epoch}"
+                )
+            if epoch == self._served and self.engine.available(unit, min_version):
+                return
             await self._waiters.wait(unit)
             self.check_generation(generation)
 

@@ -78,7 +78,7 @@ class Transfer:
         deadline: when the whole call must be over.
         min_version: gathers: the oldest version that will do.
         step: gradients: the step attempt.
-        epoch: first values: how often the job had been restored when they were sent.
+        epoch: how often the job had been restored when they were asked for, or sent.
         replica: gradients: whose.
         one_version: gathers: whether all chunks must be of one version.
         assumed: gathers ahead of the decision on `step`: per parameter group, the hyperparameters it is taken to have.
@@ -160,6 +160,7 @@ class Transfers:
             begin=position,
             end=stop,
             min_version=t.min_version,
+            epoch=t.epoch,
             dtype=dtype_to_proto(t.dtype),
             step=t.step,
             assumed=map(hyper_to_proto, t.assumed),
@@ -208,6 +209,7 @@ class Transfers:
             begin=s.begin,
             end=s.end,
             min_version=t.min_version,
+            epoch=t.epoch,
             dtype=dtype_to_proto(t.dtype),
             map=True,
         )

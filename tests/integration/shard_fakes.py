@@ -83,7 +83,7 @@ class Job:
         self.spec = spec
         self.generation = 1
         self.step = 1
-        self.version = 0
+        self.version = self.epoch = 0
         self.workers = list(range(workers))
         self.shells: list[ShardShell] = []
         self.reports: list[FakeReports] = []
@@ -123,6 +123,7 @@ class Job:
         return lambda: common_pb2.CallContext(job="j", generation=self.generation, incarnation=f"worker-{rank}")
 
     async def upload(self, values: Sequence[Array], epoch: int = 0) -> None:
+        self.epoch = max(self.epoch, epoch)
         for unit, whole in enumerate(values):
             await self.groups[0].upload(unit, whole, context=self.context(), timeout_s=TIMEOUT_S, epoch=epoch)
 
@@ -132,7 +133,8 @@ class Job:
 
     async def gather(self, rank: int, unit: int, dtype: Any = np.float32, **changes: Any) -> tuple[int, Array]:
         out = np.full(self.spec.layout.units[unit].numel, 7, dtype)
-        arguments = {"min_version": self.version, "context": self.context(rank), "timeout_s": TIMEOUT_S}
+        arguments = {"min_version": self.version, "epoch": self.epoch, "context": self.context(rank)}
+        arguments["timeout_s"] = TIMEOUT_S
         return await self.groups[rank].gather(unit, out, **{**arguments, **changes}), out
 
     def decide(self, outcome: Outcome = Outcome.COMMIT, *, servers: Sequence[int] | None = None) -> None:

@@ -121,10 +121,11 @@ class Worker:
         decision: Decision = await self.until(Decision, lambda d: d.step == number)
         return decision
 
-    async def gather(self, version: int) -> list[Any]:
+    async def gather(self, version: int, epoch: int = 0) -> list[Any]:
         outs = [np.zeros(u.numel, np.float32) for u in SPEC.layout.units]
+        at = {"min_version": version, "epoch": epoch}
         for unit, out in enumerate(outs):
-            await self.shards.gather(unit, out, min_version=version, context=self.session.context, timeout_s=10)
+            await self.shards.gather(unit, out, context=self.session.context, timeout_s=10, **at)
         return outs
 
     async def close(self) -> None:
@@ -150,7 +151,7 @@ def test_steps_checkpoint_restore_and_drain(tmp_path: Path) -> None:
             assert not np.array_equal((await worker.gather(2))[0], after_one[0])
             restored = await worker.session.restore_checkpoint(str(tmp_path))
             assert restored.version == 1
-            again = await worker.gather(1)
+            again = await worker.gather(1, epoch=1)
             assert all(a.tobytes() == b.tobytes() for a, b in zip(again, after_one, strict=True))
             statistics = await worker.shards.stats(0, context=worker.session.context)
             assert statistics["restores"] == 1

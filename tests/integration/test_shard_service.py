@@ -730,8 +730,12 @@ def test_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
                 await j.gather(0, 1, min_version=6, timeout_s=0.05)
             for unit in (0, 1):
                 await j.gather(0, unit)
-            with pytest.raises(StepAborted):
-                await j.gather(0, 0, min_version=99)
+            for epoch in (1, 0):
+                for shell in j.shells:
+                    shell._served = epoch
+                if epoch == 1:
+                    with pytest.raises(StepAborted):
+                        await j.gather(0, 0)
             await j.gather(0, 0)
 
     monkeypatch.setattr(Stub, "open", counted)
@@ -902,15 +906,34 @@ def test_snapshot_beside_training_and_restore(tmp_path: Path) -> None:
                 while await reports.restores.get() != 1:  # the first answer was to the upload
                     pass
                 assert reports.initialized_at[-1] == (1, 1)
-            with pytest.raises(StepAborted, match="restored to version 1"):
-                await waiting
-            with pytest.raises(StepAborted, match="restored to version 1; version 3 is no more"):
-                await j.gather(0, 0)
-            j.version = 1
+            for asked in (waiting, j.gather(0, 0), j.gather(0, 0, min_version=1)):
+                with pytest.raises(StepAborted, match="restored: the parameters are of epoch 1, no longer 0"):
+                    await asked
+            j.version, j.epoch = 1, 1
             version, got = await j.gather(0, 0)
             assert version == 1
             assert got.tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
             assert (await j.gather(0, 2))[1].tobytes() == FIRST[2].tobytes()
+
+    run(scenario())
+
+
+def test_who_has_heard_of_a_restore_first_waits_for_what_was_restored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            uri = str(tmp_path / "c")
+            await save(j, uri, 0)
+            for unit in (0, 1):
+                await j.push(0, unit, GRADS[0][unit])
+            j.commit()
+            assert np.allclose((await j.gather(0, 0))[1], FIRST[0] - GRADS[0][0], atol=1e-5)
+            j.version, j.epoch = 0, 1  # the worker has heard of it; the servers, at version 1 of before, have not
+            asked = [asyncio.create_task(j.gather(0, unit)) for unit in (0, 2)]
+            await until(lambda: any(x._waiters._units for x in j.shells))
+            j.tell(RestoreOrder(epoch=1, uri=uri, version=0))
+            for task, first in zip(asked, (FIRST[0], FIRST[2]), strict=True):
+                assert (await task)[1].tobytes() == first.tobytes()
 
     run(scenario())
 

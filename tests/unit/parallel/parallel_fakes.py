@@ -109,6 +109,9 @@ class FakeSteps:
     def latest(self) -> tuple[int, int]:
         return self.epoch, self.version
 
+    def wait_latest(self, position: tuple[int, int]) -> None:
+        pass
+
     def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
         ticket = Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
         return ticket if began in (None, self.latest) else ticket.void("the parameters changed")
