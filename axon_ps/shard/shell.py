@@ -233,6 +233,7 @@ class ShardShell:
         except AxonError as error:
             _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
             engine.cancel_restore()
+            self._served = order.epoch  # what is left, if anything is, is all that this epoch has
             self.reports.restore_report(order.epoch, error)
         else:
             engine.restored(order.version, restore.optimizer)

@@ -198,8 +198,8 @@ def tell_when_pushing(world: axon_ps.World) -> None:
     """Put a key when an outer step has begun, after which a leaver aborts it for sure."""
     ticket, count = world.steps.ticket, iter(range(100))
 
-    def told() -> Any:
-        taken = ticket()
+    def told(*began: Any) -> Any:
+        taken = ticket(*began)
         world.kv_put(f"pushing/{world.rank}/{next(count)}", b"yes")
         return taken
 
