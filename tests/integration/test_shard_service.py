@@ -945,6 +945,7 @@ def test_a_restore_that_cannot_be_leaves_what_was_there(tmp_path: Path) -> None:
             assert await j.reports[0].restores.get() == 0
             j.tell(RestoreOrder(epoch=1, uri=str(tmp_path / "nowhere"), version=4))
             assert isinstance(await j.reports[0].restores.get(), CheckpointNotFound)
+            j.epoch = 1  # as the coordinator tells workers
             assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
 
     run(scenario())
