@@ -125,7 +125,7 @@ class NodeSteps:
         self._lost: AxonError | None = None  # what ended the node's groups, until they are made again
         self._assumed: Sequence[Hyper] | None = None
         self._pulling = threading.RLock()  # parts are pulled ahead on the lane's thread, and else on the caller's
-        self._agreed = steps.epoch, steps.version
+        self._agreed = steps.latest
 
     def _make_parts(self) -> None:
         """This worker's parts, empty; others than before if it has another place among the node's workers."""
@@ -174,7 +174,7 @@ class NodeSteps:
 
         After an error: the workers of the node do not agree; build the model again.
         """
-        while (rows := self._exchange([self._steps.epoch, self._steps.version])) is None:
+        while (rows := self._exchange(self._steps.latest)) is None:
             self._form_again()
         self._agreed = max((int(e), int(v)) for e, v in rows)
         self._steps.wait_latest(self._agreed)  # what is pulled is of what this worker has heard of
