@@ -21,7 +21,7 @@ from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.testing.processes import ChildProcess
-from axon_ps.testing.workers import WorkerProcess, WorkerResult, results_of
+from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.transport.children import LinePipe
 from axon_ps.transport.security import Security
 from axon_ps.types import Role
@@ -107,10 +107,10 @@ class LocalCluster:
             AxonError: one of them ended, or did not listen in time; its log is in the message.
         """
         self._make_directory()
-        deadline = time.monotonic() + self._start_timeout_s
         try:
             coordinator, coordinator_pipe = self._spawn_coordinator(port=0)
             pipes = [self._spawn_shard(i, "-") for i in range(self._num_shards)]
+            deadline = time.monotonic() + self._start_timeout_s
             self._address = self._listening(coordinator, coordinator_pipe, deadline)
             for shard in self._shards:
                 shard.tell(self._address)
@@ -275,19 +275,18 @@ class LocalCluster:
         Raises:
             Misuse: it still runs, or it is a worker.
         """
-        old = self.process(role, index)
+        old = new = self.process(role, index)
         if old.exit_code is None:
             raise Misuse(f"{old.name} still runs; kill it before you restart it")
         old.end()
-        deadline = time.monotonic() + self._start_timeout_s
         if old is self._coordinator:
-            coordinator, pipe = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
-            self._listening(coordinator, pipe, deadline)
+            new, pipe = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
         elif old in self._shards:
             pipe = self._spawn_shard(index, self._address)
-            self._listening(self._shards[index], pipe, deadline)
+            new = self._shards[index]
         else:
             raise Misuse("a worker is not restarted; start another with start_workers")
+        self._listening(new, pipe, time.monotonic() + self._start_timeout_s)
 
     def log(self, role: Role | str, index: int = 0) -> str:
         """The end of what a process wrote."""
@@ -314,15 +313,19 @@ class LocalCluster:
         return pipe
 
     def _spawn(self, name: str, command: str, options: Sequence[str]) -> tuple[ChildProcess, LinePipe]:
-        pipe = LinePipe()
-        process = ChildProcess.start(
-            name,
-            [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options, "--ready-fd", str(pipe.fd)],
-            environment=self._process_environment(self._common_environment() | self._service_environment()),
-            log=self._new_log(name.replace(" ", "-")),
-            pass_fds=(pipe.fd,),
-            stdin=subprocess.PIPE,
-        )
+        pipe, log = LinePipe(), self._new_log(name.replace(" ", "-"))
+        environment = self._process_environment(self._common_environment() | self._service_environment())
+        if (server := fork_server()) is not None:
+            process = ChildProcess(name, server.run([command, *options], environment, log, pipe.fd), log)
+        else:
+            process = ChildProcess.start(
+                name,
+                [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options, "--ready-fd", str(pipe.fd)],
+                environment=environment,
+                log=log,
+                pass_fds=(pipe.fd,),
+                stdin=subprocess.PIPE,
+            )
         pipe.started()
         return process, pipe
 

@@ -1,10 +1,11 @@
-"""Worker processes that begin with modules already imported: forks of a small process that has done nothing else.
+"""Workers and services that begin with modules already imported: forks of a small process that has done nothing else.
 
 Importing torch takes seconds of CPU, so a test suite with a hundred small clusters would do little else. A fork is safe
 as long as nothing has started a thread or opened a channel, which imports do not; a process that holds gRPC channels,
 such as the test itself, must not fork.
 
-Owns: the server process, the requests to it, and the handle on a fork. Refuses: to know what a fork does.
+Owns: the server process, the requests to it, and the handle on a fork. A fork does what `python -c` or `-m` would do in
+a process of its own: it serves one call of `worker_main`, or runs the command line.
 
 Invariants:
 - The server is tied to the thread that made it, and forks are tied to the server: a killed test leaves nothing behind.
@@ -25,16 +26,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from axon_ps.errors import InternalError
 from axon_ps.transport.children import tethered
 from axon_ps.transport.tether import tie
 
 _SERVE = "import sys; from axon_ps.testing.fork_server import main; sys.exit(main(sys.argv[1:]))"
+_COMMAND_LINE = "axon_ps.cli.main"
 _MAX_REQUEST_BYTES = 1 << 20
+_MAX_FDS = 3
 
 
 class ForkServer:
@@ -69,10 +72,28 @@ class ForkServer:
         Raises:
             InternalError: the server has died; what it printed says why.
         """
-        with open(log, "ab") as output:
-            request = {"environment": dict(environment)}
-            pid = self._ask(request, (fd, output.fileno()))
-        return ForkedProcess(self, pid)
+        return ForkedProcess(self, self._fork({"environment": dict(environment)}, log, [fd]))
+
+    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path, ready: int) -> ForkedProcess:
+        """A process that runs `axon-ps ARGV`, with a pipe as its standard input.
+
+        Args:
+            argv: the command and its options.
+            environment, log: as for `fork`.
+            ready: the descriptor that it is given as `--ready-fd`.
+
+        Raises:
+            InternalError: the server has died; what it printed says why.
+        """
+        theirs, stdin = os.pipe()
+        try:
+            pid = self._fork({"environment": dict(environment), "argv": list(argv)}, log, [theirs, ready])
+        except BaseException:
+            os.close(stdin)
+            raise
+        finally:
+            os.close(theirs)
+        return ForkedProcess(self, pid, open(stdin, "wb"))
 
     def exit_code(self, pid: int) -> int:
         """The exit code of a fork that has ended, negative for a signal; reaps it."""
@@ -83,6 +104,10 @@ class ForkServer:
         self._socket.close()
         self._process.kill()
         self._process.wait()
+
+    def _fork(self, request: dict[str, Any], log: Path, fds: Sequence[int]) -> int:
+        with open(log, "ab") as output:
+            return self._ask(request, (output.fileno(), *fds))
 
     def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> int:
         with self._lock:
@@ -101,13 +126,12 @@ class ForkedProcess:
 
     Attributes:
         pid: its process id.
-        stdin: None; it has none.
+        stdin: our end of its standard input; None when it has none.
     """
 
-    stdin: None = None
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes] | None = None) -> None:
         self.pid = pid
+        self.stdin = stdin
         self._server = server
         self._exit_code: int | None = None
         self._pidfd = os.pidfd_open(pid)
@@ -140,12 +164,16 @@ def main(argv: Sequence[str]) -> int:
         importlib.import_module(module)
     gc.freeze()  # no fork looks through what was imported, which would copy every page of it
     with socket.socket(fileno=int(argv[0])) as requests:
-        fd = _serve(requests)
-    if fd is None:
-        return 0
-    from axon_ps.testing import worker_main
+        call = _serve(requests)
+    if call is not None:
+        _leave(call())
+    return 0
 
-    _leave(worker_main.main(fd))
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run the command line in this process, as `python -m` does; its exit code."""
+    exit_code: int = importlib.import_module(_COMMAND_LINE).main(argv)
+    return exit_code
 
 
 def _leave(exit_code: int) -> NoReturn:
@@ -160,10 +188,10 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _serve(requests: socket.socket) -> int | None:
-    """Fork and reap until nobody asks any more; in a fork, the pipe it is to serve."""
+def _serve(requests: socket.socket) -> Callable[[], int] | None:
+    """Fork and reap until nobody asks any more; in a fork, what it is to do."""
     while True:
-        message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, _MAX_FDS)
         if not message:
             return None
         request = json.loads(message)
@@ -174,12 +202,22 @@ def _serve(requests: socket.socket) -> int | None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(server, request["environment"], log=fds[1])
-            return fds[0]
+            _become_child(server, request["environment"], log=fds[0])
+            return _task(request, *fds[1:])
         for fd in fds:
             os.close(fd)
         _lead_group(pid)
         requests.send(str(pid).encode())
+
+
+def _task(request: dict[str, Any], fd: int, ready: int | None = None) -> Callable[[], int]:
+    if ready is None:
+        from axon_ps.testing import worker_main
+
+        return lambda: worker_main.main(fd)
+    os.dup2(fd, 0)
+    os.close(fd)
+    return lambda: run_command([*request["argv"], "--ready-fd", str(ready)])
 
 
 def _lead_group(pid: int) -> None:
@@ -188,7 +226,7 @@ def _lead_group(pid: int) -> None:
         os.setpgid(pid, pid)
 
 
-def _become_worker(server: int, environment: Mapping[str, str], log: int) -> None:
+def _become_child(server: int, environment: Mapping[str, str], log: int) -> None:
     _lead_group(0)
     if not tie(server, signal.SIGKILL):
         raise SystemExit(f"axon-ps: process {server}, which made this fork, is gone")

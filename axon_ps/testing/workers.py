@@ -25,12 +25,18 @@ _CALL = "import sys; from axon_ps.testing.worker_main import main; sys.exit(main
 _fork_server: ForkServer | None = None
 
 
+def fork_server() -> ForkServer | None:
+    """The process that workers and services are forks of, inside `preloaded`; else None."""
+    return _fork_server
+
+
 @contextlib.contextmanager
 def preloaded(modules: Sequence[str]) -> Iterator[None]:
-    """While in it, workers that run a function begin with `modules` imported, as forks of a process that has done that.
+    """While in it, services and workers that run a function are forks of a process that has imported `modules`.
 
-    That saves each of them the seconds of CPU that importing torch takes. The variables that the modules read when they
-    are imported (OMP_NUM_THREADS is 1) are the same for all workers then. Enter it from a thread that outlives it.
+    That saves each of them the seconds of CPU that importing torch, numba and gRPC takes. The variables that modules
+    read when they are imported (OMP_NUM_THREADS is 1) are the same for all of them then. Enter it from a thread that
+    outlives it.
 
     Args:
         modules: their names; none may start a thread when imported.

@@ -7,8 +7,6 @@ thousand small clusters would else do little but import). So enter `preloaded(MO
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.faults import injector, stacks
 from axon_ps.testing.faults.injector import Moments
 from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
+from axon_ps.testing.fork_server import run_command
 from axon_ps.testing.processes import ChildProcess
 from axon_ps.testing.worker_main import Target
 from axon_ps.testing.workers import WorkerProcess
@@ -259,9 +258,4 @@ def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None
     stacks.install()
     if ready is not None:
         argv = [*argv, "--ready-fd", str(os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))]
-    sys.argv = ["axon-ps", *argv]
-    try:
-        runpy.run_module("axon_ps.cli.main", run_name="__main__")
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
-    return 0
+    return run_command(argv)
