@@ -6,6 +6,7 @@ The order of the rooms and who may import which library are contracts in pyproje
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -67,7 +68,12 @@ def parsed(*, but: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Module]]:
     """Every module of ours, `but` those under some paths."""
     for path in SOURCES:
         if not name_of(path).startswith(but):
-            yield name_of(path), ast.parse(path.read_text(encoding="utf-8"))
+            yield name_of(path), tree_of(path)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_importing_axon_ps_loads_no_heavy_library() -> None:
