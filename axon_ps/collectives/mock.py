@@ -19,7 +19,7 @@ import numpy as np
 
 from axon_ps.collectives.backend import GroupContext, Operation, disagreement
 from axon_ps.collectives.request import Request, RequestBackend, check_message, describe
-from axon_ps.collectives.store import MemoryStore
+from axon_ps.collectives.store import AbortableStore, MemoryStore
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Timeout
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, Member, Role
@@ -146,9 +146,13 @@ class MockBackend(RequestBackend):
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
-        if not isinstance(context.store, MemoryStore):
-            raise InvalidRequest(f"MockBackend meets in a MemoryStore; the group has a {type(context.store).__name__}")
-        self._room = context.store.share(f"mock/{context.name}", lambda: _Room(context))
+        store = context.store.inner if isinstance(context.store, AbortableStore) else context.store
+        if not isinstance(store, MemoryStore):
+            raise InvalidRequest(
+                "the backend 'mock' is for threads of one process (World.mock(n)); the ranks of group "
+                f"{context.name!r} are processes, use 'auto'"
+            )
+        self._room = store.share(f"mock/{context.name}", lambda: _Room(context))
 
     @classmethod
     def create_world(cls, n: int) -> list[MockBackend]:
