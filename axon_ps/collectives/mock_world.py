@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections.abc import Sequence
 
 from axon_ps.collectives.backend import Store
 from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.collectives.group_base import MakeBackend
-from axon_ps.collectives.mock import MockBackend
+from axon_ps.collectives.mock import NODE, MockBackend
 from axon_ps.collectives.mock_job import JOB, START_S, MockJob
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.world import World
@@ -82,13 +83,15 @@ def current() -> MockWorld | None:
     return None if world is None else world()
 
 
-def create_worlds(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s: float = TIMEOUT_S) -> list[MockWorld]:
+def create_worlds(
+    world_size: int, *, shards: int = 1, nodes: int | Sequence[str] = 1, timeout_s: float = TIMEOUT_S
+) -> list[MockWorld]:
     """Worlds for as many threads, by rank; all of them have joined.
 
     Args:
         world_size: how many.
         shards: shard servers of their job.
-        nodes: how many nodes they are said to be on, as evenly as torchrun would have it.
+        nodes: how many nodes they are said to be on, each with as many; or the node of each, by rank.
         timeout_s: default deadline of every operation, in seconds.
 
     Raises:
@@ -97,11 +100,12 @@ def create_worlds(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s
     """
     if world_size < 1:
         raise InvalidRequest(f"a world was asked for with {world_size} ranks; it needs at least 1")
-    if nodes < 1 or world_size % nodes:
-        raise InvalidRequest(f"{world_size} ranks cannot be on {nodes} nodes; every node needs the same number")
+    if isinstance(nodes, int):
+        if nodes < 1 or world_size % nodes:
+            raise InvalidRequest(f"{world_size} ranks cannot be on {nodes} nodes; every node needs the same number")
+        nodes = [f"{NODE}-{rank * nodes // world_size}" for rank in range(world_size)]
     job = MockJob(world_size, shards)
-    per_node = world_size // nodes
-    worlds = [MockWorld(job, rank, world_size, f"mock-{rank // per_node}", timeout_s) for rank in range(world_size)]
+    worlds = [MockWorld(job, rank, world_size, node, timeout_s) for rank, node in enumerate(nodes)]
 
     async def join() -> None:
         await asyncio.wait_for(asyncio.gather(*(w._coordinator.start(START_S) for w in worlds)), START_S)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
-from axon_ps.types import Member
+from axon_ps.types import BackendName, Member
 
-AUTO, DEVICE = "auto", "device"
-NAMES = ("shm", "grpc", "hierarchical", "gloo", "nccl", "mock")
+AUTO, DEVICE = BackendName.AUTO.value, "device"
+NAMES = tuple(name.value for name in BackendName if name is not BackendName.AUTO)
 
 Make = Callable[[GroupContext], Backend]
 _logger = logging.getLogger(__name__)

@@ -144,6 +144,8 @@ class World:
         world._loop.submit(world._watch())
         return world
 
+    new = init
+
     @property
     def rank(self) -> int:
         """This worker's rank: stable while it lives."""
