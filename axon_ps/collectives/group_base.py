@@ -130,7 +130,7 @@ class GroupBase:
     @property
     def is_everybody(self) -> bool:
         """Whether it was made of all workers that there were."""
-        return self.name.startswith(EVERYBODY)
+        return self.name.startswith(EVERYBODY) and "/" not in self.name  # which sub-groups' names have
 
     def contains(self, rank: int) -> bool:
         """Whether a world rank is a member."""

@@ -23,6 +23,9 @@ from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.world import World
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
+from axon_ps.shard.client import ShardGroup
+from axon_ps.shard.shell import warm_up
+from axon_ps.sharding.job import JobSpec
 
 TIMEOUT_S = 60.0
 
@@ -64,6 +67,9 @@ class MockWorld(World):
         self.make_current()
         return self
 
+    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
+        return _Shards(config.security)
+
     def _make_backends(self) -> MakeBackend:
         return BackendMaker(self._make_grpc, threads=True)
 
@@ -75,6 +81,16 @@ class MockWorld(World):
             del _here.world
         if self._forget.detach() is not None:
             self._job.leave()
+
+
+class _Shards(ShardGroup):
+    """The servers of this process."""
+
+    @staticmethod
+    def warm_up(spec: JobSpec) -> None:
+        """Compile what the servers need, too: here, for on the loop that they share with us everybody would wait."""
+        ShardGroup.warm_up(spec)
+        warm_up(spec)
 
 
 def current() -> MockWorld | None:

@@ -77,7 +77,7 @@ class World:
         self._timeout_s = timeout_s
         self._closed = False
         self._loop = loop or BackgroundLoop(name="axon-ps")
-        self._shards = ShardGroup(config.security, node=config.node if config.direct_memory else "")
+        self._shards = self._make_shards(config)
         self._coordinator = CoordinatorClient(
             config.coordinator,
             job=config.job,
@@ -535,6 +535,9 @@ class World:
             lambda report: self._coordinator.kv_put(key, report),
             lambda: self._coordinator.kv_delete(key),
         )
+
+    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
+        return ShardGroup(config.security, node=config.node if config.direct_memory else "")
 
     def _make_backends(self) -> MakeBackend:
         return BackendMaker(self._make_grpc)
