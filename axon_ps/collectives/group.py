@@ -124,7 +124,9 @@ class ProcessGroup(GroupBase):
         Returns:
             The group; of several ranks a list with the group as each of them sees it.
         """
-        groups = [ProcessGroup(backend) for backend in MockBackend.create_world(1 if world_size is None else world_size)]
+        groups = [
+            ProcessGroup(backend) for backend in MockBackend.create_world(1 if world_size is None else world_size)
+        ]
         return groups[0] if world_size is None else groups
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -483,32 +485,50 @@ class ProcessGroup(GroupBase):
 
     def recv(
         self,
-        out: Any,
+        out: Any = None,
         source: int = ANY_SOURCE,
         *,
         tag: int = 0,
+        shape: int | Sequence[int] | None = None,
+        dtype: Any = np.float32,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Fill `out` with the next message of a rank (-1: of any rank) with this tag.
 
+        Args:
+            out: where it goes; None = a new numpy array.
+            source: who sends it.
+            tag: as it was sent with.
+            shape: without `out`, of what comes.
+            dtype: without `out`, numpy's of what comes.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
         Returns:
-            The rank that sent it; with `async_op` a `Work` that gives it.
+            The rank that sent it, or without `out` the new array; with `async_op` a `Work` that gives it.
 
         Raises:
+            InvalidRequest: both `out` and `shape` were given, or neither.
             Disagreement: the message has another size or dtype; it is dropped.
         """
+        if (out is None) == (shape is None):
+            given = "neither was" if out is None else "both were"
+            raise InvalidRequest(
+                f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
+            )
+        made = None if shape is None else np.empty(shape, dtype)
         if source != ANY_SOURCE and self._checked_rank(source, "source") == self.rank:
             raise InvalidRequest(f"rank {source} cannot receive from itself")
-        flat = arrays.flatten(out, what="out")
+        flat = arrays.flatten(out if made is None else made, what="out")
         limit_s = self._limit(timeout_s)
         backend = self._backend_for(flat, limit_s)
 
-        def receive() -> int:
+        def receive() -> Any:
             with arrays.on_stream(flat):
                 sender = backend.recv(flat.array, flat.dtype, source, tag, limit_s)
                 flat.finish()
-                return sender
+                return sender if made is None else made
 
         sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
         what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"

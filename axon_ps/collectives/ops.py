@@ -114,7 +114,12 @@ def broadcast(
 
 
 def broadcast_from(
-    data: Any, src: int, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
+    data: Any,
+    src: int,
+    group: ProcessGroup | World | None = None,
+    *,
+    timeout_s: float | None = None,
+    async_op: bool = False,
 ) -> Any:
     """`data` becomes that of rank `src`; returns it."""
     return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
@@ -209,7 +214,9 @@ def all_to_all(
     )
 
 
-def barrier(group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
+def barrier(
+    group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
+) -> Any:
     """Return when every rank has called it."""
     return current_group(group).barrier(timeout_s, async_op=async_op)
 
@@ -228,16 +235,22 @@ def send(
 
 
 def recv(
-    out: Any,
+    out: Any = None,
     src: int = ANY_SOURCE,
     group: ProcessGroup | World | None = None,
     *,
     tag: int = 0,
+    shape: int | Sequence[int] | None = None,
+    dtype: Any = np.float32,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`."""
-    return current_group(group).recv(out, src, tag=tag, timeout_s=timeout_s, async_op=async_op)
+    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`.
+
+    Without `out` it returns a new array of `shape` and `dtype` with the message.
+    """
+    chosen = current_group(group)
+    return chosen.recv(out, src, tag=tag, shape=shape, dtype=dtype, timeout_s=timeout_s, async_op=async_op)
 
 
 def sync_gradient(
@@ -283,7 +296,9 @@ def sync_gradients(
     return _after(work, finish) if async_op else finish()
 
 
-def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | World | None = None) -> Any:
+def empty_shared(
+    shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | World | None = None
+) -> Any:
     """A numpy array that lies in memory which the ranks of one host share, so that collectives do not copy it.
 
     Where the group has no shared memory it is an ordinary array; everything works, with the usual copies.

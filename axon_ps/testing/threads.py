@@ -56,7 +56,9 @@ def run_threads(
         except BaseException as error:
             errors.append((rank, error))
 
-    threads = [threading.Thread(target=run, args=pair, name=f"worker-{pair[0]}", daemon=True) for pair in enumerate(worlds)]
+    threads = [
+        threading.Thread(target=run, args=pair, name=f"worker-{pair[0]}", daemon=True) for pair in enumerate(worlds)
+    ]
     for thread in threads:
         thread.start()
     ends = time.monotonic() + timeout_s
