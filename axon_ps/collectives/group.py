@@ -116,7 +116,7 @@ class ProcessGroup(GroupBase):
     def mock(world_size: int | None = None) -> ProcessGroup | list[ProcessGroup]:
         """A group of threads of this process: for tests and for trying things out.
 
-        What needs a job, such as FSDP, has one: see `World.mock`. It begins when it is needed, and ends with the groups.
+        What needs a job, such as FSDP, has one: see `World.mock`. It begins when needed, and ends with the groups.
 
         Args:
             world_size: how many ranks; None = one, this thread.

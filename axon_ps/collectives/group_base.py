@@ -80,7 +80,8 @@ class GroupBase:
         self._recorder = recorder
         self._wanted = backend
         self._member = member
-        self._world, self._find_world = (None, world) if callable(world) else (world, None)
+        self._world: World | None = None if callable(world) else world
+        self._find_world: Callable[[], World] | None = world if callable(world) else None
         self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None

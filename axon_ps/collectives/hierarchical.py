@@ -89,8 +89,8 @@ class HierarchicalBackend(RequestBackend):
         flat: Backend | None,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        """`node` spans the ranks of our node, None if `flat` does everything; `lane` our lane, None when we are in none;
-        `flat` the group, None if `node` does everything.
+        """`node` spans our node, None if `flat` does everything; `lane` our lane, None when we are in none; `flat` the
+        group, None if `node` does everything.
         """
         super().__init__(context)
         self._backends = [b for b in (flat, lane, node) if b is not None]

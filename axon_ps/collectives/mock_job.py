@@ -1,7 +1,7 @@
 """A whole job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
-They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `transport.in_process`: there
-are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
+They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `transport.in_process`.
+There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
 
 Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
 """
@@ -101,7 +101,7 @@ class MockJob:
     async def _begin(self, serve: _Serve, stop: asyncio.Event) -> None:
         """Run a service until `stop` is set; returns once it serves."""
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        task: asyncio.Task[Any] = asyncio.ensure_future(serve(ready.set_result))  # type: ignore[arg-type]
+        task: asyncio.Task[Any] = asyncio.ensure_future(serve(ready.set_result))
         self._services.append((task, stop))
         await asyncio.wait([ready, task], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -109,8 +109,7 @@ class MockJob:
 
     async def _end(self) -> None:
         """Stop the services, in the reverse of the order in which they began."""
-        while self._services:
-            task, stop = self._services.pop()
+        for task, stop in reversed(self._services):
             stop.set()
             await asyncio.wait([task], timeout=_END_S)
 

@@ -249,8 +249,8 @@ def recv(
 
     Without `out` it returns a new array of `shape` and `dtype` with the message.
     """
-    chosen = current_group(group)
-    return chosen.recv(out, src, tag=tag, shape=shape, dtype=dtype, timeout_s=timeout_s, async_op=async_op)
+    more = {"shape": shape, "dtype": dtype, "timeout_s": timeout_s, "async_op": async_op}
+    return current_group(group).recv(out, src, tag=tag, **more)
 
 
 def sync_gradient(

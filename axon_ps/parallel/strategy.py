@@ -40,9 +40,9 @@ class ShardingStrategy(enum.Enum):
     SHARD_GRAD_OP = "shard_grad_op"
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
-    ZERO_1 = "shard_grad_op"
-    ZERO_2 = "shard_grad_op"
-    ZERO_3 = "full_shard"
+    ZERO_1 = SHARD_GRAD_OP
+    ZERO_2 = SHARD_GRAD_OP  # noqa: PIE796  (an alias)
+    ZERO_3 = FULL_SHARD
 
 
 class CPUOffload(enum.Enum):

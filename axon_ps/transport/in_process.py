@@ -17,8 +17,8 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
@@ -34,8 +34,12 @@ PORT: Final = 1
 MOST_BYTES: Final = 4 << 20
 """How much a stream holds of what its reader has not read yet; as much as a connection of gRPC (`channels`)."""
 
+CANCEL_S: Final = 5.0
+"""How long a server that stops waits for the calls that it has cancelled."""
+
 EOF: Final = grpc.aio.EOF
 
+T = TypeVar("T")
 _servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
 
 
@@ -89,11 +93,11 @@ class InProcessServer:
         for call in self._calls:
             call.cancel()
         if self._calls:
-            await asyncio.wait(self._calls)
+            await asyncio.wait(self._calls, timeout=CANCEL_S)
 
     def handler(self, path: str) -> Any:
         """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
-        details = _Method(path, ())
+        details: Any = _Method(path, ())
         return next((found for s in self._services if (found := s.service(details)) is not None), None)
 
     def perform(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -125,9 +129,9 @@ class InProcessChannel:
     def unary_unary(
         self, path: str, *, request_serializer: Any, response_deserializer: Any
     ) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Makes a unary call: `await make(request, timeout=, metadata=)`."""
+        """Makes a unary call: `await call_once(request, timeout=, metadata=)`."""
 
-        async def make(request: Any, *, timeout: float | None, metadata: object) -> Any:
+        async def call_once(request: Any, *, timeout: float | None, metadata: object) -> Any:
             data = request_serializer(request) if request_serializer else request
             call = self._begin(path, response_deserializer, timeout)
             call.begin(data)
@@ -139,7 +143,7 @@ class InProcessChannel:
                 raise _error(_Status(grpc.StatusCode.INTERNAL, f"{path} ended without a reply"))
             return reply
 
-        return make
+        return call_once
 
     async def close(self, grace_s: float | None = None) -> None:
         """End the calls under way, and make no others."""
@@ -182,7 +186,7 @@ class _Queue:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.closed = False
 
-    async def put(self, message: bytes) -> bool:
+    async def add(self, message: bytes) -> bool:
         """Add a message once there is room; False when the queue was closed."""
         while self._held_bytes >= MOST_BYTES and not self.closed:
             await self._change()
@@ -268,7 +272,7 @@ class _Call:
             if handler.stream_stream is not None:
                 await handler.stream_stream(None, context)
             else:
-                await self.replies.put(await handler.unary_unary(request, context))
+                await self.replies.add(await handler.unary_unary(request, context))
             status = _Status(grpc.StatusCode.OK)
         except asyncio.CancelledError:
             status = _Status(grpc.StatusCode.UNAVAILABLE, "the server stopped")
@@ -315,9 +319,12 @@ class _Call:
             raise _error(self.status)
         return EOF
 
-    async def send_serialized_message(self, message: bytes) -> None:
+    def send_serialized_message(self, message: bytes) -> Awaitable[None]:
         """Give the server a message."""
-        if not await self.requests.put(message):
+        return self._send(message)
+
+    async def _send(self, message: bytes) -> None:
+        if not await self.requests.add(message):
             raise grpc.aio.InternalError("the call is over")
 
     async def done_writing(self) -> None:
@@ -345,17 +352,17 @@ class _Call:
         else:
             callback(self)
 
-    async def code(self) -> grpc.StatusCode:
+    def code(self) -> Awaitable[grpc.StatusCode]:
         """The status code; of a call that has ended."""
-        return self._ended().code
+        return _known(self._ended().code)
 
-    async def details(self) -> str:
+    def details(self) -> Awaitable[str]:
         """The status details; of a call that has ended."""
-        return self._ended().details
+        return _known(self._ended().details)
 
-    async def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
         """What came with the status; of a call that has ended."""
-        return self._ended().trailing
+        return _known(self._ended().trailing)
 
     def _ended(self) -> _Status:
         assert self.status is not None, "a write fails only when the call has ended"
@@ -380,12 +387,12 @@ class _Context:
     async def write(self, message: Any) -> None:
         """Send the client a message."""
         data = self._serialize(message) if self._serialize else message
-        if not await self._call.replies.put(data):
+        if not await self._call.replies.add(data):
             raise grpc.aio.UsageError("the call is over")
 
-    async def abort(
+    def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
-    ) -> None:
+    ) -> Awaitable[None]:
         """End the call with a status."""
         self._call.end(_Status(code, details, tuple(trailing_metadata)))
         raise grpc.aio.AbortError("the servicer aborted the call")
@@ -393,6 +400,10 @@ class _Context:
     def done(self) -> bool:
         """Whether the call has ended."""
         return self._call.done()
+
+
+async def _known(value: T) -> T:
+    return value
 
 
 def _error(status: _Status) -> grpc.aio.AioRpcError:

@@ -134,7 +134,7 @@ class BackgroundLoop:
             _logger.warning("a coroutine ignores its cancellation; the thread %s is left behind", self._thread.name)
 
     def end(self) -> None:
-        """As `close`, but without waiting and without locks: for finalizers, which run on whatever thread. Once only."""
+        """As `close`, but without waiting and without locks: for finalizers, which run on any thread. Once only."""
         fork.not_at_exit(self.close)
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -25,7 +25,7 @@ def listen(
     services: Sequence[grpc.GenericRpcHandler],
     service_names: Sequence[str],
 ) -> Server | InProcessServer:
-    """What serves at `host`: a `Server`, or for a host of this process (`transport.in_process`) one that does not listen.
+    """What serves at `host`: a `Server`, or at a host of this process (`transport.in_process`) one that needs no port.
 
     Args:
         host, port, security, services, service_names: as of `Server`.

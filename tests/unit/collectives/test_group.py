@@ -15,8 +15,8 @@ import torch
 import axon_ps
 from axon_ps.collectives import ops
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.world import World
 from axon_ps.collectives.store import AbortableStore, MemoryStore
+from axon_ps.collectives.world import World
 from axon_ps.errors import Closed, Disagreement, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import ReduceOp
 

@@ -79,7 +79,7 @@ def test_groups_of_threads_by_backend(backend: str) -> None:
 
 def test_backends_have_names() -> None:
     assert {b.value for b in Backend} == {*NAMES, "auto"}
-    assert Backend.GLOO == MockBackend.name.replace("mock", "gloo")
+    assert MockBackend.name.replace("mock", "gloo") == Backend.GLOO
     for name in Backend:
         assert Backend[name.name] is name
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+
 import test_kept_streams as kept
 import test_transport_service as service
 import test_transport_stream as stream

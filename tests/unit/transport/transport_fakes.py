@@ -12,8 +12,8 @@ import grpc
 
 from axon_ps.errors import Broken, Unreachable
 from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
 from axon_ps.transport.in_process import InProcessServer, is_in_process, new_network
+from axon_ps.transport.security import Security
 from axon_ps.transport.server import Server, listen
 from axon_ps.transport.service import Stream, Stub, method_name, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
@@ -60,7 +60,7 @@ async def serving(
     client: Security | None = None,
     **methods: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Served]:
-    """Serve a fake of `descriptor` at `HOST`, on a free port; `client` differs from `security` only where it is given."""
+    """Serve a fake of `descriptor` at `HOST`, on a free port; `client` is `security` where it is not given."""
     security = security or Security()
     client = client or security
     handler = service_handler(descriptor, FakeServicer(descriptor, **methods))
