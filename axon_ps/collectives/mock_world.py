@@ -10,7 +10,6 @@ Owns: `MockWorld`, one per thread.
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from axon_ps.collectives.group_base import MakeBackend
 from axon_ps.collectives.mock import NODE, MockBackend
 from axon_ps.collectives.mock_job import JOB, START_S, MockJob
 from axon_ps.collectives.selection import BackendMaker
-from axon_ps.collectives.world import World
+from axon_ps.collectives.world import World, of_thread
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.shard.client import ShardGroup
@@ -28,9 +27,6 @@ from axon_ps.shard.shell import warm_up
 from axon_ps.sharding.job import JobSpec
 
 TIMEOUT_S = 60.0
-
-_here = threading.local()
-
 
 class MockWorld(World):
     """One thread's world. Made by `World.mock`; a context manager, inside which it is this thread's current world.
@@ -60,8 +56,8 @@ class MockWorld(World):
         self._forget = fork.finalize(self, job.forget)
 
     def make_current(self) -> None:
-        """Have it be `World.current()` in this thread until it is closed."""
-        _here.world = weakref.ref(self)
+        """Have it be `World.current()` in this thread until it is closed, or nobody has it any more."""
+        of_thread.world = weakref.ref(self)
 
     def __enter__(self) -> MockWorld:
         self.make_current()
@@ -77,8 +73,8 @@ class MockWorld(World):
         return self._job.store
 
     def _end_loop(self) -> None:
-        if current() is self:
-            del _here.world
+        if World.current() is self:
+            del of_thread.world
         if self._forget.detach() is not None:
             self._job.leave()
 
@@ -91,12 +87,6 @@ class _Shards(ShardGroup):
         """Compile what the servers need, too: here, for on the loop that they share with us everybody would wait."""
         ShardGroup.warm_up(spec)
         warm_up(spec)
-
-
-def current() -> MockWorld | None:
-    """The world of threads that is this thread's."""
-    world: weakref.ref[MockWorld] | None = getattr(_here, "world", None)
-    return None if world is None else world()
 
 
 def create_worlds(

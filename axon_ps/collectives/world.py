@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -40,6 +41,9 @@ from axon_ps.types import Array, Member, Membership, Role
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
+
+of_thread = threading.local()
+"""Its `world`, if there is one, is the current world of a thread that has entered one of `World.mock`."""
 
 
 class World:
@@ -242,9 +246,8 @@ class World:
 
         In a thread that has entered a world of `mock` it is that one.
         """
-        from axon_ps.collectives import mock_world
-
-        return mock_world.current() or World._current
+        own: weakref.ref[World] | None = getattr(of_thread, "world", None)
+        return (None if own is None else own()) or World._current
 
     @overload
     @staticmethod
