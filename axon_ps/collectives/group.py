@@ -541,7 +541,7 @@ class ProcessGroup(GroupBase):
 
         Args:
             ranks: positions in this group, in the order they shall have in the new one.
-            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the members are.
+            backend: a name of `axon_ps.Backend`; "auto" = by where the members are.
 
         Returns:
             The group; on workers that are not in it one whose collectives raise `Misuse`.
@@ -556,7 +556,7 @@ class ProcessGroup(GroupBase):
                 raise InvalidRequest(
                     f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
                 )
-        self._agree(f"new_group({chosen}, backend={backend!r})")
+        self._agree(f"new_group({chosen}, backend={str(backend)!r})")
         name = f"{self.name}/{self._numbered}"
         self._numbered += 1
         return self._sub_group(name, chosen, backend, self._timeout_s)

@@ -216,7 +216,7 @@ class World:
 
         Args:
             ranks: world ranks, in the order they shall have in the group.
-            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the workers are.
+            backend: a name of `axon_ps.Backend`; "auto" = by where the workers are.
 
         Returns:
             The group; on workers that are not in it one whose collectives raise `Misuse`.
