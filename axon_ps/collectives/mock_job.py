@@ -53,7 +53,9 @@ class MockJob:
     """
 
     def __init__(self, world_size: int, shards: int) -> None:
-        config = CoordinatorConfig(job=JOB, world_size=world_size, num_shards=shards, join_timeout_s=REPLACED_S)
+        config = CoordinatorConfig(
+            job=JOB, world_size=world_size, num_shards=shards, join_timeout_s=REPLACED_S, shares_process=True
+        )
         self.store = MemoryStore()
         self._network = new_network()
         self.coordinator = f"{self._host('coordinator')}:{PORT}"

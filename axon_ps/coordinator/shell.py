@@ -305,7 +305,8 @@ class Shell:
         self._timer = None
         late_s = self.now() - planned
         if late_s > PAUSE_S:
-            _logger.warning("the coordinator stood still for %.1f s; leases are extended by that", late_s)
+            level = logging.DEBUG if self.state.config.shares_process else logging.WARNING
+            _logger.log(level, "the coordinator stood still for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
         self.perform(self.state.tick(self.now()))
         self._log_stragglers()

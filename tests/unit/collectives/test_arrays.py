@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from axon_ps import World
+from axon_ps import ProcessGroup
 from axon_ps.errors import InvalidRequest
 
 
@@ -27,7 +27,7 @@ class OnlyDLPack:
 
 
 def group() -> Any:
-    return World.mock(1)[0].default_group
+    return ProcessGroup.mock()
 
 
 @pytest.mark.parametrize("kind", [array.array, memoryview])

@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-import axon_ps
 from axon_ps.collectives.group import ProcessGroup
 
 
 def on_ranks(world_size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
     """What `body(group)` returns on each of `world_size` threads; the first error otherwise."""
 
-    def one(world: Any) -> Any:
-        with world:
-            return body(world.default_group)
+    def one(group: ProcessGroup) -> Any:
+        try:
+            return body(group)
+        finally:
+            group.close()
 
     with ThreadPoolExecutor(world_size) as pool:
-        return [f.result(30) for f in [pool.submit(one, w) for w in axon_ps.World.mock(world_size)]]
+        return [f.result(30) for f in [pool.submit(one, group) for group in ProcessGroup.mock(world_size)]]
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -15,7 +15,6 @@ import torch
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.models import Models
 from axon_ps.collectives.steps import Ticket
-from axon_ps.collectives.world import World
 from axon_ps.coordinator.client import Registered
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
@@ -194,7 +193,7 @@ class FakeWorld:
     )
 
     def node_group(self) -> ProcessGroup:
-        return World.mock(1)[0].default_group
+        return ProcessGroup.mock()
 
     def replace_parameters(self, units: Iterable[tuple[int, Array]]) -> None:
         for unit, values in units:
@@ -208,7 +207,7 @@ class FakeGroup:
     def __init__(self) -> None:
         self.world = FakeWorld()
         self.ranks = (0,)
-        self._group = World.mock(1)[0].default_group
+        self._group = ProcessGroup.mock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GatherOptions, HashStore, ScatterOptions
 
-from axon_ps.collectives.world import World
+from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel.c10d import coalesced
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
@@ -29,16 +29,14 @@ def on_ranks(body: Callable[[AxonProcessGroup], Any]) -> list[Any]:
     results: list[Any] = [None] * N
     failures: list[BaseException] = []
 
-    def run(rank: int, world: Any) -> None:
+    def run(rank: int, mine: ProcessGroup) -> None:
         try:
-            group = AxonProcessGroup(
-                world.default_group, HashStore(), timeout_s=5.0, on_shutdown=lambda: None, split=no_split
-            )
+            group = AxonProcessGroup(mine, HashStore(), timeout_s=5.0, on_shutdown=lambda: None, split=no_split)
             results[rank] = body(group)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(i, world)) for i, world in enumerate(World.mock(N))]
+    threads = [threading.Thread(target=run, args=(i, mine)) for i, mine in enumerate(ProcessGroup.mock(N))]
     for thread in threads:
         thread.start()
     for thread in threads:

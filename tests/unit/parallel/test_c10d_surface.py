@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from axon_ps.collectives.world import World
+from axon_ps.collectives.group import ProcessGroup
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 
 _NO_BACKEND = "needs a backend of C++'s, and says so"
@@ -82,9 +82,8 @@ def test_every_name_that_torch_asks_for_is_answered() -> None:
 
 @pytest.fixture
 def group() -> AxonProcessGroup:
-    (world,) = World.mock(1)
     return AxonProcessGroup(
-        world.default_group, HashStore(), timeout_s=5.0, on_shutdown=lambda: None, split=lambda *_: pytest.fail("split")
+        ProcessGroup.mock(), HashStore(), timeout_s=5.0, on_shutdown=lambda: None, split=lambda *_: pytest.fail("split")
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from axon_ps import World
+from axon_ps import ProcessGroup, World
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import (
     DDP,
@@ -25,14 +25,14 @@ from axon_ps.parallel import (
 from parallel_fakes import FakeGroup
 
 
-def mock() -> World:
-    return World.mock(1)[0]  # type: ignore[return-value]
+def mock() -> ProcessGroup:
+    return ProcessGroup.mock()
 
 
 def diloco(**options: Any) -> DiLoCo:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return DiLoCo(model, optimizer, mock().default_group, inner_steps=2, **options)
+    return DiLoCo(model, optimizer, mock(), inner_steps=2, **options)
 
 
 UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
@@ -49,7 +49,7 @@ UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
         "group is 4; give a ProcessGroup, or a World for all of its workers",
     ),
     "a pipeline of modules and a group": (
-        lambda: Pipeline.from_modules([nn.Linear(2, 2)], mock().default_group),  # type: ignore[arg-type]
+        lambda: Pipeline.from_modules([nn.Linear(2, 2)], mock()),  # type: ignore[arg-type]
         r"num_stages is a ProcessGroup; .*from_modules\(modules, num_stages, group\)",
     ),
     "a synchronizer of a number": (
@@ -57,11 +57,11 @@ UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
         r"prepare\(\) was given 10; it needs a list of the parameters",
     ),
     "a column layer and a group": (
-        lambda: ColumnParallelLinear(4, 4, mock().default_group),  # type: ignore[arg-type]
+        lambda: ColumnParallelLinear(4, 4, mock()),  # type: ignore[arg-type]
         "bias is a ProcessGroup; it is True or False, and the group comes after it or as group=",
     ),
     "a row layer and a group": (
-        lambda: RowParallelLinear(4, 4, mock().default_group),  # type: ignore[arg-type]
+        lambda: RowParallelLinear(4, 4, mock()),  # type: ignore[arg-type]
         "bias is a ProcessGroup; it is True or False, and the group comes after it or as group=",
     ),
     "DiLoCo without momentum": (
@@ -93,8 +93,8 @@ def test_memory_stats_by_hand() -> None:
 
 
 def test_a_world_stands_for_its_workers() -> None:
-    world = mock()
-    ddp = DDP(nn.Linear(2, 2), world)
-    assert ddp.process_group is world.default_group
-    assert ColumnParallelLinear(4, 4, group=world).group is world.default_group  # type: ignore[arg-type]
-    assert Pipeline.from_modules([nn.Linear(2, 2)], 1, world, num_microbatches=1).num_stages == 1
+    with World.mock() as world:
+        ddp = DDP(nn.Linear(2, 2), world)
+        assert ddp.process_group is world.default_group
+        assert ColumnParallelLinear(4, 4, group=world).group is world.default_group  # type: ignore[arg-type]
+        assert Pipeline.from_modules([nn.Linear(2, 2)], 1, world, num_microbatches=1).num_stages == 1

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.work import Work
-from axon_ps.collectives.world import World
 from axon_ps.errors import AxonError, Broken, Disagreement, MemberLost, Timeout
 from axon_ps.parallel.memory import Meter
 from axon_ps.parallel.node import NodeSteps
@@ -80,7 +80,7 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
         steps = PartSteps()
         mine = NodeSteps(
             steps,  # type: ignore[arg-type]
-            MockGroups(data.default_group, control.default_group),
+            MockGroups(data, control),
             SPEC,
             DType.F32,
             2,
@@ -94,8 +94,8 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
         finally:
             mine.close()
 
-    worlds = zip(World.mock(size), World.mock(size), strict=True)
-    threads = [threading.Thread(target=run, args=(rank, *pair)) for rank, pair in enumerate(worlds)]
+    groups = zip(ProcessGroup.mock(size), ProcessGroup.mock(size), strict=True)
+    threads = [threading.Thread(target=run, args=(rank, *pair)) for rank, pair in enumerate(groups)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -258,7 +258,7 @@ class TwoGroups(MockGroups):
 
 @pytest.mark.parametrize("when", ["agree", "gather", "push", "vote"])
 def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_new_groups(when: str) -> None:
-    worlds = [World.mock(2) for _ in range(4)]
+    groups_of = [ProcessGroup.mock(2) for _ in range(4)]
     lost = MemberLost("rank 1 (node a) has left the job")
     arrived = threading.Barrier(2)
 
@@ -286,7 +286,7 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
 
     def run(rank: int) -> None:
         steps = PartSteps()
-        pairs = [(worlds[i][rank].default_group, worlds[i + 1][rank].default_group) for i in (0, 2)]
+        pairs = [(groups_of[i][rank], groups_of[i + 1][rank]) for i in (0, 2)]
         groups = TwoGroups(*pairs[0], others=pairs[1])
         mine = NodeSteps(steps, groups, SPEC, DType.F32, 2, pinned=False, meter=Meter())  # type: ignore[arg-type]
         try:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axon_ps import World
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Broken, Disagreement, InvalidRequest, Misuse
 from axon_ps.parallel.pipeline import (
@@ -47,12 +46,12 @@ def one_thread_each() -> Any:
 
 def on_threads(ranks: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
     """What `work` returns on each rank, or raises."""
-    worlds = World.mock(ranks)
+    groups = ProcessGroup.mock(ranks)
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(worlds[rank].default_group)
+            results[rank] = work(groups[rank])
         except Exception as error:
             results[rank] = error
 
@@ -61,8 +60,8 @@ def on_threads(ranks: int, work: Callable[[ProcessGroup], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    for world in worlds:
-        world.close()
+    for group in groups:
+        group.close()
     return results
 
 
