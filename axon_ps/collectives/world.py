@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
@@ -24,7 +25,7 @@ from axon_ps.collectives.models import Models
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
-from axon_ps.collectives.values import CheckpointInfo, info_of, json_of
+from axon_ps.collectives.values import CheckpointInfo, info_of
 from axon_ps.collectives.watch import key_of, watch
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
@@ -330,34 +331,35 @@ class World:
 
         Args:
             name: at most 500 bytes.
-            value: anything JSON can hold, at most 1 MiB of it.
+            value: what `all_gather_object` takes, at most 1 MiB of it.
 
         Raises:
-            InvalidRequest: JSON cannot hold `value`.
+            InvalidRequest: `value` cannot be sent; the message says what can.
         """
-        first = self._coordinator.kv_first(f"agree/{name}", json_of(value, "agree"), timeout_s=self._limit(None))
-        return json.loads(self._loop.run(first))
+        first = self._coordinator.kv_first(f"agree/{name}", encode(value, "agree"), timeout_s=self._limit(None))
+        return decode(self._loop.run(first), "agree")
 
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
         """Give every worker what every worker gave, in rank order. For small things: losses, settings.
 
-        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody.
+        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody. It goes through
+        the coordinator and so for workers who just came, too; `all_gather_object` is for a group, larger and faster.
 
         Args:
-            value: anything JSON can hold, at most 1 MiB of it.
+            value: what `all_gather_object` takes, at most 1 MiB of it.
             name: tells concurrent gathers apart.
             timeout_s: how long to wait for the others, in seconds.
 
         Raises:
-            InvalidRequest: JSON cannot hold `value`.
+            InvalidRequest: `value` cannot be sent; the message says what can.
             Timeout: a worker did not come; the message names it.
             GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
-        text = json_of(value, "gather_json")
+        text = encode(value, "gather_json")
         ranks = [m.rank for m in self.membership.workers]
         self.kv_put(f"{name}/{self.rank}", text)
         self._barrier(f"{name}/put", ranks, timeout_s)
-        values = [json.loads(self.kv_wait(f"{name}/{rank}", timeout_s)) for rank in ranks]
+        values = [decode(self.kv_wait(f"{name}/{rank}", timeout_s), "gather_json") for rank in ranks]
         self._barrier(f"{name}/got", ranks, timeout_s)
         return values
 
