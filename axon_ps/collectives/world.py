@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.collectives.encoding import decode, encode
@@ -365,17 +365,44 @@ class World:
 
     # ------------------------------------------------------------------ checkpoints
 
+    @overload
     def save_checkpoint(
-        self, uri: str, *, extra: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> CheckpointInfo:
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[False] = False,
+    ) -> CheckpointInfo: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[True],
+    ) -> LoopWork[CheckpointInfo]: ...
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
         """Have the shard servers write parameters and optimizer state at the current version; training may go on.
 
-        Call it on one worker. Returns when the checkpoint is complete.
+        Call it on one worker. Returns when the checkpoint is complete, or with `async_op` at once; this worker may then
+        train on, too, and what is written is of one version all the same: that at which the servers were asked.
 
         Args:
             uri: directory or fsspec URI that every shard server reaches.
             extra: what you want back on restore (sampler, schedule), as JSON values.
             timeout_s: how long it may take, in seconds.
+            async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. Nothing half-written
@@ -388,8 +415,11 @@ class World:
             extra_json = json.dumps(dict(extra or {}))
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
-        info = self._loop.run(self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
-        return info_of(info)
+
+        async def save() -> CheckpointInfo:
+            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
+
+        return LoopWork(self._loop, save(), f"saving {uri}") if async_op else self._loop.run(save())
 
     def restore_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> CheckpointInfo:
         """Have the shard servers load a checkpoint; the step under way aborts on every worker.
