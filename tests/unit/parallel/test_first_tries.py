@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import axon_ps
 from axon_ps import World
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import (
@@ -100,6 +101,15 @@ def test_a_pipeline_that_was_called_for_inference_has_no_graph_and_torch_says_so
     pipeline = Pipeline.from_modules([nn.Linear(2, 2)], 1, num_microbatches=1)
     with pytest.raises(RuntimeError, match="does not require grad"):
         pipeline(torch.ones(2, 2)).sum().backward()
+
+
+def test_names_that_the_crates_have_for_what_is_here() -> None:
+    world = mock()
+    ddp = DDP(nn.Linear(2, 2), world)
+    assert ddp.into_inner() is ddp.unwrap() is ddp.module
+    fsdp = FSDP(nn.Linear(2, 2), FakeGroup())  # type: ignore[arg-type]
+    assert fsdp.into_inner() is fsdp.unwrap() is fsdp.module
+    assert axon_ps.all_reduce_sum_group(torch.ones(2), world.default_group).tolist() == [1.0, 1.0]
 
 
 def test_short_forms_of_mixed_precision() -> None:
