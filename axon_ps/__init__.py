@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from axon_ps import errors
 from axon_ps.host.fork import turn_grpc_handlers_off
+from axon_ps.types import BackendName as Backend
 from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
@@ -122,7 +123,17 @@ if TYPE_CHECKING:
     from axon_ps.collectives.world import World
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointInfo", "ProcessGroup", "ReduceOp", "StepResult", "Work", "World", "__version__", "errors"]
+__all__ = [
+    "Backend",
+    "CheckpointInfo",
+    "ProcessGroup",
+    "ReduceOp",
+    "StepResult",
+    "Work",
+    "World",
+    "__version__",
+    "errors",
+]
 
 _COLLECTIVES = (
     "all_gather",

@@ -80,6 +80,21 @@ _STORAGE: dict[DType, np.dtype[Any]] = {
 }
 
 
+class BackendName(enum.StrEnum):
+    """The backends by name; public as `axon_ps.Backend`. Wherever one is asked for by name, the string does as well.
+
+    AUTO is the one that fits where the ranks are.
+    """
+
+    AUTO = "auto"
+    SHM = "shm"
+    GRPC = "grpc"
+    HIERARCHICAL = "hierarchical"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MOCK = "mock"
+
+
 class ReduceOp(enum.Enum):
     """How the contributions of several ranks become one. `MEAN` is another name of `AVERAGE`."""
 

@@ -102,6 +102,14 @@ class Backend(ABC):
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
+    def sibling(self, context: GroupContext) -> Backend:
+        """Another backend of this kind, for a group of some of our ranks; all of those make it together.
+
+        Raises:
+            AxonError: it cannot be made.
+        """
+        return type(self)(context)
+
     @property
     def rank(self) -> int:
         """Our position in the group."""

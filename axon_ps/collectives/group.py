@@ -7,19 +7,25 @@ Owns: what shapes and dtypes a collective takes and gives; turning arrays into f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from axon_ps.collectives import arrays, shapes
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation, disagreement
-from axon_ps.collectives.group_base import GroupBase
-from axon_ps.errors import InvalidRequest
+from axon_ps.collectives.group_base import GroupBase, MakeBackend
+from axon_ps.collectives.mock import MockBackend
+from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.selection import AUTO, DEVICE
+from axon_ps.errors import ConfigurationError, InvalidRequest, Misuse
 from axon_ps.reduction import ops as reduction
 from axon_ps.types import ReduceOp
 
 ANY_SOURCE = -1
+BACKEND_TIMEOUT_S = 60.0
+"""Default deadline of the operations of a group that was made of a backend."""
+
 _WORDS_BYTES = 256
 
 
@@ -50,12 +56,84 @@ class ProcessGroup(GroupBase):
         ranks: the members' world ranks, by position.
     """
 
-    @staticmethod
-    def mock(world_size: int = 1) -> list[ProcessGroup]:
-        """The group of `world_size` threads as each of them sees it: for tests and for trying things out."""
-        from axon_ps.collectives.mock_world import create_worlds
+    def __init__(self, backend: Backend, *, timeout_s: float = BACKEND_TIMEOUT_S) -> None:
+        """The group of the ranks that a backend joins; a world's groups come from the world.
 
-        return [world.default_group for world in create_worlds(world_size)]
+        Args:
+            backend: the group's; it is closed with the group. Sub-groups get siblings of it.
+            timeout_s: default deadline of every operation, in seconds.
+        """
+
+        def make(context: GroupContext, name: str) -> Backend:
+            if name not in (AUTO, DEVICE, backend.name):
+                raise ConfigurationError(
+                    f"group {backend.context.name!r} was made of a backend {backend.name!r}, and its sub-groups are, "
+                    f"too; leave out backend={name!r}, or make a backend of that kind"
+                )
+            return backend if context.name == backend.context.name else backend.sibling(context)
+
+        world = backend.world if isinstance(backend, MockBackend) else None
+        super().__init__(
+            backend.context, make, timeout_s=timeout_s, recorder=Recorder(), backend=backend.name, world=world
+        )
+        self._began_job = True
+
+    _began_job = False
+    """Whether the world, if there is one, is of a job of this group's own."""
+
+    @classmethod
+    def made_by(cls, context: GroupContext, make: MakeBackend, **options: Any) -> ProcessGroup:
+        """A group whose backends `make` makes when they are needed; `options` as of `GroupBase`."""
+        group = cls.__new__(cls)
+        GroupBase.__init__(group, context, make, **options)
+        return group
+
+    @staticmethod
+    def new(of: Backend | Sequence[int], *, timeout_s: float = BACKEND_TIMEOUT_S) -> ProcessGroup:
+        """`ProcessGroup(backend)`, or of world ranks `World.current().new_group(ranks)`.
+
+        Raises:
+            Misuse: ranks were given, and there is no current world.
+            InvalidRequest, Disagreement: as for `World.new_group`.
+        """
+        from axon_ps.collectives.world import World
+
+        if isinstance(of, Backend):
+            return ProcessGroup(of, timeout_s=timeout_s)
+        if (world := World.current()) is None:
+            raise Misuse("there is no current world to make a group of; call axon_ps.World.init() first")
+        return world.new_group(of)
+
+    @overload
+    @staticmethod
+    def mock() -> ProcessGroup: ...
+
+    @overload
+    @staticmethod
+    def mock(world_size: int) -> list[ProcessGroup]: ...
+
+    @staticmethod
+    def mock(world_size: int | None = None) -> ProcessGroup | list[ProcessGroup]:
+        """A group of threads of this process: for tests and for trying things out.
+
+        What needs a job, such as FSDP, has one: see `World.mock`. It begins when needed, and ends with the groups.
+
+        Args:
+            world_size: how many ranks; None = one, this thread.
+
+        Returns:
+            The group; of several ranks a list with the group as each of them sees it.
+        """
+        groups = [
+            ProcessGroup(backend) for backend in MockBackend.create_world(1 if world_size is None else world_size)
+        ]
+        return groups[0] if world_size is None else groups
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """See `GroupBase.close`; a job that began for the group ends with it."""
+        super().close(linger_s)
+        if self._began_job and self._world is not None:
+            self._world.close()
 
     # ------------------------------------------------------------------ collectives
 
@@ -407,32 +485,50 @@ class ProcessGroup(GroupBase):
 
     def recv(
         self,
-        out: Any,
+        out: Any = None,
         source: int = ANY_SOURCE,
         *,
         tag: int = 0,
+        shape: int | Sequence[int] | None = None,
+        dtype: Any = np.float32,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
         """Fill `out` with the next message of a rank (-1: of any rank) with this tag.
 
+        Args:
+            out: where it goes; None = a new numpy array.
+            source: who sends it.
+            tag: as it was sent with.
+            shape: without `out`, of what comes.
+            dtype: without `out`, numpy's of what comes.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work`.
+
         Returns:
-            The rank that sent it; with `async_op` a `Work` that gives it.
+            The rank that sent it, or without `out` the new array; with `async_op` a `Work` that gives it.
 
         Raises:
+            InvalidRequest: both `out` and `shape` were given, or neither.
             Disagreement: the message has another size or dtype; it is dropped.
         """
+        if (out is None) == (shape is None):
+            given = "neither was" if out is None else "both were"
+            raise InvalidRequest(
+                f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
+            )
+        made = None if shape is None else np.empty(shape, dtype)
         if source != ANY_SOURCE and self._checked_rank(source, "source") == self.rank:
             raise InvalidRequest(f"rank {source} cannot receive from itself")
-        flat = arrays.flatten(out, what="out")
+        flat = arrays.flatten(out if made is None else made, what="out")
         limit_s = self._limit(timeout_s)
         backend = self._backend_for(flat, limit_s)
 
-        def receive() -> int:
+        def receive() -> Any:
             with arrays.on_stream(flat):
                 sender = backend.recv(flat.array, flat.dtype, source, tag, limit_s)
                 flat.finish()
-                return sender
+                return sender if made is None else made
 
         sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
         what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"
@@ -445,7 +541,7 @@ class ProcessGroup(GroupBase):
 
         Args:
             ranks: positions in this group, in the order they shall have in the new one.
-            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the members are.
+            backend: a name of `axon_ps.Backend`; "auto" = by where the members are.
 
         Returns:
             The group; on workers that are not in it one whose collectives raise `Misuse`.
@@ -460,7 +556,7 @@ class ProcessGroup(GroupBase):
                 raise InvalidRequest(
                     f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
                 )
-        self._agree(f"new_group({chosen}, backend={backend!r})")
+        self._agree(f"new_group({chosen}, backend={str(backend)!r})")
         name = f"{self.name}/{self._numbered}"
         self._numbered += 1
         return self._sub_group(name, chosen, backend, self._timeout_s)
@@ -495,14 +591,14 @@ class ProcessGroup(GroupBase):
             store=self._context.store,
             timeout_s=min(self._context.timeout_s, timeout_s),
         )
-        group = ProcessGroup(
+        group = ProcessGroup.made_by(
             context,
             self._make,
             timeout_s=timeout_s,
             recorder=self._recorder,
             backend=backend,
             member=member,
-            world=self._world,
+            world=self._world or self._find_world,
         )
         self._children.append(group)
         return group

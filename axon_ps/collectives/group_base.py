@@ -58,7 +58,7 @@ class GroupBase:
         recorder: keeps what happened.
         backend: name of the backend for host memory, or "auto".
         member: whether this worker is one.
-        world: the world it belongs to; None for groups of threads.
+        world: the world it belongs to, or what finds it; None = it has none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GroupBase:
         recorder: Recorder,
         backend: str = "auto",
         member: bool = True,
-        world: World | None = None,
+        world: World | Callable[[], World] | None = None,
     ) -> None:
         self.name = context.name
         self.ranks = context.ranks
@@ -80,7 +80,8 @@ class GroupBase:
         self._recorder = recorder
         self._wanted = backend
         self._member = member
-        self._world = world
+        self._world: World | None = None if callable(world) else world
+        self._find_world: Callable[[], World] | None = world if callable(world) else None
         self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None
@@ -99,10 +100,15 @@ class GroupBase:
         """The world it belongs to.
 
         Raises:
-            Misuse: it is a group of threads, which has none.
+            Misuse: it has none, being made of a backend.
         """
+        if self._world is None and self._find_world is not None:
+            self._world = self._find_world()
         if self._world is None:
-            raise Misuse(f"group {self.name!r} consists of threads of this process and has no world")
+            raise Misuse(
+                f"group {self.name!r} was made of a backend and is in no job: what needs shard servers (FSDP, "
+                "optimizers, checkpoints) needs a group of World.init() or of World.mock()"
+            )
         return self._world
 
     @property
@@ -125,7 +131,7 @@ class GroupBase:
     @property
     def is_everybody(self) -> bool:
         """Whether it was made of all workers that there were."""
-        return self.name.startswith(EVERYBODY)
+        return self.name.startswith(EVERYBODY) and "/" not in self.name  # which sub-groups' names have
 
     def contains(self, rank: int) -> bool:
         """Whether a world rank is a member."""

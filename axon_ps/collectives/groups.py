@@ -162,7 +162,7 @@ class Groups:
             store=self._store,
             timeout_s=self._timeout_s,
         )
-        return ProcessGroup(
+        return ProcessGroup.made_by(
             context,
             self._make,
             timeout_s=self._timeout_s,

@@ -72,6 +72,10 @@ class GrpcBackend(RequestBackend):
         self._has_mail = False
         self._closed = False
 
+    def sibling(self, context: GroupContext) -> GrpcBackend:
+        """See `Backend.sibling`."""
+        return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._client))
+
     def _perform(self, request: Request, timeout_s: float) -> None:
         """See `RequestBackend`."""
         if self._error is not None:

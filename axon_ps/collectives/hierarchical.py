@@ -43,20 +43,44 @@ _MAX_NAME = 200
 
 
 class HierarchicalBackend(RequestBackend):
-    """See this module's notes. Most users call `create`.
+    """See this module's notes. All ranks of the group must make it together. `create` makes what it consists of, too.
 
     Args:
-        context: who the group is.
-        node: spans the ranks of our node, in the group's order; None if `flat` does everything.
-        lane: spans our lane; None when we are in none.
-        flat: spans the group; None if `node` does everything.
-        small_bytes: up to how many bytes a call goes through `flat` only.
+        intra: spans the ranks of our node, in the group's order.
+        inter: spans the group, and knows who is on which node (its members); lanes get siblings of it.
+        small_bytes: up to how many bytes a call goes through `inter` only.
+
+    Raises:
+        InvalidRequest: `intra` does not span our node.
+        AxonError: the backend of our lane cannot be made.
     """
 
     name: ClassVar[str] = "hierarchical"
     keeps_messages = True
 
-    def __init__(
+    def __init__(self, intra: Backend, inter: Backend, *, small_bytes: int = SMALL_BYTES) -> None:
+        context, topology = inter.context, Topology.of(inter.context.members)
+        neighbours = topology.nodes[topology.node_of(context.rank)]
+        local = topology.local(context.rank)
+        if (intra.rank, intra.world_size) != (local, len(neighbours)):
+            raise InvalidRequest(
+                f"intra is rank {intra.rank} of {intra.world_size}; needed is rank {local} of {len(neighbours)}, a "
+                f"backend of the ranks of node {context.members[context.rank].node!r}"
+            )
+        one, apart = len(topology.nodes) == 1, max(map(len, topology.nodes)) == 1
+        lane: Backend | None = None
+        if not one and not apart and local < topology.lanes:
+            lane = inter.sibling(_part(context, f"lane{local}", topology.lane(local)))
+        self._consist_of(
+            context,
+            node=None if apart and not one else intra,
+            lane=lane,
+            flat=None if one else inter,
+            small_bytes=small_bytes,
+        )
+        self._backends = [b for b in (inter, lane, intra) if b is not None]  # to be closed, also where one does all
+
+    def _consist_of(
         self,
         context: GroupContext,
         *,
@@ -65,6 +89,9 @@ class HierarchicalBackend(RequestBackend):
         flat: Backend | None,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
+        """`node` spans our node, None if `flat` does everything; `lane` our lane, None when we are in none; `flat` the
+        group, None if `node` does everything.
+        """
         super().__init__(context)
         self._backends = [b for b in (flat, lane, node) if b is not None]
         self.dtypes = tuple(dtype for dtype in DType if all(dtype in b.dtypes for b in self._backends))
@@ -100,9 +127,9 @@ class HierarchicalBackend(RequestBackend):
         """
         topology, everybody = Topology.of(context.members), range(len(context.ranks))
         if len(topology.nodes) == 1:
-            return cls(context, node=intra(_part(context, "node", everybody)), lane=None, flat=None)
+            return cls._of(context, node=intra(_part(context, "node", everybody)), lane=None, flat=None)
         if max(map(len, topology.nodes)) == 1:
-            return cls(context, node=None, lane=None, flat=inter(_part(context, "flat", everybody)))
+            return cls._of(context, node=None, lane=None, flat=inter(_part(context, "flat", everybody)))
         made: list[Backend] = []
         try:
             home = topology.node_of(context.rank)
@@ -117,7 +144,24 @@ class HierarchicalBackend(RequestBackend):
             for backend in made:
                 backend.close()
             raise
-        return cls(context, node=node, lane=lane, flat=flat, small_bytes=small_bytes)
+        return cls._of(context, node=node, lane=lane, flat=flat, small_bytes=small_bytes)
+
+    @classmethod
+    def _of(cls, context: GroupContext, **parts: Any) -> HierarchicalBackend:
+        backend = cls.__new__(cls)
+        backend._consist_of(context, **parts)
+        return backend
+
+    def sibling(self, context: GroupContext) -> Backend:
+        """See `Backend.sibling`."""
+        if self._whole is not None:
+            return self._whole.sibling(context)
+        return type(self).create(
+            context,
+            intra=self._node.backend.sibling,
+            inter=self._flat.backend.sibling,
+            small_bytes=self._small_bytes,
+        )
 
     # ------------------------------------------------------------------ agreement
 

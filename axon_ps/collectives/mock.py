@@ -13,16 +13,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 
 from axon_ps.collectives.backend import GroupContext, Operation, disagreement
 from axon_ps.collectives.request import Request, RequestBackend, check_message, describe
-from axon_ps.collectives.store import MemoryStore
+from axon_ps.collectives.store import AbortableStore, MemoryStore
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Timeout
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, Member, Role
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.world import World
 
 NODE = "mock"
 
@@ -146,18 +149,40 @@ class MockBackend(RequestBackend):
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
-        if not isinstance(context.store, MemoryStore):
-            raise InvalidRequest(f"MockBackend meets in a MemoryStore; the group has a {type(context.store).__name__}")
-        self._room = context.store.share(f"mock/{context.name}", lambda: _Room(context))
+        store = context.store.inner if isinstance(context.store, AbortableStore) else context.store
+        if not isinstance(store, MemoryStore):
+            raise InvalidRequest(
+                "the backend 'mock' is for threads of one process (World.mock(n)); the ranks of group "
+                f"{context.name!r} are processes, use 'auto'"
+            )
+        self._store = store
+        self._room = store.share(f"mock/{context.name}", lambda: _Room(context))
 
     @classmethod
-    def create_world(cls, n: int) -> list[MockBackend]:
+    def create_world(cls, n: int, *, nodes: Sequence[str] = ()) -> list[MockBackend]:
         """The backends of a group of `n` ranks, by rank: one for each of `n` threads.
+
+        `ProcessGroup(backend)` makes a group of each.
+
+        Args:
+            n: how many.
+            nodes: which node each is said to be on; empty = all on one.
 
         Raises:
             InvalidRequest: `n` is less than 1.
         """
-        return [cls(context) for context in mock_contexts(n)]
+        return [cls(context) for context in mock_contexts(n, nodes=nodes)]
+
+    def world(self) -> World:
+        """The world of this rank, of a job in this process that begins when the first rank asks for its world.
+
+        After an error: the next one that asks tries again.
+        """
+        from axon_ps.collectives.mock_world import create_worlds
+
+        nodes = [member.node for member in self.context.members]
+        worlds = self._store.share("mock/worlds", lambda: create_worlds(len(nodes), nodes=nodes))
+        return worlds[self.rank]
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns at once."""

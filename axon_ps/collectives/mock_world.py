@@ -1,89 +1,128 @@
-"""Worlds of threads: what `World` offers to collectives, in one process and without any server.
+"""Worlds of threads: all that a `World` offers, in one process, without any server to start.
 
-Owns: `MockWorld`, one per thread. Refuses: parameters, steps and checkpoints, which need servers; use
-`axon_ps.testing.LocalCluster` for those.
+Each thread has a real `World`, of a job whose coordinator and shard servers are in this process too
+(`collectives.mock_job`), so parameters, steps, checkpoints and the key-value store do what they do in a real job. Only
+collectives are other ones: those of `MockBackend`, by default.
+
+Owns: `MockWorld`, one per thread.
 """
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from types import TracebackType
 
-from axon_ps.collectives.backend import Backend, GroupContext
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.mock import MockBackend
-from axon_ps.collectives.recorder import Recorder
-from axon_ps.collectives.store import AbortableStore
+from axon_ps.collectives.backend import Store
+from axon_ps.collectives.environment import WorkerConfig
+from axon_ps.collectives.group_base import MakeBackend
+from axon_ps.collectives.mock import NODE, MockBackend
+from axon_ps.collectives.mock_job import JOB, START_S, MockJob
+from axon_ps.collectives.selection import BackendMaker
+from axon_ps.collectives.world import World, of_thread
+from axon_ps.errors import InvalidRequest
+from axon_ps.host import fork
+from axon_ps.shard.client import ShardGroup
+from axon_ps.shard.shell import warm_up
+from axon_ps.sharding.job import JobSpec
 
 TIMEOUT_S = 60.0
 
+class MockWorld(World):
+    """One thread's world. Made by `World.mock`; a context manager, inside which it is this thread's current world.
 
-class MockWorld:
-    """One thread's place among `world_size` threads. Made by `World.mock(n)`; a context manager.
+    Close every one, or leave its `with`: the job ends with the last. What nobody refers to any more is closed too.
 
-    Attributes:
-        default_group: all of them.
-        recorder: the last collectives of this one.
+    Args:
+        job: the job.
+        rank: its rank.
+        world_size: threads of the job.
+        node: the node that it is said to be on.
+        timeout_s: default deadline of every operation, in seconds.
     """
 
-    def __init__(self, backend: MockBackend, timeout_s: float) -> None:
-        self.recorder = Recorder()
-        self.default_group = ProcessGroup(
-            backend.context,
-            lambda context, _: self._make(backend, context),
-            timeout_s=timeout_s,
-            recorder=self.recorder,
-            backend="mock",
+    def __init__(self, job: MockJob, rank: int, world_size: int, node: str, timeout_s: float) -> None:
+        self._job = job
+        config = WorkerConfig(
+            coordinator=job.coordinator,
+            job=JOB,
+            rank=rank,
+            world_size=world_size,
+            node=node,
+            backend=MockBackend.name,
+            direct_memory=False,
         )
+        super().__init__(config, timeout_s=timeout_s, loop=job.loop)
+        self._forget = fork.finalize(self, job.forget)
 
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-        return self.default_group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of threads."""
-        return self.default_group.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """As `World.new_group`."""
-        return self.default_group.new_group(ranks)
-
-    def barrier(self, timeout_s: float | None = None) -> None:
-        """Return when every thread has called it."""
-        self.default_group.barrier(timeout_s)
-
-    def close(self) -> None:
-        """End it. Harmless when repeated."""
-        self.default_group.close()
+    def make_current(self) -> None:
+        """Have it be `World.current()` in this thread until it is closed, or nobody has it any more."""
+        of_thread.world = weakref.ref(self)
 
     def __enter__(self) -> MockWorld:
+        self.make_current()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
+        return _Shards(config.security)
+
+    def _make_backends(self) -> MakeBackend:
+        return BackendMaker(self._make_grpc, threads=True)
+
+    def _make_store(self, timeout_s: float) -> Store:
+        return self._job.store
+
+    def _end_loop(self) -> None:
+        if World.current() is self:
+            del of_thread.world
+        if self._forget.detach() is not None:
+            self._job.leave()
+
+
+class _Shards(ShardGroup):
+    """The servers of this process."""
 
     @staticmethod
-    def _make(root: MockBackend, context: GroupContext) -> Backend:
-        if context.name == root.context.name:
-            return root
-        assert isinstance(context.store, AbortableStore)
-        return MockBackend(replace(context, store=context.store.inner))
+    def warm_up(spec: JobSpec) -> None:
+        """Compile what the servers need, too: here, for on the loop that they share with us everybody would wait."""
+        ShardGroup.warm_up(spec)
+        warm_up(spec)
 
 
-def create_worlds(world_size: int, timeout_s: float = TIMEOUT_S) -> list[MockWorld]:
-    """Worlds for as many threads.
+def create_worlds(
+    world_size: int, *, shards: int = 1, nodes: int | Sequence[str] = 1, timeout_s: float = TIMEOUT_S
+) -> list[MockWorld]:
+    """Worlds for as many threads, by rank; all of them have joined.
+
+    Args:
+        world_size: how many.
+        shards: shard servers of their job.
+        nodes: how many nodes they are said to be on, each with as many; or the node of each, by rank.
+        timeout_s: default deadline of every operation, in seconds.
 
     Raises:
-        InvalidRequest: there must be at least one.
+        InvalidRequest: there is less than one, or not the same number for every node.
+        ConfigurationError: there is less than one server.
     """
-    return [MockWorld(backend, timeout_s) for backend in MockBackend.create_world(world_size)]
+    if world_size < 1:
+        raise InvalidRequest(f"a world was asked for with {world_size} ranks; it needs at least 1")
+    if isinstance(nodes, int):
+        if nodes < 1 or world_size % nodes:
+            raise InvalidRequest(f"{world_size} ranks cannot be on {nodes} nodes; every node needs the same number")
+        nodes = [f"{NODE}-{rank * nodes // world_size}" for rank in range(world_size)]
+    job = MockJob(world_size, shards)
+    worlds = [MockWorld(job, rank, world_size, node, timeout_s) for rank, node in enumerate(nodes)]
+
+    async def join() -> None:
+        await asyncio.wait_for(asyncio.gather(*(w._coordinator.start(START_S) for w in worlds)), START_S)
+
+    try:
+        job.loop.run(join(), 2 * START_S)
+        for world in worlds:
+            world.steps.wait_complete(START_S)
+            world.steps.newcomers()
+    except BaseException:
+        for world in worlds:
+            world.close()
+        raise
+    return worlds

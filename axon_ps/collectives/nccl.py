@@ -33,7 +33,7 @@ from axon_ps.collectives.nccl_messages import Messages
 from axon_ps.collectives.nccl_symbols import MAX, NCCL_DTYPES, NcclUniqueId, nccl_op, version_of
 from axon_ps.collectives.nccl_watchdog import Watchdog
 from axon_ps.collectives.request import Request, RequestBackend, check_message
-from axon_ps.errors import AxonError, Closed, InvalidRequest, NcclError, Timeout
+from axon_ps.errors import AxonError, Closed, InvalidRequest, Misuse, NcclError, Timeout
 from axon_ps.types import NUMBERS, Array, DType, ReduceOp
 
 _BITWISE: dict[ReduceOp, Any] = {
@@ -214,6 +214,19 @@ class NcclBackend(RequestBackend):
                 backend.close()
             raise errors[0]
         return backends
+
+    def sibling(self, context: GroupContext) -> NcclBackend:
+        """See `Backend.sibling`; on our GPU.
+
+        Raises:
+            Misuse: the ranks share nothing but the unique id.
+        """
+        if not self._knows_others:
+            raise Misuse(
+                "an NcclBackend made from a unique id alone has no sub-groups: give it a context, make it by "
+                "NcclBackend.create_world, or ask a world for the group"
+            )
+        return type(self).create(context, device=self.device)
 
     @staticmethod
     def generate_unique_id() -> NcclUniqueId:

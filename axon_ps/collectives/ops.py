@@ -2,8 +2,8 @@
 
 Owns: the functional names. Every function that communicates takes
 
-    group: the ranks that take part; a world stands for its default group; None = all workers of the current world
-        (`World.current()`)
+    group: the ranks that take part, also by position, after what the function is about; a world stands for its default
+        group; None = all workers of the current world (`World.current()`)
     timeout_s: how long it may take, in seconds; None = the world's default
     async_op: return a `Work` at once, whose `wait()` gives what the function would have returned
 
@@ -66,17 +66,17 @@ def as_group(given: Any) -> ProcessGroup:
     return cast("ProcessGroup", group)
 
 
-def rank(group: ProcessGroup | None = None) -> int:
+def rank(group: ProcessGroup | World | None = None) -> int:
     """This worker's position."""
     return current_group(group).rank
 
 
-def world_size(group: ProcessGroup | None = None) -> int:
+def world_size(group: ProcessGroup | World | None = None) -> int:
     """Number of workers."""
     return current_group(group).world_size
 
 
-def is_main_process(group: ProcessGroup | None = None) -> bool:
+def is_main_process(group: ProcessGroup | World | None = None) -> bool:
     """Whether this is the first rank: the one that logs and saves."""
     return current_group(group).rank == 0
 
@@ -84,9 +84,9 @@ def is_main_process(group: ProcessGroup | None = None) -> bool:
 def _all_reduce(op: ReduceOp, words: str) -> Callable[..., Any]:
     def all_reduce(
         data: Any,
+        group: ProcessGroup | World | None = None,
         *,
         out: Any = None,
-        group: ProcessGroup | None = None,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -119,14 +119,19 @@ def all_reduce_sum_group(
 
 
 def broadcast(
-    data: Any, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+    data: Any, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
 ) -> Any:
     """`data` becomes that of the first rank; returns it."""
     return broadcast_from(data, 0, group=group, timeout_s=timeout_s, async_op=async_op)
 
 
 def broadcast_from(
-    data: Any, src: int, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+    data: Any,
+    src: int,
+    group: ProcessGroup | World | None = None,
+    *,
+    timeout_s: float | None = None,
+    async_op: bool = False,
 ) -> Any:
     """`data` becomes that of rank `src`; returns it."""
     return current_group(group).broadcast(data, src, timeout_s=timeout_s, async_op=async_op)
@@ -134,10 +139,10 @@ def broadcast_from(
 
 def all_gather(
     data: Any,
+    group: ProcessGroup | World | None = None,
     *,
     out: Any = None,
     counts: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -149,10 +154,10 @@ def all_gather(
 def _reduce_scatter(op: ReduceOp, words: str) -> Callable[..., Any]:
     def reduce_scatter(
         data: Any,
+        group: ProcessGroup | World | None = None,
         *,
         out: Any = None,
         counts: Sequence[int] | None = None,
-        group: ProcessGroup | None = None,
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -173,10 +178,10 @@ reduce_scatter_mean = _reduce_scatter(ReduceOp.AVERAGE, "mean")
 def gather_tensor(
     data: Any,
     dst: int = 0,
+    group: ProcessGroup | World | None = None,
     *,
     out: Any = None,
     counts: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -188,10 +193,10 @@ def gather_tensor(
 def scatter_tensor(
     data: Any,
     src: int = 0,
+    group: ProcessGroup | World | None = None,
     *,
     out: Any = None,
     counts: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -202,11 +207,11 @@ def scatter_tensor(
 
 def all_to_all(
     data: Any,
+    group: ProcessGroup | World | None = None,
     *,
     out: Any = None,
     output_counts: Sequence[int] | None = None,
     input_counts: Sequence[int] | None = None,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -221,7 +226,9 @@ def all_to_all(
     )
 
 
-def barrier(*, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False) -> Any:
+def barrier(
+    group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
+) -> Any:
     """Return when every rank has called it."""
     return current_group(group).barrier(timeout_s, async_op=async_op)
 
@@ -229,9 +236,9 @@ def barrier(*, group: ProcessGroup | None = None, timeout_s: float | None = None
 def send(
     data: Any,
     dst: int,
+    group: ProcessGroup | World | None = None,
     *,
     tag: int = 0,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -240,20 +247,26 @@ def send(
 
 
 def recv(
-    out: Any,
+    out: Any = None,
     src: int = ANY_SOURCE,
+    group: ProcessGroup | World | None = None,
     *,
     tag: int = 0,
-    group: ProcessGroup | None = None,
+    shape: int | Sequence[int] | None = None,
+    dtype: Any = np.float32,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`."""
-    return current_group(group).recv(out, src, tag=tag, timeout_s=timeout_s, async_op=async_op)
+    """Fill `out` with the next message of rank `src` (-1: of any); returns who sent it. See `ProcessGroup.recv`.
+
+    Without `out` it returns a new array of `shape` and `dtype` with the message.
+    """
+    more = {"shape": shape, "dtype": dtype, "timeout_s": timeout_s, "async_op": async_op}
+    return current_group(group).recv(out, src, tag=tag, **more)
 
 
 def sync_gradient(
-    gradient: Any, *, group: ProcessGroup | None = None, timeout_s: float | None = None, async_op: bool = False
+    gradient: Any, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
 ) -> Any:
     """Average one gradient over the ranks, in place; returns it."""
     return all_reduce_mean(gradient, group=group, timeout_s=timeout_s, async_op=async_op)
@@ -261,8 +274,8 @@ def sync_gradient(
 
 def sync_gradients(
     gradients: Iterable[Any],
+    group: ProcessGroup | World | None = None,
     *,
-    group: ProcessGroup | None = None,
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -295,7 +308,9 @@ def sync_gradients(
     return _after(work, finish) if async_op else finish()
 
 
-def empty_shared(shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | None = None) -> Any:
+def empty_shared(
+    shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | World | None = None
+) -> Any:
     """A numpy array that lies in memory which the ranks of one host share, so that collectives do not copy it.
 
     Where the group has no shared memory it is an ordinary array; everything works, with the usual copies.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
-from axon_ps.types import Member
+from axon_ps.types import BackendName, Member
 
-AUTO, DEVICE = "auto", "device"
-NAMES = ("shm", "grpc", "hierarchical", "gloo", "nccl")
+AUTO, DEVICE = BackendName.AUTO.value, "device"
+NAMES = tuple(name.value for name in BackendName if name is not BackendName.AUTO)
 
 Make = Callable[[GroupContext], Backend]
 _logger = logging.getLogger(__name__)
@@ -48,10 +48,13 @@ class BackendMaker:
 
     Args:
         grpc: makes one that goes through the shard servers.
+        threads: whether the ranks are threads of this process: then "mock" serves every memory, if nothing else is
+            asked for.
     """
 
-    def __init__(self, grpc: Make) -> None:
+    def __init__(self, grpc: Make, *, threads: bool = False) -> None:
         self._grpc = grpc
+        self._threads = threads
 
     def __call__(self, context: GroupContext, name: str) -> Backend:
         """The backend called `name`, or one that fits if it is "auto" or "device" (device memory). Collective.
@@ -60,6 +63,8 @@ class BackendMaker:
             ConfigurationError: there is no backend of that name.
             AxonError: it cannot be made here.
         """
+        if self._threads and name in (AUTO, DEVICE):
+            return self._named(context, "mock")
         if name == DEVICE:
             return self._named(context, "nccl")
         if name != AUTO:
@@ -88,6 +93,10 @@ class BackendMaker:
             from axon_ps.collectives.nccl import NcclBackend
 
             return NcclBackend.create(context)
+        if name == "mock":
+            from axon_ps.collectives.mock import MockBackend
+
+            return MockBackend(context)
         if name in _registered:
             return _registered[name](context)
         known = ", ".join((*NAMES, *_registered))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
-from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.backend import Backend, GroupContext, Store
 from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.group_base import LINGER_S
+from axon_ps.collectives.group_base import LINGER_S, MakeBackend
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.job_store import JobStore
 from axon_ps.collectives.models import Models
@@ -30,7 +32,7 @@ from axon_ps.collectives.watch import key_of, watch
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
 from axon_ps.coordinator.events import UPLOADED
-from axon_ps.errors import Closed, GenerationChanged, InvalidRequest
+from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.collective_client import CollectiveClient
@@ -38,11 +40,11 @@ from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, Member, Membership, Role
 
-if TYPE_CHECKING:
-    from axon_ps.collectives.mock_world import MockWorld
-
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
+
+of_thread = threading.local()
+"""Its `world`, if there is one, is the current world of a thread that has entered one of `World.mock`."""
 
 
 class World:
@@ -51,6 +53,10 @@ class World:
     Args:
         config: how to join.
         timeout_s: default deadline of every operation, in seconds.
+        loop: where everything runs; None = a loop of its own.
+
+    Raises:
+        Misuse: no `config` was given: `World.init()` makes a world and joins.
 
     Attributes:
         steps: this worker's half of the training steps.
@@ -60,12 +66,23 @@ class World:
 
     _current: ClassVar[World | None] = None
 
-    def __init__(self, config: WorkerConfig, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        loop: BackgroundLoop | None = None,
+    ) -> None:
+        if config is None:
+            raise Misuse(
+                "World() joins no job; World.init() joins the one that the environment names, and World.mock() makes "
+                "one of this process alone"
+            )
         self._config = config
         self._timeout_s = timeout_s
         self._closed = False
-        self._loop = BackgroundLoop(name="axon-ps")
-        self._shards = ShardGroup(config.security, node=config.node if config.direct_memory else "")
+        self._loop = loop or BackgroundLoop(name="axon-ps")
+        self._shards = self._make_shards(config)
         self._coordinator = CoordinatorClient(
             config.coordinator,
             job=config.job,
@@ -75,7 +92,7 @@ class World:
             requested_rank=config.rank,
             world_size=config.world_size,
             standby=config.standby,
-            on_event=self._on_event,
+            on_event=_weakly(self._on_event),
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
         self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
@@ -83,8 +100,8 @@ class World:
         self.recorder = Recorder()
         self._groups = Groups(
             self,
-            BackendMaker(self._make_grpc),
-            JobStore(self._loop, self._coordinator, timeout_s),
+            self._make_backends(),
+            self._make_store(timeout_s),
             backend=config.backend,
             timeout_s=timeout_s,
             recorder=self.recorder,
@@ -131,6 +148,8 @@ class World:
         World._current = world
         world._loop.submit(world._watch())
         return world
+
+    new = init
 
     @property
     def rank(self) -> int:
@@ -198,7 +217,7 @@ class World:
 
         Args:
             ranks: world ranks, in the order they shall have in the group.
-            backend: "shm", "grpc", "hierarchical", "gloo", or "auto" = by where the workers are.
+            backend: a name of `axon_ps.Backend`; "auto" = by where the workers are.
 
         Returns:
             The group; on workers that are not in it one whose collectives raise `Misuse`.
@@ -224,15 +243,54 @@ class World:
 
     @staticmethod
     def current() -> World | None:
-        """The world this process has joined last and not closed; None when there is none."""
-        return World._current
+        """The world this process has joined last and not closed; None when there is none.
+
+        In a thread that has entered a world of `mock` it is that one.
+        """
+        own: weakref.ref[World] | None = getattr(of_thread, "world", None)
+        return (None if own is None else own()) or World._current
+
+    @overload
+    @staticmethod
+    def mock(*, shards: int = 1, timeout_s: float = 60.0) -> World: ...
+
+    @overload
+    @staticmethod
+    def mock(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0) -> list[World]: ...
 
     @staticmethod
-    def mock(world_size: int = 1) -> list[MockWorld]:
-        """Worlds of threads of this process, one for each: for tests and for trying things out."""
+    def mock(
+        world_size: int | None = None, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0
+    ) -> World | list[World]:
+        """A job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
+
+        Coordinator and shard servers are the real ones, so all that works in a job works here: every sharding strategy,
+        optimizers, checkpoints. Its workers are threads of this process, which share the interpreter: a device of
+        their own, or a crash, they cannot have.
+
+            with World.mock() as world: ...               # alone, in this thread
+            for world in World.mock(2): start a thread that does `with world: train()`
+
+        Args:
+            world_size: how many workers; None = one, which is this thread's current world at once.
+            shards: how many shard servers.
+            nodes: how many nodes the workers are said to be on.
+            timeout_s: default deadline of every operation, in seconds.
+
+        Returns:
+            The world; of several workers a list, by rank. Each is to be closed, as every world.
+
+        Raises:
+            InvalidRequest: `world_size` is less than 1, or not a multiple of `nodes`.
+            ConfigurationError: `shards` is less than 1.
+        """
         from axon_ps.collectives.mock_world import create_worlds
 
-        return create_worlds(world_size)
+        worlds = create_worlds(1 if world_size is None else world_size, shards=shards, nodes=nodes, timeout_s=timeout_s)
+        if world_size is not None:
+            return list(worlds)
+        worlds[0].make_current()
+        return worlds[0]
 
     def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
         """Return when every worker has called it.
@@ -513,6 +571,16 @@ class World:
             lambda: self._coordinator.kv_delete(key),
         )
 
+    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
+        return ShardGroup(config.security, node=config.node if config.direct_memory else "")
+
+    def _make_backends(self) -> MakeBackend:
+        return BackendMaker(self._make_grpc)
+
+    def _make_store(self, timeout_s: float) -> Store:
+        """Where the groups' members meet."""
+        return JobStore(self._loop, self._coordinator, timeout_s)
+
     def _make_grpc(self, context: GroupContext) -> Backend:
         from axon_ps.collectives.grpc_backend import GrpcBackend, GrpcCalls
 
@@ -543,7 +611,11 @@ class World:
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
         finally:
-            self._loop.close()
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        """Free what everything has run on."""
+        self._loop.close()
 
     def _at_exit(self) -> None:
         self.close(finished=process_went_well())
@@ -556,3 +628,14 @@ class World:
     ) -> None:
         if not fork.is_fork():  # which leaves the block, and not the job
             self.close(finished=going_well())
+
+
+def _weakly(listener: Callable[[Event], None]) -> Callable[[Event], None]:
+    """The method `listener`, of an object that who calls it does not keep: a world nobody refers to may go."""
+    method = weakref.WeakMethod(listener)
+
+    def call(event: Event) -> None:
+        if (listen := method()) is not None:
+            listen(event)
+
+    return call

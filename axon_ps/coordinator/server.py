@@ -15,7 +15,7 @@ from axon_ps.coordinator.shell import Shell
 from axon_ps.coordinator.state import CoordinatorState
 from axon_ps.storage.state_store import StateStore
 from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
+from axon_ps.transport.server import listen
 from axon_ps.transport.service import service_handler
 
 GRACE_S: Final = 1.0
@@ -35,7 +35,7 @@ async def serve(
 
     Args:
         config: the job.
-        host: address to listen on.
+        host: address to listen on, or a host of this process (see `transport.in_process`).
         port: port to listen on; 0 = any free one.
         security: TLS and token.
         store: durable state; a job found in it goes on. Not closed here.
@@ -50,7 +50,7 @@ async def serve(
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
     handler = service_handler(SERVICE, CoordinatorServicer(shell))
-    server = Server(host, port, security, [handler], [SERVICE.full_name])
+    server = listen(host, port, security, [handler], [SERVICE.full_name])
     try:
         ready(await server.start())
         await _until(stop, shell)

@@ -2,7 +2,7 @@
 
 Note: [Written before it is said]
     Actions are performed in the order in which the state machine gave them, by one task. It takes everything that has
-    piled up, writes all records of it in one transaction (in a thread, so that heartbeats go on meanwhile), and only
+    piled up, writes all records of it in one transaction (in a thread if that may take a while), and only
     then pushes and replies. Moving records forward past pushes of the same pile is harmless: they are written earlier
     than they had to be. A full disk holds everything back until there is space again, since what was decided can
     neither be taken back nor announced; any other failure of the store ends the coordinator.
@@ -220,7 +220,10 @@ class Shell:
     async def _write(self, records: list[Record]) -> None:
         while records:
             try:
-                await self._loop.run_in_executor(self._executor, self._store.apply, records)
+                if self._store.blocks:
+                    await self._loop.run_in_executor(self._executor, self._store.apply, records)
+                else:
+                    self._store.apply(records)
                 if self._store_trouble:
                     _logger.warning("the coordinator's state can be written again")
                 self._store_trouble = ""

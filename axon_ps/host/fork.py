@@ -132,9 +132,9 @@ def not_at_exit(callback: Callable[[], object]) -> None:
     atexit.unregister(_at_exit.pop(callback, callback))
 
 
-def finalize(owner: object, callback: Callable[..., object], *args: Any) -> None:
+def finalize(owner: object, callback: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
     """`weakref.finalize`, but not in forks."""
-    weakref.finalize(owner, _finalize, callback, args)
+    return weakref.finalize(owner, _finalize, callback, args)
 
 
 def _finalize(callback: Callable[..., object], args: tuple[Any, ...]) -> None:

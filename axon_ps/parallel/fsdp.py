@@ -30,7 +30,13 @@ from axon_ps.parallel.runtime import ModuleUnit, Runtime
 from axon_ps.parallel.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats, UnitBytes
 from axon_ps.parallel.steps import Steps
-from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy, checked_node_size, checked_policy
+from axon_ps.parallel.strategy import (
+    CPUOffload,
+    ShardingStrategy,
+    check_sub_group,
+    checked_node_size,
+    checked_policy,
+)
 from axon_ps.parallel.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
@@ -53,7 +59,8 @@ class FullyShardedDataParallel(ShardedValues):
     Args:
         module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
             lowest rank that registers first; those of the others are dropped.
-        group: the workers that train it: a world, or its default group; None = the current world.
+        group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
+            be any group of the world.
         sharding_strategy: what a worker keeps between uses.
         cpu_offload: what of it is in host memory.
         mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16.
@@ -72,7 +79,8 @@ class FullyShardedDataParallel(ShardedValues):
         LayoutMismatch: another worker wrapped another module; the message says where they differ.
         Misuse: the job has a model already that this process wrapped; the message names both. Under NO_SHARD there may
             be several, for nothing of them is on the servers.
-        InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the policy does not
+        InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the group is not the
+            whole world, whose servers decide each step together with all of its workers. Or the policy does not
             go with the strategy: where replicas step alone, others change the parameters between forward and backward,
             so this worker must keep those that forward saw.
 
@@ -102,10 +110,7 @@ class FullyShardedDataParallel(ShardedValues):
         if unit_types and auto_wrap_policy is not None:
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
         if not group.is_everybody and len(group.ranks) != group.world.world_size:  # it may change at any moment
-            raise InvalidRequest(
-                f"the group has {len(group.ranks)} of the world's {group.world.world_size} workers; parameters are "
-                "sharded over the whole world, pass world.default_group"
-            )
+            check_sub_group(len(group.ranks), group.world.world_size, sharding_strategy)
         self._group = group
         self._strategy = sharding_strategy
         self._precision = MixedPrecision.of(mixed_precision)

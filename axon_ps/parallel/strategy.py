@@ -29,12 +29,20 @@ class ShardingStrategy(enum.Enum):
 
     NO_SHARD (DDP): everything is kept, and the servers hold nothing. Gradients are averaged over the workers while
     backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
+
+    ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 divides nothing but the optimizer's state, which is on the
+    servers here in every strategy that uses them; what comes closest is SHARD_GRAD_OP, which keeps parameters whole. A
+    gradient is whole until it is sent, as backward makes it, and then nowhere on the workers: who wants the averages in
+    `param.grad` takes NO_SHARD.
     """
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
+    ZERO_1 = SHARD_GRAD_OP
+    ZERO_2 = SHARD_GRAD_OP  # noqa: PIE796  (an alias)
+    ZERO_3 = FULL_SHARD
 
 
 class CPUOffload(enum.Enum):
@@ -68,6 +76,25 @@ class CPUOffload(enum.Enum):
     def stages_grads(self) -> bool:
         """Whether gradients that wait are on the host."""
         return self is CPUOffload.FULL
+
+
+def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> None:
+    """Refuse to train on some of the world's workers where it takes all of them.
+
+    Args:
+        size: workers of the group.
+        world_size: workers of the world.
+        strategy: the strategy.
+
+    Raises:
+        InvalidRequest: its steps are made on the servers.
+    """
+    if strategy is not ShardingStrategy.NO_SHARD:
+        raise InvalidRequest(
+            f"the group is a sub-group, of {size} of the world's {world_size} workers, and a step of {strategy.name} "
+            "takes the whole world: the servers make it once every worker has sent its gradients. Pass the world; or, "
+            "along one axis of a mesh, use ShardingStrategy.NO_SHARD or DistributedDataParallel"
+        )
 
 
 def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOffload) -> Policy:

@@ -326,7 +326,9 @@ class ShardedValues(ModuleWrapper):
                 info = local_checkpoint.save(
                     uri, self._spec, self._runtime, self._moments(optimizer), extra or {}, version
                 )
-        elif world.is_main_process:
+            self._group.barrier()
+            return info
+        if world.is_main_process:
             info = world.save_checkpoint(uri, extra=extra)
         world.barrier("axon_ps/save_checkpoint")
         return info
@@ -345,7 +347,7 @@ class ShardedValues(ModuleWrapper):
         world = self._group.world
         if isinstance(self._runtime, ReplicatedRuntime):
             info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer))
-            world.barrier("axon_ps/load_checkpoint")
+            self._group.barrier()
             return info
         before = world.steps.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters

@@ -15,7 +15,7 @@ from axon_ps.shard.servicer import ShardServicer
 from axon_ps.shard.shell import ShardShell
 from axon_ps.transport.channels import join_address
 from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
+from axon_ps.transport.server import listen
 from axon_ps.transport.service import service_handler
 from axon_ps.types import Role
 from axon_ps.wire.v1 import shard_pb2
@@ -31,7 +31,7 @@ class ShardConfig:
     Attributes:
         coordinator: "host:port" of the coordinator.
         job: name of the job.
-        host: address to listen on.
+        host: address to listen on, or a host of this process (see `transport.in_process`).
         port: port to listen on; 0 = any free one.
         advertise: "host" or "host:port" where workers reach us; empty = `host`, or our host name if that is a wildcard.
         node: host or container we run on; empty = our host name.
@@ -75,7 +75,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
     shell = ShardShell(config.job, config.threads)
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
-    server = Server(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
+    server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
     session: CoordinatorClient | None = None
     try:
         port = await server.start()

@@ -26,6 +26,7 @@ from axon_ps.shard.collective_shell import CollectiveShell
 from axon_ps.shard.engine import Push, ShardEngine
 from axon_ps.shard.reach import Callers
 from axon_ps.shard.waiters import Waiters
+from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
 from axon_ps.wire.v1.common_pb2 import CallContext
 
@@ -54,6 +55,16 @@ class Reports(Protocol):
 
     def restore_report(self, epoch: int, error: AxonError) -> None:
         """We could not restore."""
+
+
+def warm_up(spec: JobSpec) -> None:
+    """Compile what a server needs for a layout. Any thread but the loop's: it may take seconds."""
+    precision = spec.precision
+    for dtype in (precision.param, precision.grad):
+        cast.warm_up(dtype)
+    for compression in (precision.param_compression, precision.grad_compression):
+        if compression is not None:
+            compressor_of(compression).warm_up()
 
 
 class ShardShell:
@@ -157,10 +168,7 @@ class ShardShell:
         self._epoch = max(self._epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             self.engine.configure(job.spec, self.reports.rank, self.reports.num_shards)
-            precision = job.spec.precision
-            how = [compressor_of(c) for c in (precision.param_compression, precision.grad_compression) if c is not None]
-            casts = [partial(cast.warm_up, dtype) for dtype in (precision.param, precision.grad)]
-            self._start(self._warm_up(*casts, *(compressor.warm_up for compressor in how)))
+            self._start(self._warm_up(partial(warm_up, job.spec)))
             if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
                 self.reports.initialized(version=job.version, epoch=self._epoch)
         if job.optimizer is not None and self.engine.updater is None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
 
@@ -37,7 +37,13 @@ class Record:
 
 
 class StateStore(ABC):
-    """Durable records. Methods are called one at a time, from one thread at a time."""
+    """Durable records. Methods are called one at a time, from one thread at a time.
+
+    Attributes:
+        blocks: whether `apply` may take a while; who has an event loop to run calls it elsewhere then.
+    """
+
+    blocks: ClassVar[bool] = True
 
     @abstractmethod
     def load(self) -> Mapping[str, bytes]:
@@ -70,6 +76,8 @@ class StateStore(ABC):
 
 class MemoryStateStore(StateStore):
     """Records in memory: a coordinator with this store starts afresh when it is restarted."""
+
+    blocks = False
 
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}

@@ -1,6 +1,7 @@
-"""What users need to test programs that use axon_ps: a cluster of real processes on this machine."""
+"""What users need to test programs that use axon_ps: real processes on this machine, or workers in threads."""
 
 from axon_ps.testing.cluster import LocalCluster
+from axon_ps.testing.threads import run_threads
 from axon_ps.testing.workers import WorkerFailed, WorkerResult, preloaded
 
-__all__ = ["LocalCluster", "WorkerFailed", "WorkerResult", "preloaded"]
+__all__ = ["LocalCluster", "WorkerFailed", "WorkerResult", "preloaded", "run_threads"]

@@ -12,13 +12,14 @@ import os
 import socket
 import stat
 from functools import cache
-from typing import Final
+from typing import Final, cast
 from weakref import WeakKeyDictionary
 
 import grpc
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.host import fork
+from axon_ps.transport.in_process import InProcessChannel, is_in_process
 from axon_ps.transport.security import Security, is_loopback
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -90,7 +91,8 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
-        address: "host:port"; an IPv6 host stands in brackets.
+        address: "host:port"; an IPv6 host stands in brackets. One of this process (`transport.in_process`) is called
+            without gRPC's core.
         security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
         lane: channels of different lanes are different connections.
 
@@ -98,6 +100,10 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
         ConfigurationError: the address is malformed, or a file of `security` cannot be used.
     """
     host, _ = split_address(address)
+    if is_in_process(host):
+        inside = cast(Channel, InProcessChannel(address))  # as far as `service.Stub` uses one
+        _addresses[inside] = address
+        return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.lane", lane)]
     credentials = security.channel_credentials()
     if credentials is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Coroutine
@@ -48,12 +49,14 @@ class BackgroundLoop:
 
     Args:
         name: of the thread.
+        settle_s: see `SETTLE_S`; 0 where nothing on it uses gRPC.
 
     Raises:
         OSError: the loop cannot be made (too many open files, say).
     """
 
-    def __init__(self, name: str = "axon_ps-loop") -> None:
+    def __init__(self, name: str = "axon_ps-loop", *, settle_s: float = SETTLE_S) -> None:
+        self._settle_s = settle_s
         self._lock = threading.Lock()
         self._closed = False
         fork.check()
@@ -130,6 +133,12 @@ class BackgroundLoop:
         if self._thread.is_alive():
             _logger.warning("a coroutine ignores its cancellation; the thread %s is left behind", self._thread.name)
 
+    def end(self) -> None:
+        """As `close`, but without waiting and without locks: for finalizers, which run on any thread. Once only."""
+        fork.not_at_exit(self.close)
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+
     def __enter__(self) -> BackgroundLoop:
         return self
 
@@ -155,7 +164,7 @@ class BackgroundLoop:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(self._settle_s)
 
     def _schedule(self, job: _Job[Any]) -> None:
         with self._lock:  # before close() stops the loop, or not at all

@@ -12,9 +12,30 @@ import grpc
 
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.transport.channels import SERVER_OPTIONS, join_address
+from axon_ps.transport.in_process import InProcessServer, is_in_process
 from axon_ps.transport.security import Security, TokenInterceptor
 
 _logger = logging.getLogger(__name__)
+
+
+def listen(
+    host: str,
+    port: int,
+    security: Security,
+    services: Sequence[grpc.GenericRpcHandler],
+    service_names: Sequence[str],
+) -> Server | InProcessServer:
+    """What serves at `host`: a `Server`, or at a host of this process (`transport.in_process`) one that needs no port.
+
+    Args:
+        host, port, security, services, service_names: as of `Server`.
+
+    Raises:
+        ConfigurationError: as `Server`.
+    """
+    if is_in_process(host):
+        return InProcessServer(host, services)
+    return Server(host, port, security, services, service_names)
 
 
 class Server:

@@ -24,6 +24,8 @@ OPERATOR = Caller(job="job")
 class SlowStore(MemoryStateStore):
     """A store whose writes wait until they are let through, or fail."""
 
+    blocks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[int] = []

@@ -243,3 +243,22 @@ def test_a_loop_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(asyncio.events, "new_event_loop", fails)
     with pytest.raises(OSError, match="Too many open files"):
         BackgroundLoop("test-loop")
+
+
+def test_a_loop_may_be_ended_without_waiting_also_on_its_own_thread() -> None:
+    for inside in (False, True):
+        loop = BackgroundLoop("ended", settle_s=0.0)
+        waiter = Waiter()
+        running = loop.submit(waiter.wait())
+        assert waiter.entered.wait(10)
+        if inside:
+            loop._loop.call_soon_threadsafe(loop.end)
+        else:
+            loop.end()
+        loop._thread.join(10)
+        assert not loop._thread.is_alive()
+        assert running.cancelled()
+        with pytest.raises(Closed):
+            loop.run(value(1))
+        loop.end()
+        loop.close()

@@ -12,12 +12,16 @@ import grpc
 
 from axon_ps.errors import Broken, Unreachable
 from axon_ps.transport.channels import connect
+from axon_ps.transport.in_process import InProcessServer, is_in_process, new_network
 from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
+from axon_ps.transport.server import Server, listen
 from axon_ps.transport.service import Stream, Stub, method_name, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
 
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
+HOST = ["127.0.0.1"]
+"""Where `serving` serves."""
+
 COORDINATOR = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
@@ -42,7 +46,7 @@ class FakeServicer:
 class Served:
     """A started server with one channel and one stub to it."""
 
-    server: Server
+    server: Server | InProcessServer
     address: str
     channel: grpc.aio.Channel
     stub: Stub
@@ -56,12 +60,13 @@ async def serving(
     client: Security | None = None,
     **methods: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Served]:
-    """Serve a fake of `descriptor` on a free loopback port; `client` differs from `security` only where it is given."""
+    """Serve a fake of `descriptor` at `HOST`, on a free port; `client` is `security` where it is not given."""
     security = security or Security()
     client = client or security
     handler = service_handler(descriptor, FakeServicer(descriptor, **methods))
-    server = Server("127.0.0.1", 0, security, [handler], [descriptor.full_name])
-    address = f"127.0.0.1:{await server.start()}"
+    host = HOST[0] + new_network() if is_in_process(HOST[0]) else HOST[0]
+    server = listen(host, 0, security, [handler], [descriptor.full_name])
+    address = f"{host}:{await server.start()}"
     channel = connect(address, client)
     try:
         yield Served(server, address, channel, Stub(channel, descriptor, client.token))

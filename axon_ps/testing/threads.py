@@ -1,0 +1,77 @@
+"""Workers that are threads of this process: training code is tested in milliseconds, with the real engines.
+
+Owns: one thread for each world of `World.mock(n)`, and whose error counts. See `World.mock` for what such a job is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from axon_ps.collectives.world import World
+from axon_ps.errors import Broken, GenerationChanged, MemberLost, Timeout
+
+T = TypeVar("T")
+
+
+def run_threads(
+    target: Callable[..., T],
+    n: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    shards: int = 1,
+    nodes: int = 1,
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Run `target(world, *args, **kwargs)` on each of `n` workers that are threads of this process.
+
+    Inside it the world is the thread's current one; it is closed when the function ends.
+
+    Args:
+        target: what a worker does.
+        n: how many workers.
+        args: its further arguments.
+        kwargs: its keyword arguments.
+        shards, nodes: as of `World.mock`.
+        timeout_s: how long it may take in all, in seconds; also the default deadline of every operation.
+
+    Returns:
+        What they returned, by rank.
+
+    Raises:
+        Timeout: some did not end in time. Their threads go on to the next operation, which ends them.
+        BaseException: what the first one raised that failed by itself, and not for another's failure.
+    """
+    worlds = World.mock(n, shards=shards, nodes=nodes, timeout_s=timeout_s)
+    results: dict[int, T] = {}
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int, world: World) -> None:
+        try:
+            with world:
+                results[rank] = target(world, *args, **(kwargs or {}))
+        except BaseException as error:
+            errors.append((rank, error))
+
+    threads = [
+        threading.Thread(target=run, args=pair, name=f"worker-{pair[0]}", daemon=True) for pair in enumerate(worlds)
+    ]
+    for thread in threads:
+        thread.start()
+    ends = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, ends - time.monotonic()))
+    if errors:
+        raise next((e for _, e in errors if not isinstance(e, _OF_OTHERS)), errors[0][1])
+    if late := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+        for rank in late:
+            worlds[rank].close(finished=False)
+        raise Timeout(f"rank {', '.join(map(str, late))} did not end within {timeout_s:g} s")
+    return [results[rank] for rank in range(n)]
+
+
+_OF_OTHERS = (MemberLost, GenerationChanged, Broken, Timeout)
+"""What a worker gets when another has failed."""

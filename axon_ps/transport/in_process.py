@@ -1,0 +1,411 @@
+"""Calls inside one process: what `channels.connect` and `server.listen` give for hosts that end with `SUFFIX`.
+
+Clients and servers of one event loop call each other through it with their own code, messages encoded and errors as
+statuses, and without gRPC's core: no sockets, no ports, no threads. It is what a job in one process is made of.
+
+Owns: the servers of this process by address, and calls between them and their clients. Refuses: calls from another
+event loop, and what only a wire has (TLS, tokens, connections that break).
+
+Invariants:
+- A call ends once, with the status that came first, on both ends. The client still reads what was sent before it.
+- A stream holds at most `MOST_BYTES` and one message each way; who writes more waits for the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc
+
+from axon_ps.errors import Misuse
+
+SUFFIX: Final = ".in-process"
+"""Of the hosts of this process."""
+
+PORT: Final = 1
+"""Of every server: its host is its own."""
+
+MOST_BYTES: Final = 4 << 20
+"""How much a stream holds of what its reader has not read yet; as much as a connection of gRPC (`channels`)."""
+
+CANCEL_S: Final = 5.0
+"""How long a server that stops waits for the calls that it has cancelled."""
+
+EOF: Final = grpc.aio.EOF
+
+T = TypeVar("T")
+_servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
+
+
+def new_network() -> str:
+    """What the hosts of one job end with: `"shard-0" + new_network()` is no other job's."""
+    return f".{uuid.uuid4().hex}{SUFFIX}"
+
+
+def is_in_process(host: str) -> bool:
+    """Whether `host` is one of this process."""
+    return host.endswith(SUFFIX)
+
+
+class InProcessServer:
+    """Services at an address of this process; as `server.Server`, for clients of the same event loop.
+
+    Args:
+        host: ends with what `new_network` gave.
+        services: from `service.service_handler`.
+    """
+
+    def __init__(self, host: str, services: Sequence[grpc.GenericRpcHandler]) -> None:
+        self.host = host
+        self.port = PORT
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._services = tuple(services)
+        self._calls: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """ "host:port" under which it is found."""
+        return f"{self.host}:{self.port}"
+
+    async def start(self) -> int:
+        """Serve, and return the port.
+
+        Raises:
+            Misuse: there is a server of that name.
+        """
+        if self.address in _servers:
+            raise Misuse(f"{self.address} is a server of this process already")
+        self.loop = asyncio.get_running_loop()
+        _servers[self.address] = self
+        return self.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, give those under way `grace_s` seconds, then cancel them."""
+        _servers.pop(self.address, None)
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=CANCEL_S)
+
+    def handler(self, path: str) -> Any:
+        """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
+        details: Any = _Method(path, ())
+        return next((found for s in self._services if (found := s.service(details)) is not None), None)
+
+    def perform(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Perform a call."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return task
+
+
+class InProcessChannel:
+    """A client's way to the server of an address, as far as `service.Stub` uses a channel."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._calls: set[_Call] = set()
+        self._closed = False
+
+    def stream_stream(self, path: str, *, request_serializer: Any, response_deserializer: Any) -> Callable[..., _Call]:
+        """Opens a stream: `open(timeout=, metadata=)`. Messages of requests are written as bytes."""
+
+        def open(*, timeout: float | None, metadata: object) -> _Call:
+            call = self._begin(path, response_deserializer, timeout)
+            call.begin(None)
+            return call
+
+        return open
+
+    def unary_unary(
+        self, path: str, *, request_serializer: Any, response_deserializer: Any
+    ) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Makes a unary call: `await call_once(request, timeout=, metadata=)`."""
+
+        async def call_once(request: Any, *, timeout: float | None, metadata: object) -> Any:
+            data = request_serializer(request) if request_serializer else request
+            call = self._begin(path, response_deserializer, timeout)
+            call.begin(data)
+            try:
+                reply = await call.read()
+            finally:
+                call.cancel()
+            if reply is EOF:
+                raise _error(_Status(grpc.StatusCode.INTERNAL, f"{path} ended without a reply"))
+            return reply
+
+        return call_once
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """End the calls under way, and make no others."""
+        self._closed = True
+        for call in list(self._calls):
+            call.cancel()
+
+    def _begin(self, path: str, deserialize: Any, timeout_s: float | None) -> _Call:
+        if self._closed:
+            raise grpc.aio.UsageError("Channel is closed.")
+        call = _Call(_servers.get(self._address), self._address, path, deserialize, timeout_s)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
+
+
+class _Method(NamedTuple):
+    """What a generic handler is asked with."""
+
+    method: str
+    invocation_metadata: tuple[Any, ...]
+
+
+class _Status(NamedTuple):
+    """How a call ended."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
+    local: bool = False
+    """Whether the client itself ended it."""
+
+
+class _Queue:
+    """Messages one way, in order; bounded. `close` lets everybody go."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.closed = False
+
+    async def add(self, message: bytes) -> bool:
+        """Add a message once there is room; False when the queue was closed."""
+        while self._held_bytes >= MOST_BYTES and not self.closed:
+            await self._change()
+        if self.closed:
+            return False
+        self._messages.append(message)
+        self._held_bytes += len(message)
+        self._wake()
+        return True
+
+    async def get(self) -> bytes | None:
+        """The oldest message as soon as there is one; None when the queue was closed and is empty."""
+        while not self._messages and not self.closed:
+            await self._change()
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self._held_bytes -= len(message)
+        self._wake()
+        return message
+
+    def close(self, *, drop: bool = False) -> None:
+        """Take nothing more; with `drop` forget what was not read."""
+        self.closed = True
+        if drop:
+            self._messages.clear()
+        self._wake()
+
+    async def _change(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(future)
+
+    def _wake(self) -> None:
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+class _Call:
+    """One call: the client's end, with what `stream.Stream` uses of a call of gRPC, and what both ends share."""
+
+    def __init__(
+        self, server: InProcessServer | None, address: str, path: str, deserialize: Any, timeout_s: float | None
+    ) -> None:
+        self.requests, self.replies = _Queue(), _Queue()
+        self.status: _Status | None = None
+        self._server = server
+        self._address = address
+        self._path = path
+        self._deserialize = deserialize
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._cython_call = self  # where `Stream` looks for the two methods of gRPC's that have no public name
+
+    def begin(self, request: bytes | None) -> None:
+        """Have the server perform it: a stream, or a unary call with its request."""
+        loop = asyncio.get_running_loop()
+        if self._server is None or self._server.loop is not loop:
+            why = "no server of this process" if self._server is None else "a server of another event loop"
+            self.end(_Status(grpc.StatusCode.UNAVAILABLE, f"failed to connect: {self._address} is {why}"))
+            return
+        handler = self._server.handler(self._path)
+        if handler is None:
+            self.end(_Status(grpc.StatusCode.UNIMPLEMENTED, f"{self._path} is not served"))
+            return
+        if self._timeout_s is not None:
+            self._timer = loop.call_later(self._timeout_s, self.end, _Status(grpc.StatusCode.DEADLINE_EXCEEDED))
+        self._task = self._server.perform(self._perform(handler, request))
+
+    async def _perform(self, handler: Any, request: bytes | None) -> None:
+        """Perform it to its end, whose status is the call's."""
+        context = _Context(self, handler.request_deserializer, handler.response_serializer)
+        status = _Status(grpc.StatusCode.UNKNOWN, "the servicer ended without a status")
+        try:
+            if handler.stream_stream is not None:
+                await handler.stream_stream(None, context)
+            else:
+                await self.replies.add(await handler.unary_unary(request, context))
+            status = _Status(grpc.StatusCode.OK)
+        except asyncio.CancelledError:
+            status = _Status(grpc.StatusCode.UNAVAILABLE, "the server stopped")
+        except grpc.aio.AbortError:
+            pass  # `_Context.abort` has said the status
+        finally:
+            self.end(status)
+
+    def end(self, status: _Status) -> None:
+        """End the call on both sides, with the first status that comes."""
+        if self.status is not None:
+            return
+        self.status = status
+        if self._timer is not None:
+            self._timer.cancel()
+        self.requests.close(drop=True)
+        self.replies.close(drop=status.local)
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    # ------------------------------------------------------------------ as a call of gRPC
+
+    async def wait_for_connection(self) -> None:
+        """Raise what ended it, if that was before it had begun."""
+        if self.status is not None and self._task is None:
+            raise _error(self.status)
+
+    async def read(self) -> Any:
+        """The next message of the server's, or EOF; raises as gRPC does. Who is cancelled here cancels the call."""
+        try:
+            message = await self.replies.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if message is not None:
+            return self._deserialize(message) if self._deserialize else message
+        assert self.status is not None, "replies are closed by the end"
+        if self.status.local:
+            raise asyncio.CancelledError
+        if self.status.code is not grpc.StatusCode.OK:
+            raise _error(self.status)
+        return EOF
+
+    def send_serialized_message(self, message: bytes) -> Awaitable[None]:
+        """Give the server a message."""
+        return self._send(message)
+
+    async def _send(self, message: bytes) -> None:
+        if not await self.requests.add(message):
+            raise grpc.aio.InternalError("the call is over")
+
+    async def done_writing(self) -> None:
+        """No message comes after those that were sent."""
+        self.requests.close()
+
+    def cancel(self) -> bool:
+        """End it from this side."""
+        before = self.status
+        self.end(_Status(grpc.StatusCode.CANCELLED, "cancelled by the client", local=True))
+        return before is None
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.status is not None
+
+    def is_locally_cancelled(self) -> bool:
+        """Whether this side ended it."""
+        return self.status is not None and self.status.local
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Have `callback` called with this when it has ended."""
+        if self.status is None:
+            self._callbacks.append(callback)
+        else:
+            callback(self)
+
+    def code(self) -> Awaitable[grpc.StatusCode]:
+        """The status code; of a call that has ended."""
+        return _known(self._ended().code)
+
+    def details(self) -> Awaitable[str]:
+        """The status details; of a call that has ended."""
+        return _known(self._ended().details)
+
+    def trailing_metadata(self) -> Awaitable[tuple[tuple[str, str | bytes], ...]]:
+        """What came with the status; of a call that has ended."""
+        return _known(self._ended().trailing)
+
+    def _ended(self) -> _Status:
+        assert self.status is not None, "a write fails only when the call has ended"
+        return self.status
+
+
+class _Context:
+    """A servicer's end of a call, with what servicers use of gRPC's context."""
+
+    def __init__(self, call: _Call, parse: Any, serialize: Any) -> None:
+        self._call = call
+        self._parse = parse
+        self._serialize = serialize
+
+    async def read(self) -> Any:
+        """The client's next message; EOF when none will come any more."""
+        message = await self._call.requests.get()
+        if message is None:
+            return EOF
+        return self._parse(message) if self._parse else message
+
+    async def write(self, message: Any) -> None:
+        """Send the client a message."""
+        data = self._serialize(message) if self._serialize else message
+        if not await self._call.replies.add(data):
+            raise grpc.aio.UsageError("the call is over")
+
+    def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, bytes]] = ()
+    ) -> Awaitable[None]:
+        """End the call with a status."""
+        self._call.end(_Status(code, details, tuple(trailing_metadata)))
+        raise grpc.aio.AbortError("the servicer aborted the call")
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return self._call.done()
+
+
+async def _known(value: T) -> T:
+    return value
+
+
+def _error(status: _Status) -> grpc.aio.AioRpcError:
+    metadata = grpc.aio.Metadata(*status.trailing)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, details=status.details)
