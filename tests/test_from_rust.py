@@ -14,6 +14,8 @@ from test_features import resolve, said_of
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "from_rust.md").read_text()
 
+MOCK_TRAINING = "unit/parallel/test_mock_training.py"
+MOCK_WORLD = "unit/collectives/test_mock_world.py"
 FIRST_TRIES = "unit/parallel/test_first_tries.py"
 ON_PARAMETERS = "unit/parallel/test_torch_functions_on_parameters.py"
 STRATEGIES = "unit/parallel/test_fsdp_strategies_faked.py"
@@ -27,6 +29,10 @@ TESTED = {
         "unit/collectives/test_group.py",
         "test_scatter_takes_data_on_every_rank_and_uses_the_roots",
     ),
+    "`World::mock()` and": (MOCK_TRAINING, "test_every_strategy_on_two_threads_equals_one_process"),
+    "`recv(0, &pg)`": (MOCK_WORLD, "test_what_is_received_without_a_place_for_it_is_returned"),
+    "FSDP on a sub-group": (MOCK_TRAINING, "test_servers_train_for_the_whole_world_only"),
+    "ZeRO by number": (MOCK_TRAINING, "test_zero_by_number_is_a_strategy"),
     "`DDP::new(model, world)`": (FIRST_TRIES, "test_a_world_stands_for_its_workers"),
     "`GradientSynchronizer::prepare(10)`": (FIRST_TRIES, "test_what_was_given_and_what_is_needed_is_said"),
     "`ColumnParallelLinear::new": (FIRST_TRIES, "test_what_was_given_and_what_is_needed_is_said"),

@@ -28,6 +28,7 @@ from axon_ps.sharding.job import JobSpec
 
 TIMEOUT_S = 60.0
 
+
 class MockWorld(World):
     """One thread's world. Made by `World.mock`; a context manager, inside which it is this thread's current world.
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from axon_ps import World
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest, Misuse
-from axon_ps.parallel import DDP, FSDP, SyncBatchNorm
+from axon_ps.parallel import DDP, FSDP, SGD, SyncBatchNorm
+from axon_ps.testing import run_threads
 from mock_ranks import close, on_ranks, rand
 from parallel_fakes import FakeGroup
 
@@ -141,6 +143,25 @@ def test_under_ddp_and_no_shard_a_network_trains_as_in_one_process() -> None:
 
     for state in on_ranks(3, body):
         assert list(state) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            close(state[name].double(), value.double(), 1e-4)
+
+
+def test_under_fsdp_a_network_trains_as_in_one_process() -> None:
+    plain, x = network(), rand(5, 1, 6, 6)
+    nets = [network() for _ in range(3)]
+    step(plain, x, 1 / 3)
+
+    def body(world: World) -> dict[str, torch.Tensor]:
+        model = FSDP(SyncBatchNorm.convert_sync_batchnorm(nets[world.rank]), world, unit_types={nn.Conv2d})
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            model(x[(0, 2, 2)[world.rank] : (2, 2, 5)[world.rank]]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    for state in run_threads(body, 3):
         for name, value in plain.state_dict().items():
             close(state[name].double(), value.double(), 1e-4)
 
