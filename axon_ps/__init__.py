@@ -16,6 +16,24 @@ from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
     from axon_ps.collectives.group import ProcessGroup
+    from axon_ps.collectives.objects import (
+        all_gather_object as all_gather_object,
+    )
+    from axon_ps.collectives.objects import (
+        broadcast_object_list as broadcast_object_list,
+    )
+    from axon_ps.collectives.objects import (
+        gather_object as gather_object,
+    )
+    from axon_ps.collectives.objects import (
+        recv_object_list as recv_object_list,
+    )
+    from axon_ps.collectives.objects import (
+        scatter_object_list as scatter_object_list,
+    )
+    from axon_ps.collectives.objects import (
+        send_object_list as send_object_list,
+    )
     from axon_ps.collectives.ops import (
         all_gather as all_gather,
     )
@@ -33,6 +51,9 @@ if TYPE_CHECKING:
     )
     from axon_ps.collectives.ops import (
         all_reduce_sum as all_reduce_sum,
+    )
+    from axon_ps.collectives.ops import (
+        all_reduce_sum_group as all_reduce_sum_group,
     )
     from axon_ps.collectives.ops import (
         all_to_all as all_to_all,
@@ -82,6 +103,21 @@ if TYPE_CHECKING:
     from axon_ps.collectives.ops import (
         world_size as world_size,
     )
+    from axon_ps.collectives.p2p import (
+        P2POp as P2POp,
+    )
+    from axon_ps.collectives.p2p import (
+        batch_isend_irecv as batch_isend_irecv,
+    )
+    from axon_ps.collectives.p2p import (
+        irecv as irecv,
+    )
+    from axon_ps.collectives.p2p import (
+        isend as isend,
+    )
+    from axon_ps.collectives.p2p import (
+        sendrecv as sendrecv,
+    )
     from axon_ps.collectives.values import CheckpointInfo
     from axon_ps.collectives.work import Work
     from axon_ps.collectives.world import World
@@ -106,6 +142,7 @@ _COLLECTIVES = (
     "all_reduce_min",
     "all_reduce_product",
     "all_reduce_sum",
+    "all_reduce_sum_group",
     "all_to_all",
     "barrier",
     "broadcast",
@@ -123,12 +160,23 @@ _COLLECTIVES = (
     "sync_gradients",
     "world_size",
 )
+_OBJECTS = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
+_MESSAGES = ("P2POp", "batch_isend_irecv", "irecv", "isend", "sendrecv")
 _LAZY = {
     "World": "axon_ps.collectives.world",
     "ProcessGroup": "axon_ps.collectives.group",
     "CheckpointInfo": "axon_ps.collectives.values",
     "Work": "axon_ps.collectives.work",
     **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.ops"),
+    **dict.fromkeys(_OBJECTS, "axon_ps.collectives.objects"),
+    **dict.fromkeys(_MESSAGES, "axon_ps.collectives.p2p"),
 }
 
 

@@ -106,6 +106,18 @@ all_reduce_max = _all_reduce(ReduceOp.MAX, "max")
 all_reduce_product = _all_reduce(ReduceOp.PRODUCT, "product")
 
 
+def all_reduce_sum_group(
+    data: Any,
+    group: ProcessGroup | World,
+    *,
+    out: Any = None,
+    timeout_s: float | None = None,
+    async_op: bool = False,
+) -> Any:
+    """`all_reduce_sum` over a group that must be given."""
+    return all_reduce_sum(data, out=out, group=group, timeout_s=timeout_s, async_op=async_op)
+
+
 def broadcast(
     data: Any, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None, async_op: bool = False
 ) -> Any:

@@ -1,4 +1,4 @@
-"""What goes between a worker's program and the coordinator: JSON values, and what a checkpoint is."""
+"""What a checkpoint is, as a worker's program sees it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from axon_ps.errors import InvalidRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +33,3 @@ def info_of(reply: Any) -> CheckpointInfo:
         bytes=reply.bytes,
         extra=json.loads(reply.extra_json) if reply.extra_json else {},
     )
-
-
-def json_of(value: Any, what: str) -> bytes:
-    """`value` as JSON; `what` was given it.
-
-    Raises:
-        InvalidRequest: JSON cannot hold it.
-    """
-    try:
-        return json.dumps(value).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{what} was given {type(value).__name__}, which JSON cannot hold: {error}") from error

@@ -13,9 +13,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Literal, overload
 
 from axon_ps.collectives.backend import Backend, GroupContext, Store
+from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
 from axon_ps.collectives.environment import WorkerConfig, worker_config
 from axon_ps.collectives.group import ProcessGroup
@@ -26,7 +27,7 @@ from axon_ps.collectives.models import Models
 from axon_ps.collectives.recorder import Recorder
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
-from axon_ps.collectives.values import CheckpointInfo, info_of, json_of
+from axon_ps.collectives.values import CheckpointInfo, info_of
 from axon_ps.collectives.watch import key_of, watch
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
@@ -388,50 +389,78 @@ class World:
 
         Args:
             name: at most 500 bytes.
-            value: anything JSON can hold, at most 1 MiB of it.
+            value: what `all_gather_object` takes, at most 1 MiB of it.
 
         Raises:
-            InvalidRequest: JSON cannot hold `value`.
+            InvalidRequest: `value` cannot be sent; the message says what can.
         """
-        first = self._coordinator.kv_first(f"agree/{name}", json_of(value, "agree"), timeout_s=self._limit(None))
-        return json.loads(self._loop.run(first))
+        first = self._coordinator.kv_first(f"agree/{name}", encode(value, "agree"), timeout_s=self._limit(None))
+        return decode(self._loop.run(first), "agree")
 
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
         """Give every worker what every worker gave, in rank order. For small things: losses, settings.
 
-        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody.
+        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody. It goes through
+        the coordinator and so for workers who just came, too; `all_gather_object` is for a group, larger and faster.
 
         Args:
-            value: anything JSON can hold, at most 1 MiB of it.
+            value: what `all_gather_object` takes, at most 1 MiB of it.
             name: tells concurrent gathers apart.
             timeout_s: how long to wait for the others, in seconds.
 
         Raises:
-            InvalidRequest: JSON cannot hold `value`.
+            InvalidRequest: `value` cannot be sent; the message says what can.
             Timeout: a worker did not come; the message names it.
             GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
-        text = json_of(value, "gather_json")
+        text = encode(value, "gather_json")
         ranks = [m.rank for m in self.membership.workers]
         self.kv_put(f"{name}/{self.rank}", text)
         self._barrier(f"{name}/put", ranks, timeout_s)
-        values = [json.loads(self.kv_wait(f"{name}/{rank}", timeout_s)) for rank in ranks]
+        values = [decode(self.kv_wait(f"{name}/{rank}", timeout_s), "gather_json") for rank in ranks]
         self._barrier(f"{name}/got", ranks, timeout_s)
         return values
 
     # ------------------------------------------------------------------ checkpoints
 
+    @overload
     def save_checkpoint(
-        self, uri: str, *, extra: Mapping[str, Any] | None = None, timeout_s: float | None = None
-    ) -> CheckpointInfo:
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[False] = False,
+    ) -> CheckpointInfo: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[True],
+    ) -> LoopWork[CheckpointInfo]: ...
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
         """Have the shard servers write parameters and optimizer state at the current version; training may go on.
 
-        Call it on one worker. Returns when the checkpoint is complete.
+        Call it on one worker. Returns when the checkpoint is complete, or with `async_op` at once; this worker may then
+        train on, too, and what is written is of one version all the same: that at which the servers were asked.
 
         Args:
             uri: directory or fsspec URI that every shard server reaches.
             extra: what you want back on restore (sampler, schedule), as JSON values.
             timeout_s: how long it may take, in seconds.
+            async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. Nothing half-written
@@ -444,8 +473,11 @@ class World:
             extra_json = json.dumps(dict(extra or {}))
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
-        info = self._loop.run(self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
-        return info_of(info)
+
+        async def save() -> CheckpointInfo:
+            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
+
+        return LoopWork(self._loop, save(), f"saving {uri}") if async_op else self._loop.run(save())
 
     def restore_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> CheckpointInfo:
         """Have the shard servers load a checkpoint; the step under way aborts on every worker.

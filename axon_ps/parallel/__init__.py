@@ -26,6 +26,7 @@ from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Ser
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats
 from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.sync_batch_norm import SyncBatchNorm
 from axon_ps.parallel.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous
@@ -72,6 +73,7 @@ __all__ = [
     "RowParallelLinear",
     "ServerOptimizer",
     "ShardingStrategy",
+    "SyncBatchNorm",
     "Synchronous",
     "TensorParallelAttention",
     "TopK",

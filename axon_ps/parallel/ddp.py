@@ -146,6 +146,10 @@ class DistributedDataParallel(nn.Module):
         """The user's module."""
         return self.module
 
+    def into_inner(self) -> nn.Module:
+        """`unwrap()`, by the name it has in the Rust crates."""
+        return self.unwrap()
+
     def statistics(self) -> dict[str, float]:
         """Counters: `rounds` (reductions of all gradients), `reduced_bytes` (of gradients, uncompressed), `buckets`,
         `rebuilt`, and `wait_s`: seconds that backward waited at its end for what was not hidden behind it."""

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from axon_ps.collectives.backend import disagreement
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.redistribute import Placements, redistribute
 
 _WORDS_BYTES = 512
 
@@ -120,6 +122,38 @@ class Mesh:
             if not 0 <= place < self.axes[axis]:
                 raise InvalidRequest(f"{axis}={place} is not in {self!r}; {axis} goes from 0 to {self.axes[axis] - 1}")
         return int(self._grid[tuple((self.coordinates | coordinates).values())])
+
+    def redistribute(
+        self,
+        local: torch.Tensor,
+        placements: Placements,
+        target: Placements,
+        *,
+        shape: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """This rank's part of a tensor that lies on the mesh in one way, once it lies in another; data really moves.
+
+        Differentiable; collective over the groups of the axes that change. `parallel.redistribute` has what
+        each change costs.
+
+        Args:
+            local: this rank's part.
+            placements: how it lies: for each axis `Shard(dim)`, `Replicate()` or `Partial()` of
+                `torch.distributed.tensor`, in the order of the axes, or by name; an axis that is not named replicates.
+            target: how it shall lie. What is Partial can stay so, and nothing can become so.
+            shape: of the whole tensor, where parts may differ; None = they are equal.
+
+        Returns:
+            The part, in memory of its own if anything changed.
+
+        Raises:
+            InvalidRequest: a placement is none, or this rank's part is not of the shape it should have; the other
+                ranks of the axis are told.
+            Disagreement: the ranks gave different things.
+
+        After an error: see `ProcessGroup`.
+        """
+        return redistribute(local, {axis: self.group(axis) for axis in self.axes}, placements, target, shape)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """The same grid for torch.distributed (DTensor, FSDP2, DCP), with the same names of axes. Collective.

@@ -421,8 +421,9 @@ class Runtime:
         """Flatten, scale, cast and send a unit's gradient; a parameter without one counts as zero."""
         if flat.index in self._pushes:
             raise Misuse(
-                f"unit {flat.unit.name!r} got a second gradient before optimizer.step(); run all backwards but the "
-                "last one of a step inside model.no_sync(), and do not drop a gradient that was already sent"
+                f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
+                "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
+                "backwards but the last one of a step inside model.no_sync()"
             )
         ticket = self._current_ticket()
         began = time.perf_counter()

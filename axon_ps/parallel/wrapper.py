@@ -68,6 +68,10 @@ class ModuleWrapper(nn.Module):
         """The user's module; its parameters are whole only inside `summon_full_params()`."""
         return self.module
 
+    def into_inner(self) -> nn.Module:
+        """`unwrap()`, by the name it has in the Rust crates."""
+        return self.unwrap()
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

@@ -38,8 +38,8 @@ from torch.autograd.function import once_differentiable
 
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.chunks import counts_of
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.tensor.partition import counts_of
 
 
 def copy_to_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -5,25 +5,13 @@ Owns: the group and the partitions. The layers build on it; `tensor.state` and `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import nn
 
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.ops import current_group
+from axon_ps.parallel.held import Held
 from axon_ps.parallel.tensor.partition import Partition
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A group in a module: the same one in the module's copies, which copying would break."""
-
-    group: ProcessGroup
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
-        return self
 
 
 class TensorParallelModule(nn.Module):
@@ -42,14 +30,14 @@ class TensorParallelModule(nn.Module):
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__()
-        self._held = _Held(current_group(group))
+        self._held = Held(current_group(group))
         self._rank, self._world_size = self.group.rank, self.group.world_size
         self.partitions: dict[str, Partition] = {}
 
     @property
     def group(self) -> ProcessGroup:
         """The ranks that its parameters are split among."""
-        return self._held.group
+        return self._held.value
 
     def _partition(self, dim: int, size: int) -> Partition:
         return Partition(dim, size, self._world_size, self._rank)

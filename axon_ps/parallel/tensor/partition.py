@@ -14,14 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from axon_ps.parallel.chunks import counts_of
+
 _DRAWN_NUMEL = 1 << 20
 """Elements of the whole matrix that are in memory at a time."""
-
-
-def counts_of(size: int, num_parts: int) -> tuple[int, ...]:
-    """Elements in each part."""
-    each = -(-size // num_parts)
-    return tuple(max(0, min(each, size - i * each)) for i in range(num_parts))
 
 
 @dataclass(frozen=True)

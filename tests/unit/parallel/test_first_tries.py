@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import axon_ps
 from axon_ps import ProcessGroup, World
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import (
     DDP,
     FSDP,
@@ -78,6 +79,32 @@ def test_what_was_given_and_what_is_needed_is_said(name: str) -> None:
         attempt()
 
 
+def test_a_second_backward_without_a_step_says_what_to_do() -> None:
+    model = FSDP(nn.Linear(2, 2), FakeGroup())  # type: ignore[arg-type]
+    model(torch.ones(1, 2)).sum().backward()
+    words = (
+        r"a second backward before optimizer\.step\(\): .* was sent already\. Step after each backward, with an "
+        r"optimizer of axon_ps\.parallel; to accumulate, .* inside model\.no_sync\(\)"
+    )
+    with pytest.raises(Misuse, match=words):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_pipeline_that_was_called_for_inference_has_no_graph_and_torch_says_so() -> None:
+    pipeline = Pipeline.from_modules([nn.Linear(2, 2)], 1, num_microbatches=1)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        pipeline(torch.ones(2, 2)).sum().backward()
+
+
+def test_names_that_the_crates_have_for_what_is_here() -> None:
+    group = mock()
+    ddp = DDP(nn.Linear(2, 2), group)
+    assert ddp.into_inner() is ddp.unwrap() is ddp.module
+    fsdp = FSDP(nn.Linear(2, 2), FakeGroup())  # type: ignore[arg-type]
+    assert fsdp.into_inner() is fsdp.unwrap() is fsdp.module
+    assert axon_ps.all_reduce_sum_group(torch.ones(2), group).tolist() == [1.0, 1.0]
+
+
 def test_short_forms_of_mixed_precision() -> None:
     assert MixedPrecision.of(None) == MixedPrecision.of(False) == MixedPrecision()
     assert MixedPrecision.of(True) == MixedPrecision(param_dtype=torch.bfloat16)
@@ -96,5 +123,6 @@ def test_a_world_stands_for_its_workers() -> None:
     with World.mock() as world:
         ddp = DDP(nn.Linear(2, 2), world)
         assert ddp.process_group is world.default_group
+        assert FSDP(nn.Linear(2, 2), world).process_group is world.default_group
         assert ColumnParallelLinear(4, 4, group=world).group is world.default_group  # type: ignore[arg-type]
         assert Pipeline.from_modules([nn.Linear(2, 2)], 1, world, num_microbatches=1).num_stages == 1

@@ -15,6 +15,7 @@ import axon_ps
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest, LayoutMismatch, MemberLost
 from axon_ps.parallel import ColumnParallelLinear, RowParallelLinear, clip_grad_norm
+from axon_ps.parallel.chunks import counts_of
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.tensor import (
     Partition,
@@ -28,7 +29,7 @@ from axon_ps.parallel.tensor import (
     scatter_to_group,
     sum_gradients,
 )
-from axon_ps.parallel.tensor.partition import counts_of, draw_uniform_
+from axon_ps.parallel.tensor.partition import draw_uniform_
 from mock_ranks import close, generator, on_ranks, rand
 
 SHAPES = [(6,), (4, 6), (2, 3, 4, 6)]

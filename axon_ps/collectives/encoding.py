@@ -1,0 +1,132 @@
+"""Values of Python as bytes, and back: what object collectives, `World.agree` and `World.gather_json` send.
+
+Owns: which values there are, and how each is written. It is JSON, so whoever reads it can make nothing but values: no
+class is looked up, no code runs, as pickle would have it. What JSON has is written as it is; the rest as an object with
+one key that begins with "$":
+
+    tuple                 {"$tuple": [...]}
+    dict                  {"$dict": [[key, value], ...]}     where a key is no str, or begins with "$"
+    bytes                 {"$bytes": base64}
+    numpy array, scalar   {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
+
+Invariant: what is decoded equals what was encoded, of the same types; what would not is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Any
+
+import numpy as np
+
+from axon_ps.errors import InvalidRequest
+
+SENDABLE = "None, bool, int, float, str, bytes, numpy arrays, and lists, tuples and dicts of these"
+
+MAX_DEPTH = 100
+"""How deep lists, tuples and dicts may lie in each other."""
+
+_DTYPES = {
+    np.dtype(name).name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+def encode(value: Any, what: str) -> bytes:
+    """A value as bytes.
+
+    Args:
+        value: one of `SENDABLE`, exactly: a subclass would come out as something else.
+        what: who was given it, for messages.
+
+    Raises:
+        InvalidRequest: it cannot be sent; the message names the type, and the place in the value.
+    """
+    try:
+        return json.dumps(_plain(value, what, "", 0), separators=(",", ":")).encode()
+    except ValueError as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"{what} was given what cannot be written: {error}") from error
+
+
+def decode(data: bytes, what: str) -> Any:
+    """The value that `encode` was given.
+
+    Args:
+        data: what it returned, perhaps in another process.
+        what: who got it, for messages.
+
+    Raises:
+        InvalidRequest: it is nothing that `encode` returns.
+    """
+    try:
+        return _value(json.loads(data))
+    except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
+        raise InvalidRequest(f"{what} got {len(data)} bytes that are no encoded value: {error}") from error
+
+
+def _plain(value: Any, what: str, place: str, depth: int) -> Any:
+    """The value in what JSON has."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"{what} was given lists or dicts more than {MAX_DEPTH} deep, or one that is in itself")
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (list, tuple):
+        items = [_plain(item, what, f"{place}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict:
+        pairs = [
+            (_plain(k, what, f"{place}, a key", depth + 1), _plain(v, what, f"{place}[{k!r}]", depth + 1))
+            for k, v in value.items()
+        ]
+        plain = all(type(k) is str and not k.startswith("$") for k in value)
+        return dict(pairs) if plain else {"$dict": [list(pair) for pair in pairs]}
+    if kind is bytes:
+        return {"$bytes": _text(value)}
+    if kind is np.ndarray and value.dtype in _DTYPES.values():
+        return {"$array": [value.dtype.name, list(value.shape), _text(value.tobytes())]}
+    if isinstance(value, np.generic) and value.dtype in _DTYPES.values():
+        return {"$scalar": [value.dtype.name, _text(value.tobytes())]}
+    name = f"{value.dtype} array" if kind is np.ndarray else f"{kind.__module__}.{kind.__qualname__}"
+    where = f" at {place.lstrip(', ')}" if place else ""
+    raise InvalidRequest(
+        f"{what} was given a {name.removeprefix('builtins.')}{where}, which cannot be sent; what can is {SENDABLE} "
+        "(a tensor has collectives of its own, or give tensor.numpy())"
+    )
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1 or not next(iter(plain)).startswith("$"):
+        return {key: _value(value) for key, value in plain.items()}
+    ((tag, content),) = plain.items()
+    if tag == "$tuple":
+        return tuple(_value(item) for item in content)
+    if tag == "$dict":
+        return {_value(key): _value(value) for key, value in content}
+    if tag == "$bytes":
+        return _bytes(content)
+    if tag == "$scalar":
+        return np.frombuffer(_bytes(content[1]), _DTYPES[content[0]], 1)[0]
+    if tag == "$array":
+        name, shape, text = content
+        return np.frombuffer(bytearray(_bytes(text)), _DTYPES[name]).reshape([int(n) for n in shape])
+    raise ValueError(f"{tag} is not known")
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

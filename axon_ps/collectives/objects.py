@@ -1,0 +1,180 @@
+"""Object collectives: small values of Python instead of arrays. `axon_ps.all_gather_object(loss)`.
+
+Owns: the functions with torch.distributed's names. They are for settings, metrics and file names; arrays have
+collectives that copy less. What can be sent says `collectives.encoding`; nothing is ever pickled.
+
+Every function takes `group` and `timeout_s` and raises as those of `collectives.ops`, and also
+
+    InvalidRequest: a value cannot be sent, or is larger than `MAX_OBJECT_BYTES`; the other ranks of a collective get a
+        `Disagreement` that says so. The group can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from axon_ps.collectives.encoding import decode, encode
+from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
+from axon_ps.collectives.ops import current_group
+from axon_ps.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.world import World
+
+MAX_OBJECT_BYTES = 64 << 20
+"""How large an encoded value, or list of values, may be."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def all_gather_object(
+    obj: Any, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+) -> list[Any]:
+    """Every rank's value, by rank, on every rank."""
+    chosen, what = current_group(group), "all_gather_object"
+    with chosen.preparing(what, False, timeout_s, False):
+        ours = _encoded(obj, what)
+    sizes = _sizes(chosen, ours.size, timeout_s)
+    parts = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
+    return _decoded(parts, sizes, what)
+
+
+def gather_object(
+    obj: Any, dst: int = 0, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+) -> list[Any] | None:
+    """Every rank's value, by rank, on rank `dst`; None elsewhere."""
+    chosen, what = current_group(group), "gather_object"
+    with chosen.preparing(what, False, timeout_s, False):
+        _check_root(chosen, dst, "dst", what)
+        ours = _encoded(obj, what)
+    sizes = _sizes(chosen, ours.size, timeout_s)
+    parts = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
+    return None if parts is None else _decoded(parts, sizes, what)
+
+
+def broadcast_object_list(
+    object_list: list[Any], src: int = 0, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+) -> list[Any]:
+    """The items of `object_list` become those of rank `src`'s; returns it.
+
+    Args:
+        object_list: as long on every rank; elsewhere than on `src` its items are not used.
+        src: whose values they are.
+        group, timeout_s: see this module.
+    """
+    chosen, what = current_group(group), "broadcast_object_list"
+    with chosen.preparing(what, False, timeout_s, False):
+        _check_root(chosen, src, "src", what)
+        ours = _encoded(list(object_list), what) if chosen.rank == src else np.empty(0, np.uint8)
+    told = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
+    lengths = told[:, 1].tolist()
+    if len(set(lengths)) > 1:
+        raise InvalidRequest(f"{what} was given lists of {lengths} items, by rank; all must be as long")
+    data = ours if chosen.rank == src else np.empty(_checked(int(told[src, 0]), what), np.uint8)
+    chosen.broadcast(data, src, timeout_s=timeout_s)
+    if chosen.rank != src:
+        object_list[:] = decode(data.tobytes(), what)
+    return object_list
+
+
+def scatter_object_list(
+    object_list: Sequence[Any] | None,
+    src: int = 0,
+    group: ProcessGroup | World | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> Any:
+    """This rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
+    chosen, what = current_group(group), "scatter_object_list"
+    with chosen.preparing(what, False, timeout_s, False):
+        _check_root(chosen, src, "src", what)
+        parts = []
+        if chosen.rank == src:
+            if object_list is None or len(object_list) != chosen.size:
+                given = "None" if object_list is None else f"{len(object_list)} values"
+                raise InvalidRequest(
+                    f"{what} was given {given} on rank {src}; it needs one for each of {chosen.size} ranks"
+                )
+            parts = [_encoded(value, what) for value in object_list]
+    sizes = np.array([part.size for part in parts] if parts else [0] * chosen.size, np.int64)
+    chosen.broadcast(sizes, src, timeout_s=timeout_s)
+    counts = [_checked(int(size), what) for size in sizes]
+    ours = np.empty(counts[chosen.rank], np.uint8)
+    chosen.scatter(np.concatenate(parts) if parts else None, src, out=ours, counts=counts, timeout_s=timeout_s)
+    return decode(ours.tobytes(), what)
+
+
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int,
+    group: ProcessGroup | World | None = None,
+    *,
+    tag: int = 0,
+    timeout_s: float | None = None,
+) -> None:
+    """Send values to rank `dst`, which must `recv_object_list` as many with the same tag."""
+    chosen = current_group(group)
+    data = _encoded(list(object_list), "send_object_list")
+    chosen.send(np.array([data.size, len(object_list)]), dst, tag=tag, timeout_s=timeout_s)
+    chosen.send(data, dst, tag=tag, timeout_s=timeout_s)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int = ANY_SOURCE,
+    group: ProcessGroup | World | None = None,
+    *,
+    tag: int = 0,
+    timeout_s: float | None = None,
+) -> int:
+    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns who sent them.
+
+    Raises:
+        InvalidRequest: another number of values was sent; they are dropped.
+    """
+    chosen, what = current_group(group), "recv_object_list"
+    head = np.empty(2, np.int64)
+    sender: int = chosen.recv(head, src, tag=tag, timeout_s=timeout_s)
+    size, length = _checked(int(head[0]), what), int(head[1])
+    data = np.empty(size, np.uint8)
+    chosen.recv(data, sender, tag=tag, timeout_s=timeout_s)
+    if length != len(object_list):
+        raise InvalidRequest(f"{what} was given a list of {len(object_list)} items; rank {sender} has sent {length}")
+    object_list[:] = decode(data.tobytes(), what)
+    return sender
+
+
+def _check_root(group: ProcessGroup, rank: int, what: str, call: str) -> None:
+    if not 0 <= rank < group.size:
+        raise InvalidRequest(f"{what} of {call} is {rank}; ranks of group {group.name!r} go from 0 to {group.size - 1}")
+
+
+def _encoded(value: Any, what: str) -> Bytes:
+    data = encode(value, what)
+    _checked(len(data), what)
+    return np.frombuffer(data, np.uint8)
+
+
+def _checked(size: int, what: str) -> int:
+    """A size, if memory may be had for it."""
+    if not 0 <= size <= MAX_OBJECT_BYTES:
+        raise InvalidRequest(
+            f"a value of {what} has {size} bytes; at most {MAX_OBJECT_BYTES} can be sent: send arrays as arrays"
+        )
+    return size
+
+
+def _sizes(group: ProcessGroup, size: int, timeout_s: float | None) -> list[int]:
+    """Every rank's number of bytes; collective."""
+    sizes = group.all_gather(np.array([size]), timeout_s=timeout_s)
+    return [_checked(int(s), "another rank") for s in sizes]
+
+
+def _decoded(parts: Bytes, sizes: Sequence[int], what: str) -> list[Any]:
+    ends = accumulate(sizes, initial=0)
+    return [decode(parts[begin:end].tobytes(), what) for begin, end in pairwise(ends)]

@@ -1,0 +1,141 @@
+"""Exchanges between ranks that cannot deadlock: `sendrecv`, and `batch_isend_irecv` of torch.distributed.
+
+Owns: that everything of an exchange is under way before anything of it is waited for. So ranks may send in rings and to
+each other though a send waits for its receiver, whatever their order.
+
+Messages of the same sender, receiver and tag arrive in the order of the calls. Ranks are positions in the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from axon_ps.collectives import arrays, shapes
+from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
+from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.work import Work
+from axon_ps.errors import AxonError, InvalidRequest
+
+if TYPE_CHECKING:
+    from axon_ps.collectives.world import World
+
+
+def isend(
+    tensor: Any,
+    dst: int,
+    group: ProcessGroup | World | None = None,
+    tag: int = 0,
+    *,
+    timeout_s: float | None = None,
+) -> Work[None]:
+    """`send` with `async_op=True`: torch's name."""
+    work: Work[None] = current_group(group).send(tensor, dst, tag=tag, timeout_s=timeout_s, async_op=True)
+    return work
+
+
+def irecv(
+    tensor: Any,
+    src: int = ANY_SOURCE,
+    group: ProcessGroup | World | None = None,
+    tag: int = 0,
+    *,
+    timeout_s: float | None = None,
+) -> Work[int]:
+    """`recv` with `async_op=True`: torch's name. The handle's `wait()` gives who sent it."""
+    work: Work[int] = current_group(group).recv(tensor, src, tag=tag, timeout_s=timeout_s, async_op=True)
+    return work
+
+
+@dataclass(frozen=True)
+class P2POp:
+    """One message of a `batch_isend_irecv`, as torch's class.
+
+    Attributes:
+        op: `axon_ps.isend` or `axon_ps.irecv`.
+        tensor: what is sent, or filled.
+        peer: to whom, or from whom.
+        group: the ranks; None = all workers of the current world.
+        tag: which messages go together.
+
+    Raises:
+        InvalidRequest: `op` is another function.
+    """
+
+    op: Callable[..., Work[Any]]
+    tensor: Any
+    peer: int
+    group: ProcessGroup | World | None = None
+    tag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.op not in (isend, irecv):
+            raise InvalidRequest(f"the op of a P2POp is {self.op!r}; give axon_ps.isend or axon_ps.irecv")
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: float | None = None) -> list[Work[Any]]:
+    """Begin many sends and receives, in any order; the handles, in the order given.
+
+    Raises:
+        InvalidRequest: there is nothing in the list, or one of them cannot be done; those before it are under way.
+    """
+    if not p2p_op_list:
+        raise InvalidRequest("batch_isend_irecv was given nothing; it needs at least one P2POp")
+    return [p.op(p.tensor, p.peer, p.group, p.tag, timeout_s=timeout_s) for p in p2p_op_list]
+
+
+def sendrecv(
+    data: Any,
+    dst: int,
+    src: int | None = None,
+    group: ProcessGroup | World | None = None,
+    *,
+    out: Any = None,
+    tag: int = 0,
+    timeout_s: float | None = None,
+) -> Any:
+    """Send an array to one rank while another is received: to the right and from the left, say.
+
+    Args:
+        data: what is sent; only read.
+        dst: to whom. It may be this rank, if `src` is, too.
+        src: from whom; None = from `dst`, which makes it an exchange of two.
+        group: the ranks; None = all workers of the current world.
+        out: where the message goes; None = a new array like `data`. It must not overlap `data`.
+        tag: which messages go together.
+        timeout_s: how long it may take, in seconds.
+
+    Returns:
+        The array that holds what was received.
+
+    Raises:
+        InvalidRequest: only one of `dst` and `src` is this rank; nothing was sent.
+        Disagreement: the sender's message has another size or dtype, or the receiver expected another.
+
+    After an error: `data` may have been received all the same.
+    """
+    chosen = current_group(group)
+    source = dst if src is None else src
+    given = arrays.flatten(data, writable=False)
+    out = arrays.empty_like(data, given.shape) if out is None else out
+    if (chosen.rank == dst) != (chosen.rank == source):
+        raise InvalidRequest(
+            f"rank {chosen.rank} was to send to {dst} and receive from {source}: from itself, only if both"
+        )
+    if chosen.rank == dst:
+        out, target, _ = shapes.target(given, out)
+        target.array[...] = given.array
+        target.finish()
+        return out
+    receiving = irecv(out, source, chosen, tag, timeout_s=timeout_s)
+    sending = isend(given, dst, chosen, tag, timeout_s=timeout_s)
+    try:
+        receiving.wait()
+    except BaseException:
+        with contextlib.suppress(AxonError):  # what was not received says more
+            sending.wait()
+        raise
+    sending.wait()
+    return out

@@ -1,0 +1,268 @@
+"""`redistribute`: a tensor that lies on the axes of a mesh in one way, in another.
+
+Owns: which collectives that takes. How a tensor lies on an axis is said with torch's placements: `Shard(dim)` (each
+rank has its part as `torch.chunk` makes it), `Replicate()` (the same on all) and `Partial()` (each has a summand). Axes
+that split the same dimension do so from the first to the last, as in torch's DTensor.
+
+    from -> to                 collective on the axis' group            bytes a rank receives, of S for the whole
+    Shard(a) -> Replicate      all-gather                               (n - 1)/n S
+    Shard(a) -> Shard(b)       all-to-all                               (n - 1)/n² S
+    Replicate -> Shard(a)      none                                     0
+    Partial -> Replicate       all-reduce                               2 (n - 1)/n S
+    Partial -> Shard(a)        reduce-scatter                           (n - 1)/n S
+
+Where several axes split one dimension, and an outer one changes, the inner ones are gathered first and split last.
+
+Backward goes the other way, with the gradient of a summand being that of the sum; as for all whole tensors, every rank
+must compute the same from a replicated one (see `tensor.functions`, Note: [Whole gradients]).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from axon_ps.collectives.group import ProcessGroup
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.chunks import counts_of
+from axon_ps.parallel.compile import uncompiled
+from axon_ps.types import ReduceOp
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
+
+Placements = Sequence["Placement"] | Mapping[str, "Placement"]
+
+_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVERAGE,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How a tensor lies on one axis: split along `dim`, or waiting to be combined with `op`, or neither."""
+
+    dim: int | None = None
+    op: ReduceOp | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is done, all of it known before anything is.
+
+    Attributes:
+        groups: by axis.
+        source, target: by axis.
+        shape: of the whole.
+        changing: axes whose placement changes, or must be undone and done again.
+        direct: those of them that one collective of their own takes from source to target.
+    """
+
+    groups: tuple[ProcessGroup, ...]
+    source: tuple[_Place, ...]
+    target: tuple[_Place, ...]
+    shape: tuple[int, ...]
+    changing: tuple[int, ...]
+    direct: tuple[int, ...]
+
+    def extent(self, dim: int, axis: int) -> int:
+        """How long a dimension is on this rank before `axis` splits it, with the axes before it as in `source`."""
+        size = self.shape[dim]
+        for place, group in zip(self.source[:axis], self.groups[:axis], strict=True):
+            if place.dim == dim:
+                size = counts_of(size, group.world_size)[group.rank]
+        return size
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Axes that change and are not direct."""
+        return tuple(axis for axis in self.changing if axis not in self.direct)
+
+    @property
+    def first(self) -> ProcessGroup | None:
+        """The group of the first collective; None = there is none."""
+        gathered = [axis for axis in reversed(self.others) if self.source[axis] != _Place()]
+        return next((self.groups[axis] for axis in (*self.direct, *gathered)), None)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's part in `source`."""
+        return tuple(self.extent(dim, len(self.groups)) for dim in range(len(self.shape)))
+
+
+def redistribute(
+    local: torch.Tensor,
+    axes: Mapping[str, ProcessGroup],
+    placements: Placements,
+    target: Placements,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """See `Mesh.redistribute`; `axes` has the group along each axis, outermost first."""
+    whole = tuple(shape) if shape is not None else None
+    ndim = local.dim() if whole is None else len(whole)
+    source, wanted = _places(axes, placements, ndim), _places(axes, target, ndim)
+    groups = tuple(axes.values())
+    if whole is None:
+        sizes = list(local.shape)
+        for place, group in zip(source, groups, strict=True):
+            if place.dim is not None:
+                sizes[place.dim] *= group.world_size
+        whole = tuple(sizes)
+    plan = _planned(groups, source, wanted, whole)
+    if not plan.changing:
+        return local
+    told = plan.first
+    with told.preparing("redistribute", local.is_cuda, None, False) if told is not None else contextlib.nullcontext():
+        _check(local, plan)
+    result: torch.Tensor = _apply(local, plan)
+    return result
+
+
+def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Place, ...]:
+    """The placements in the order of the axes."""
+    from torch.distributed.tensor import Partial, Replicate, Shard  # half a second, which few programs need
+
+    names = ", ".join(axes)
+    if isinstance(given, Mapping):
+        if unknown := [axis for axis in given if axis not in axes]:
+            raise InvalidRequest(f"there is a placement for {unknown[0]!r}; the mesh has the axes {names}")
+        listed = [given.get(axis, Replicate()) for axis in axes]
+    else:
+        listed = list(given)
+    if len(listed) != len(axes):
+        raise InvalidRequest(f"{len(listed)} placements were given; the mesh needs one for each of its axes: {names}")
+    places = []
+    for axis, placement in zip(axes, listed, strict=True):
+        if type(placement) is Replicate:
+            places.append(_Place())
+        elif type(placement) is Partial and placement.reduce_op in _OPS:
+            places.append(_Place(op=_OPS[placement.reduce_op]))
+        elif type(placement) is Shard and -ndim <= placement.dim < ndim:
+            places.append(_Place(dim=placement.dim % ndim))
+        else:
+            raise InvalidRequest(
+                f"the placement on {axis} is {placement!r} of a tensor of {ndim} dimensions; give Shard(dim), "
+                "Replicate() or Partial() of torch.distributed.tensor"
+            )
+    return tuple(places)
+
+
+def _planned(
+    groups: tuple[ProcessGroup, ...], source: tuple[_Place, ...], target: tuple[_Place, ...], shape: tuple[int, ...]
+) -> _Plan:
+    pairs = list(zip(source, target, strict=True))
+    dims = [{p.dim for p in pair if p.dim is not None} for pair in pairs]
+    changing: list[int] = []
+    for axis, (old, new) in enumerate(pairs):
+        if new.op is not None and new != old:
+            raise InvalidRequest(
+                "a tensor can be made Partial by no collective; give Shard(dim) or Replicate() as target"
+            )
+        if old != new or any(dims[axis] & dims[outer] for outer in changing):
+            changing.append(axis)
+    direct = [
+        axis
+        for axis in changing
+        if source[axis] not in (target[axis], _Place())
+        and target[axis].dim is not None
+        and not any(dims[axis] & dims[other] for other in changing if other != axis)
+    ]
+    return _Plan(groups, source, target, shape, tuple(changing), tuple(direct))
+
+
+def _check(local: torch.Tensor, plan: _Plan) -> None:
+    if tuple(local.shape) != plan.local_shape:
+        raise InvalidRequest(
+            f"this rank's part is {list(local.shape)}; of a tensor {list(plan.shape)} it should be "
+            f"{list(plan.local_shape)} (give shape= where parts differ)"
+        )
+    ops = {plan.source[axis].op for axis in plan.changing} - {None, ReduceOp.SUM, ReduceOp.AVERAGE}
+    if ops and local.requires_grad:
+        raise InvalidRequest("only sums and averages have a gradient; redistribute x.detach()")
+
+
+@uncompiled
+def _apply(local: torch.Tensor, plan: _Plan) -> Any:
+    return _Redistribute.apply(local, plan)  # type: ignore[no-untyped-call]
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        ctx.plan = plan
+        return _moved(local, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        plan: _Plan = ctx.plan
+        source, target = ([_Place(p.dim) for p in places] for places in (plan.source, plan.target))
+        for axis in plan.changing:
+            if plan.source[axis].op is ReduceOp.AVERAGE:
+                grad = grad / plan.groups[axis].world_size
+        return _moved(grad, _planned(plan.groups, tuple(target), tuple(source), plan.shape)), None
+
+
+def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """This rank's part in `target`, new memory; collective over the groups of the axes that change."""
+    for axis in plan.direct:
+        old, new, group = plan.source[axis], plan.target[axis], plan.groups[axis]
+        assert new.dim is not None
+        if old.dim is None:
+            assert old.op is not None
+            local = _reduce_scatter(local, group, new.dim, old.op)
+        else:
+            local = _all_to_all(local, group, old.dim, new.dim, plan.extent(old.dim, axis))
+    for axis in reversed(plan.others):
+        old, group = plan.source[axis], plan.groups[axis]
+        if old.op is not None:
+            local = local.clone(memory_format=torch.contiguous_format)
+            group.all_reduce(local, old.op)
+        elif old.dim is not None:
+            local = _all_gather(local, group, old.dim, plan.extent(old.dim, axis))
+    for axis in plan.others:
+        new, group = plan.target[axis], plan.groups[axis]
+        if new.dim is not None:
+            local = _parts(local, new.dim, group.world_size)[group.rank]
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def _parts(local: torch.Tensor, dim: int, n: int) -> Sequence[torch.Tensor]:
+    return torch.split(local, list(counts_of(local.size(dim), n)), dim=dim)
+
+
+def _all_gather(local: torch.Tensor, group: ProcessGroup, dim: int, size: int) -> torch.Tensor:
+    rows = local.movedim(dim, 0).contiguous()
+    whole: torch.Tensor = group.all_gather(rows, counts=counts_of(size, group.world_size))
+    return whole.movedim(0, dim)
+
+
+def _reduce_scatter(local: torch.Tensor, group: ProcessGroup, dim: int, op: ReduceOp) -> torch.Tensor:
+    rows = local.movedim(dim, 0).contiguous()
+    ours: torch.Tensor = group.reduce_scatter(rows, op, counts=counts_of(len(rows), group.world_size))
+    return ours.movedim(0, dim)
+
+
+def _all_to_all(local: torch.Tensor, group: ProcessGroup, old: int, new: int, size: int) -> torch.Tensor:
+    """From split along `old`, which is `size` long, to split along `new`."""
+    n = group.world_size
+    sent = [part.reshape(-1) for part in _parts(local, new, n)]
+    shape = list(local.shape)
+    shape[new] = counts_of(local.size(new), n)[group.rank]
+    shapes = [[*shape[:old], length, *shape[old + 1 :]] for length in counts_of(size, n)]
+    counts = [torch.Size(s).numel() for s in shapes]
+    flat: torch.Tensor = group.all_to_all(
+        torch.cat(sent), output_counts=counts, input_counts=[part.numel() for part in sent]
+    )
+    received = torch.split(flat, counts)
+    return torch.cat([part.view(s) for part, s in zip(received, shapes, strict=True)], dim=old)
