@@ -115,7 +115,7 @@ def everything(uri: str) -> Any:
 
 
 def test_every_name_works_between_processes(tmp_path: Any) -> None:
-    with preloaded(["torch", "axon_ps.parallel"]), LocalCluster(shards=2, world_size=RANKS) as cluster:
+    with preloaded(["torch", "axon_ps.parallel"]), LocalCluster(shards=1, world_size=RANKS) as cluster:
         results = [r.value for r in cluster.run_workers(everything, args=(str(tmp_path / "saved"),))]
     expected = plain()
     for under_ddp, under_fsdp, saved, loaded in results:
