@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.bootstrap.job import Formed, find_job
 from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
-from axon_ps.collectives.environment import WorkerConfig, worker_config
+from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.groups import Groups
@@ -63,6 +64,7 @@ class World:
         self._config = config
         self._timeout_s = timeout_s
         self._closed = False
+        self._formed: Formed | None = None  # the job, if workers alone have made it
         self._loop = BackgroundLoop(name="axon-ps")
         self._shards = ShardGroup(config.security, node=config.node if config.direct_memory else "")
         self._coordinator = CoordinatorClient(
@@ -101,12 +103,14 @@ class World:
         """Join the job and wait until every member it needs is there.
 
         Args:
-            config: how to join; None = from the environment (see `collectives.environment.worker_config`).
+            config: how to join; None = from the environment (docs/environment.md). Where that names no coordinator, as
+                under torchrun, the workers start one, and shard servers, by themselves.
             timeout_s: default deadline of every operation on this world, in seconds.
             join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
 
         Raises:
             ConfigurationError: the environment does not say how to join.
+            Broken: the job's services could not be started.
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
             Unreachable: nobody answers at the coordinator's address.
@@ -116,7 +120,13 @@ class World:
         After an error: this process is not a member.
         """
         fork.check_may_join()
-        world = cls(config if config is not None else worker_config(os.environ), timeout_s=timeout_s)
+        formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
+        try:
+            world = cls(formed.config, timeout_s=timeout_s)
+            world._formed = formed
+        except BaseException:
+            formed.close()
+            raise
         try:
             patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
             world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
@@ -494,6 +504,8 @@ class World:
                 none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
                 called while an error is being handled.
 
+        A worker that has started the job's services, because nobody else had, stays here until the others are done.
+
         Raises:
             Misuse: this process is a fork of the one that joined; that one is still a member.
         """
@@ -510,8 +522,12 @@ class World:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
+            if self._formed is not None and finished:
+                self._loop.run(self._formed.wait_for_others())
         finally:
             self._loop.close()
+            if self._formed is not None:
+                self._formed.close()
 
     def _at_exit(self) -> None:
         self.close(finished=process_went_well())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-
 from axon_ps.collectives.embedded import EmbeddedCluster
+
 from axon_ps.errors import Broken, ConfigurationError
 
 
