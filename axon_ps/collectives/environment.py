@@ -44,8 +44,8 @@ class Launcher:
 
     def is_behind(self, env: Mapping[str, str]) -> bool:
         """Whether it has started this process."""
-        ranks = env.get(self.rank) or env.get(self.world_size)
-        return bool(ranks) and all(env.get(name) for name in self.needs)
+        names = self.rank, self.world_size, self.local_rank, self.local_world_size
+        return any(env.get(name) for name in names) and all(env.get(name) for name in self.needs)
 
 
 TORCHRUN = Launcher(
