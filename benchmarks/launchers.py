@@ -72,6 +72,11 @@ def on_one_host(command: Sequence[str], mark: str) -> str:
     return done.stdout
 
 
+def of_host(is_first: bool, address: str) -> list[str]:
+    """What an agent must be told in a namespace, which has no name to find its address by."""
+    return ["--rdzv-conf", f"is_host={is_first}", "--local-addr", address]
+
+
 def on_two_hosts(steps: int, out: Path, mark: str) -> str:
     """The same command on two hosts; what both printed."""
     with Network(["node0", "node1"]) as network, tempfile.TemporaryFile("w+") as log:
@@ -80,8 +85,7 @@ def on_two_hosts(steps: int, out: Path, mark: str) -> str:
         agents = [
             network.popen(
                 host,
-                [*command, "--rdzv-conf", f"is_host={host == 'node0'}"]  # a namespace has no name of its own
-                + ["--local-addr", network.address(host), *program(steps, out)],
+                [*command, *of_host(host == "node0", network.address(host)), *program(steps, out)],
                 env=environment(mark, {"AXON_PS_INSECURE": "1", "AXON_PS_NODE": host}),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -109,7 +113,8 @@ def main() -> None:
         "torchrun, two hosts": [],
         "mpirun": [*mpirun, "-n", "2", sys.executable],
     }
-    rows = []
+    rows: list[dict[str, object]] = []
+    seen: set[tuple[str, ...]] = set()
     for name, command in here.items():
         if options.only not in name:
             continue
@@ -128,12 +133,13 @@ def main() -> None:
                 continue
             if (match := re.search(r"validation loss: (\S+(?: → \S+)*) nats", output)) is None:
                 raise SystemExit(f"{name} printed no losses:\n{output}")
-            row = {"launcher": name, "losses": match[1].split(" → "), "seconds": round(time.monotonic() - began_s, 1)}
+            losses, seconds = match[1].split(" → "), round(time.monotonic() - began_s, 1)
             if left := left_over(mark):
                 raise SystemExit(f"{name} left processes behind: {left}")
-            rows.append(row)
-            print(f"{name:>20}: {' '.join(row['losses'])} nats/byte, {row['seconds']} s")
-    if len({tuple(row["losses"]) for row in rows}) > 1:
+            rows.append({"launcher": name, "losses": losses, "seconds": seconds})
+            seen.add(tuple(losses))
+            print(f"{name:>20}: {' '.join(losses)} nats/byte, {seconds} s")
+    if len(seen) > 1:
         raise SystemExit("the losses differ")
     if not options.only:
         RESULTS.write_text(json.dumps({"steps": options.steps, "runs": rows}, indent=2) + "\n")

@@ -22,7 +22,10 @@ from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.job_store import JobStore
 from axon_ps.collectives.models import Models
+from axon_ps.collectives.progress import KEY as PROGRESS
+from axon_ps.collectives.progress import Progress
 from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.refusal import explain
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.values import CheckpointInfo, info_of, json_of
@@ -82,6 +85,7 @@ class World:
         self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
         self.models = Models()
         self.recorder = Recorder()
+        self._progress = Progress(lambda said: self._loop.submit(self._coordinator.kv_put(PROGRESS, said)))
         self._groups = Groups(
             self,
             BackendMaker(self._make_grpc),
@@ -120,6 +124,19 @@ class World:
         After an error: this process is not a member.
         """
         fork.check_may_join()
+        try:
+            world = cls._joined(config, timeout_s, join_timeout_s)
+        except BaseException as error:
+            explain(error)
+            raise
+        fork.at_exit(world._at_exit)
+        notice_exit()
+        World._current = world
+        world._loop.submit(world._watch())
+        return world
+
+    @classmethod
+    def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
         formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
         try:
             world = cls(formed.config, timeout_s=timeout_s)
@@ -135,10 +152,6 @@ class World:
         except BaseException:
             world.close()
             raise
-        fork.at_exit(world._at_exit)
-        notice_exit()
-        World._current = world
-        world._loop.submit(world._watch())
         return world
 
     @property
@@ -287,6 +300,26 @@ class World:
     def statistics(self) -> dict[str, float]:
         """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
         return self.steps.statistics() | self.recorder.statistics()
+
+    def report(
+        self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
+    ) -> None:
+        """Say how far training is, for whoever watches with `axon-ps status`. Call it as often as you like.
+
+        Of all workers the main process is heard, at most once a second; nobody waits for anything.
+
+        Args:
+            step: steps made; None = the version.
+            steps: how many there will be, if that is known.
+            loss: the loss.
+            values: whatever else is worth showing, by name: `tokens_per_s=12_000.0`.
+
+        Raises:
+            InvalidRequest: a value is no number.
+        """
+        self._limit(None)
+        if self.is_main_process:
+            self._progress.report(self.version if step is None else step, steps, loss, values)
 
     def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
         """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
