@@ -4,6 +4,13 @@ Every worker says where it is. The worker of rank 0 starts the coordinator and s
 starts which shard server: the first of every node, the nodes in turn, so that every network card carries its share.
 A worker that started services stays, when it is done, until the others are.
 
+Note: [Lives]
+    torchrun starts all workers again, after a failure or when agents come and go, on the same store, with nothing that
+    tells the rounds apart (not even its count of restarts, which is each agent's own). When the first worker of a round
+    begins, all of the last one are dead. So rank 0 first deletes what is there; the others say where they are again
+    whenever that has happened to it; everybody's word has the random name of its life, and rank 0's is believed only by
+    the lives that it has heard.
+
 Owns: nothing that lasts; `Formed` holds the services. Refuses: to be reachable from other hosts without TLS, unless
 told to.
 """
@@ -17,6 +24,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +54,9 @@ _JOB = "job"
 _LOOK_S = (0.005, 0.1)
 """How often the store is looked into: first, and most rarely."""
 
-_KNOCK_S = 1.0
 _POLL_S = 0.1
 _STATUS_S = 5.0
+_SILENT_S = 30.0
 
 _formed = 0  # jobs of this process: the same number on every worker, as all begin together
 _logger = logging.getLogger(__name__)
@@ -71,21 +79,26 @@ class Formed:
     async def wait_for_others(self) -> None:
         """Return when no worker needs what this one has started: all have finished, left or been given up.
 
-        Call it when this worker has left. The coordinator says who is there; when it does not answer, it is over.
+        Call it when this worker has left. The coordinator says who is there; when it has ended, or says nothing for
+        half a minute, it is over.
         """
         if self.services is None:
             return
         what = "the other workers"
         async with OperatorClient(self.services.address, security=self.config.security, job=self.config.job) as job:
             with reminding(_logger, lambda: f"this worker is done, and keeps the job's services running for {what}"):
-                while True:
+                silent = Deadline(_SILENT_S)
+                while not silent.passed:
                     try:
                         members = (await job.status(timeout_s=_STATUS_S)).membership
+                    except Timeout:
+                        continue
                     except AxonError:
                         return
                     if not members.workers:
                         return
                     what = " and ".join(f"worker {m.rank} (node {m.node})" for m in members.workers)
+                    silent = Deadline(_SILENT_S)
                     await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -139,49 +152,69 @@ def form_job(
     Raises:
         ConfigurationError, Timeout, Broken: as for `find_job`.
     """
-    store.set(f"place/{rank}", json.dumps([_network(), node_of(env)]))
-    said: dict[str, Any]
-    services: EmbeddedServices | None = None
+    life = uuid.uuid4().hex
     if rank == 0:
+        services, said = _start_first(store, env, world_size, deadline, job, life)
         try:
-            services, said = _start_first(store, env, world_size, deadline, job)
-        except BaseException as error:
-            store.set(_JOB, json.dumps({"error": str(error) or type(error).__name__}))
+            store.set(_JOB, json.dumps(said))
+            return Formed(_config(said, env, rank, world_size, job), services, store)
+        except BaseException:
+            services.close()
             raise
-        store.set(_JOB, json.dumps(said))
-    else:
-        said = _hear(store, rank, deadline)
-    variables = {**env, "AXON_PS_COORDINATOR": said["coordinator"], "AXON_PS_TOKEN": said["token"]}
-    variables |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), **({"AXON_PS_JOB": job} if job else {})}
-    variables.pop("AXON_PS_TOKEN_FILE", None)
-    config = worker_config(variables)
-    place = place_of(env)  # the variables' names are torchrun's now, whoever is the launcher
-    config = dataclasses.replace(
-        config, local_rank=place.local_rank, local_world_size=place.local_world_size or config.local_world_size
+    said = _hear(store, env, rank, life, deadline)
+    config = _config(said, env, rank, world_size, job)
+    if str(rank) not in said["servers"]:
+        return Formed(config, None, store)
+    return Formed(config, _start_others(said, config, env, world_size, deadline), store)
+
+
+def _config(said: Mapping[str, Any], env: Mapping[str, str], rank: int, world_size: int, job: str) -> WorkerConfig:
+    """How a worker joins, by what rank 0 said and by its own environment."""
+    named = {"AXON_PS_COORDINATOR": said["coordinator"], "AXON_PS_TOKEN": said["token"], "AXON_PS_TOKEN_FILE": ""}
+    config = worker_config({**env, **named, "AXON_PS_JOB": job or job_of(env)})
+    return dataclasses.replace(config, rank=rank, world_size=world_size)
+
+
+def _start_others(
+    said: Mapping[str, Any], config: WorkerConfig, env: Mapping[str, str], world_size: int, deadline: Deadline
+) -> EmbeddedServices:
+    """On the first worker of another node: its shard servers."""
+    return EmbeddedServices(
+        world_size,
+        job=config.job,
+        shards=said["servers"][str(config.rank)],
+        num_shards=said["num_shards"],
+        coordinator=said["coordinator"],
+        host=ALL_HOSTS if said["several_hosts"] else LOOPBACK,
+        advertise=_own_name(env) if said["several_hosts"] else "",
+        security=config.security,
+        environment={**env, "AXON_PS_NODE": config.node},
+        start_timeout_s=deadline.remaining(),
     )
-    if rank != 0 and (shards := said["servers"].get(str(rank))):
-        services = EmbeddedServices(
-            world_size,
-            job=config.job,
-            shards=shards,
-            num_shards=said["num_shards"],
-            coordinator=said["coordinator"],
-            host=ALL_HOSTS if said["several_hosts"] else LOOPBACK,
-            advertise=_own_name(env) if said["several_hosts"] else "",
-            security=config.security,
-            environment={**env, "AXON_PS_NODE": config.node},
-            start_timeout_s=deadline.remaining(),
-        )
-    return Formed(config, services, store)
 
 
 def _start_first(
-    store: Store, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str
+    store: Store, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, life: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """On rank 0: the coordinator and this node's shard servers, and what the others are told."""
-    keys = [f"place/{rank}" for rank in range(world_size)]
-    _wait_for_places(store, keys, deadline)
-    places = [tuple(json.loads(store.get(key))) for key in keys]
+    """On rank 0: start what is its own, and what the others are to be told; what keeps it from that, they are told."""
+    keys = {rank: _place(rank) for rank in range(world_size)}
+    for key in (_JOB, *keys.values()):  # See Note: [Lives].
+        store.delete_key(key)
+    store.set(keys[0], _said_of_me(env, life))
+    lives: dict[int, str] = {}
+    try:
+        places = _wait_for_places(store, keys, lives, deadline)
+        services, said = _first_services(places, env, deadline, job)
+    except BaseException as error:
+        store.set(_JOB, json.dumps({"error": str(error) or type(error).__name__, "lives": lives}))
+        raise
+    return services, {**said, "lives": lives}
+
+
+def _first_services(
+    places: Sequence[tuple[str, str]], env: Mapping[str, str], deadline: Deadline, job: str
+) -> tuple[EmbeddedServices, dict[str, Any]]:
+    """The coordinator and this node's shard servers, and who starts which others."""
     nodes = list(dict.fromkeys(places))
     first_of = [places.index(node) for node in nodes]
     num_shards = shards_of(env) or len(nodes)
@@ -195,7 +228,7 @@ def _start_first(
             "them, or start services with `axon-ps run`"
         )
     services = EmbeddedServices(
-        world_size,
+        len(places),
         job=job or job_of(env),
         shards=servers[0],
         num_shards=num_shards,
@@ -206,47 +239,68 @@ def _start_first(
         start_timeout_s=deadline.remaining(),
     )
     said = {"coordinator": services.address, "token": services.security.token}
-    return services, {**said, "servers": servers, "num_shards": num_shards, "several_hosts": several_hosts}
+    others = {rank: shards for rank, shards in servers.items() if rank and shards}
+    return services, {**said, "servers": others, "num_shards": num_shards, "several_hosts": several_hosts}
 
 
-def _hear(store: Store, rank: int, deadline: Deadline) -> dict[str, Any]:
-    """On every other rank: what rank 0 says.
-
-    torchrun may start all workers again on the same store: what an earlier rank 0 said is not believed if nobody is
-    there any more.
-    """
+def _hear(store: Store, env: Mapping[str, str], rank: int, life: str, deadline: Deadline) -> dict[str, Any]:
+    """On every other rank: say where it is, until rank 0 has heard it; what that says."""
+    key, place = _place(rank), _said_of_me(env, life)
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
         for pause_s in _pauses():
-            if store.check([_JOB]):
-                said: dict[str, Any] = json.loads(store.get(_JOB))
+            if not store.check([key]) or store.get(key).decode() != place:
+                store.set(key, place)
+            said: dict[str, Any] | None = _read(store, _JOB)
+            if said is not None and said["lives"].get(str(rank)) == life:
                 if "error" in said:
                     raise Broken(f"rank 0 could not start the job's services: {said['error']}")
-                if _answers(said["coordinator"]):
-                    return said
-                what = f"rank {rank} is waiting for the coordinator at {said['coordinator']}, which does not answer"
+                return said
             if deadline.passed:
                 raise Timeout(f"{what}, in vain for {deadline.timeout_s:g} s")
             time.sleep(min(pause_s, deadline.remaining()))
     raise AssertionError("the pauses have no end")
 
 
-def _wait_for_places(store: Store, keys: Sequence[str], deadline: Deadline) -> None:
-    """On rank 0: return when all workers have said where they are."""
-    missing = list(keys)
+def _wait_for_places(
+    store: Store, keys: Mapping[int, str], lives: dict[int, str], deadline: Deadline
+) -> list[tuple[str, str]]:
+    """On rank 0: where all workers are, by rank, once all have said it; puts into `lives` who said it."""
+    places: dict[int, tuple[str, str]] = {}
 
     def what() -> str:
-        ranks = ", ".join(key.partition("/")[2] for key in missing)
-        return f"rank 0 is waiting for the worker{'s' * (len(missing) > 1)} of rank {ranks}"
+        ranks = [str(rank) for rank in keys if rank not in places]
+        return f"rank 0 is waiting for the worker{'s' * (len(ranks) > 1)} of rank {', '.join(ranks)}"
 
     with reminding(_logger, what):
         for pause_s in _pauses():
-            missing = [key for key in missing if not store.check([key])]
-            if not missing:
-                return
+            for rank, key in keys.items():
+                if rank not in places and (said := _read(store, key)) is not None:
+                    network, node, lives[rank] = said
+                    places[rank] = network, node
+            if len(places) == len(keys):
+                return [places[rank] for rank in keys]
             if deadline.passed:
                 raise Timeout(f"{what()}, in vain for {deadline.timeout_s:g} s")
             time.sleep(min(pause_s, deadline.remaining()))
+    raise AssertionError("the pauses have no end")
+
+
+def _place(rank: int) -> str:
+    """The key under which a worker says where it is."""
+    return f"place/{rank}"
+
+
+def _said_of_me(env: Mapping[str, str], life: str) -> str:
+    return json.dumps([_network(), node_of(env), life])
+
+
+def _read(store: Store, key: str) -> Any:
+    """What is stored there; None when nothing is."""
+    try:
+        return json.loads(store.get(key)) if store.check([key]) else None
+    except ValueError:
+        return None
 
 
 def _pauses() -> Iterator[float]:
@@ -255,16 +309,6 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(1.5 * pause_s, most_s)
-
-
-def _answers(address: str) -> bool:
-    """Whether somebody listens there."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S):
-            return True
-    except OSError:
-        return False
 
 
 def _network() -> str:

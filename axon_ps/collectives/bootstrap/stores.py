@@ -32,6 +32,9 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """The value of a key that is there."""
 
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; whether it was there."""
+
     def check(self, keys: list[str], /) -> bool:
         """Whether all of these keys are there; waits for nobody."""
 
@@ -50,21 +53,21 @@ def open_store(env: Mapping[str, str], place: Place, number: int, timeout_s: flo
         Unreachable: nobody answers there.
     """
     if place.launcher is None or place.rank < 0 or not place.world_size:
-        had = "MASTER_ADDR is set, but neither" if env.get("MASTER_ADDR") else "neither AXON_PS_COORDINATOR nor"
+        master = "MASTER_ADDR is set, but " if env.get("MASTER_ADDR") else "AXON_PS_COORDINATOR is not set, and "
         raise ConfigurationError(
-            f"which job? {had} RANK and WORLD_SIZE are: start the script with `axon-ps run`, torchrun, mpirun or srun, "
-            "or set AXON_PS_COORDINATOR=host:port to join one that runs"
+            f"which job? {master}RANK and WORLD_SIZE are not: start the script with `axon-ps run`, torchrun, mpirun or "
+            "srun, or set AXON_PS_COORDINATOR=host:port to join a job that runs"
         )
     if address := master_of(env, place):
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT") or "0"
-        return torch_store(address, place, f"axon_ps/{attempt}/{number}", timeout_s)
+        return torch_store(address, place, f"axon_ps/{number}", timeout_s)
     if place.run and place.local_world_size == place.world_size:
         return LocalStore(f"{place.run}/{number}", serves=place.rank == 0, timeout_s=timeout_s)
-    several = f"{place.local_world_size or 'not all'} of its {place.world_size} workers are on this host"
+    here = f", {place.local_world_size} of them on this host" if place.local_world_size else ""
     raise ConfigurationError(
-        f"{place.launcher.name} has started this worker, {several}, and nothing says where they can meet: set "
-        f"MASTER_ADDR to the host of rank 0 for all of them (and MASTER_PORT, if {port_of({})} is not free there), or "
-        "AXON_PS_COORDINATOR to a coordinator that runs"
+        f"this is rank {place.rank} of {place.world_size} workers{here}, by {place.launcher.rank} and "
+        f"{place.launcher.world_size}, and nothing says where they can meet: set MASTER_ADDR to the host of rank 0 for "
+        f"all of them (and MASTER_PORT, if {port_of({})} is not free there), or AXON_PS_COORDINATOR to a coordinator "
+        "that runs"
     )
 
 

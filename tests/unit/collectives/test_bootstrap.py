@@ -45,6 +45,9 @@ class Dict:
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
 
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 
@@ -70,17 +73,18 @@ class Services:
 def services(monkeypatch: pytest.MonkeyPatch) -> type[Services]:
     Services.asked, Services.broken = [], ""
     monkeypatch.setattr(job_module, "EmbeddedServices", Services)
-    monkeypatch.setattr(job_module, "_answers", lambda address: True)
     return Services
 
 
-def form(environments: list[dict[str, str]], *, timeout_s: float = 5.0) -> list[Formed | AxonError]:
+def form(
+    environments: list[dict[str, str]], *, store: Dict | None = None, timeout_s: float = 5.0
+) -> list[Formed | AxonError]:
     """Form a job with a thread for every worker."""
-    store = Dict()
+    at = store or Dict()
 
     def one(rank: int) -> Formed | AxonError:
         try:
-            return form_job(store, environments[rank], rank, len(environments), Deadline(timeout_s))
+            return form_job(at, environments[rank], rank, len(environments), Deadline(timeout_s))
         except AxonError as error:
             return error
 
@@ -136,20 +140,18 @@ def test_the_name_that_others_reach_us_by_is_the_one_towards_the_store() -> None
     assert job_module._own_name({**place, "MASTER_ADDR": "localhost", "AXON_PS_ADVERTISE": "me"}) == "me"
 
 
-def test_what_a_rank_0_of_before_has_said_is_not_believed(
-    services: type[Services], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_before(services: type[Services]) -> None:
     store = Dict()
-    store.set(
-        "job", '{"coordinator": "before:1", "token": "t", "servers": {}, "num_shards": 1, "several_hosts": false}'
-    )
-
-    def answers(address: str) -> bool:
-        store.set("job", store.values["job"].replace("before:1", "now:1"))
-        return address == "now:1"
-
-    monkeypatch.setattr(job_module, "_answers", answers)
-    assert form_job(store, {}, 1, 2, Deadline(5.0)).config.coordinator == "now:1"
+    services.broken = "no room"
+    assert all("no room" in str(error) for error in form([{}, {}], store=store))
+    services.broken = ""
+    for token in ("first", "second"):
+        formed = form([{"AXON_PS_TOKEN": token, "AXON_PS_NODE": name} for name in "ab"], store=store)
+        assert [one.config.security.token for one in formed if isinstance(one, Formed)] == [token, token]
+    with pytest.raises(Timeout, match="rank 1 is waiting"):  # its own rank 0 never begins
+        form_job(store, {}, 1, 2, Deadline(0.2))
+    with pytest.raises(Timeout, match="rank 0 is waiting for the worker of rank 1"):
+        form_job(store, {}, 0, 2, Deadline(0.2))
 
 
 @pytest.mark.parametrize(
@@ -233,13 +235,13 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({}, "neither AXON_PS_COORDINATOR nor RANK and WORLD_SIZE are: start the script with"),
-        ({"MASTER_ADDR": "node0"}, "MASTER_ADDR is set, but neither RANK and WORLD_SIZE are"),
+        ({}, "AXON_PS_COORDINATOR is not set, and RANK and WORLD_SIZE are not: start the script with"),
+        ({"MASTER_ADDR": "node0"}, "MASTER_ADDR is set, but RANK and WORLD_SIZE are not"),
         ({"RANK": "0"}, "RANK and WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to the host of rank 0"),
         (
             {**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            "mpirun has started this worker, 1 of its 2 workers are on this host.*set MASTER_ADDR",
+            "rank 0 of 2 workers, 1 of them on this host, by OMPI_COMM_WORLD_RANK.*set MASTER_ADDR",
         ),
         ({"AXON_PS_STANDBY": "1"}, "AXON_PS_COORDINATOR=host:port"),
     ],
