@@ -1,4 +1,4 @@
-"""The main job as every launcher starts it, with the same losses: a check, and how long each takes to the first step.
+"""The main job as every launcher starts it, with the same losses: a check, no measurement.
 
     python benchmarks/launchers.py            # make launchers
 
@@ -136,7 +136,7 @@ def main() -> None:
             losses, seconds = match[1].split(" → "), round(time.monotonic() - began_s, 1)
             if left := left_over(mark):
                 raise SystemExit(f"{name} left processes behind: {left}")
-            rows.append({"launcher": name, "losses": losses, "seconds": seconds})
+            rows.append({"launcher": name, "losses": losses})
             seen.add(tuple(losses))
             print(f"{name:>20}: {' '.join(losses)} nats/byte, {seconds} s")
     if len(seen) > 1:
