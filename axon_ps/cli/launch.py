@@ -152,6 +152,8 @@ class _Launcher:
 
     def _say_how_to_watch(self) -> None:
         """The command for a second terminal; a token that we made up ourselves is in a file that it can read."""
+        if self._launch.node_rank > 0:
+            return  # node 0 says it
         settings, words = self._settings, ["axon-ps status --coordinator", self._address]
         if settings.job != DEFAULT_JOB:
             words += ["--job", settings.job]
@@ -160,6 +162,7 @@ class _Launcher:
         elif self._launch.token and not settings.resolved_token:
             self._private = tempfile.mkdtemp(prefix="axon-ps-")  # for nobody but us
             path = Path(self._private) / "token"
+            path.touch(mode=0o600)
             path.write_text(self._launch.token)
             words += ["--token-file", str(path)]
         if settings.tls_ca:

@@ -149,9 +149,8 @@ def progress_line(said: Mapping[str, Any], now: float) -> str:
     if pace:
         parts.append(f"{pace:.3g} steps/s")
     for name, value in (said.get("values") or {}).items():
-        parts.append(
-            f"{value:,.4g} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {value:,.4g}"
-        )
+        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        parts.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
     age_s = now - said.get("at", now)
     if age_s >= _OLD_S:
         parts.append(f"reported {_duration(age_s)} ago")
