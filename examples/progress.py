@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 PLAIN_EVERY_S = 5.0
+BAR_WIDTH = 10
+LEFT_WIDTH = 8  # the time that is left, and the spaces between the columns
 MB = 1e6
 PAGE_BYTES = 4096
 Statistics = Mapping[str, float]
@@ -60,11 +62,10 @@ class Report:
         self._said_s = time.monotonic()
         if not self._on or not self._console.is_terminal:
             return
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
         left = TimeRemainingColumn(compact=True, table_column=Column(min_width=5, no_wrap=True))
-        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), left, text)
+        columns = (BarColumn(bar_width=BAR_WIDTH), left, TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console)
-        self._task = self._bar.add_task("", total=steps, completed=first)
+        self._task = self._bar.add_task(f"step {first}", total=steps, completed=first)
         self._bar.start()
 
     def step(self, version: int, steps: int | None, loss: float, tokens: int, statistics: Statistics) -> None:
@@ -76,12 +77,13 @@ class Report:
         last = version == steps
         if not self._on or not (self._bar or first or last or now_s - self._said_s >= PLAIN_EVERY_S):
             return
-        line = self._line(now_s, statistics)
-        if self._bar:
+        line = f"step {version}{f'/{steps}' if steps else ''}  {self._line(now_s, statistics)}"
+        if self._bar:  # of a line that is too long rich would leave out the columns, not the line's end
+            line = line[: max(0, self._console.width - BAR_WIDTH - LEFT_WIDTH)]
             self._bar.update(self._task, completed=version, total=steps, description=line)
         else:
             self._said_s = now_s
-            self.say(f"step {version}{f'/{steps}' if steps else ''}  {line}")
+            self.say(line)
 
     def stop(self) -> None:
         """Training is over."""
