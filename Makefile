@@ -15,7 +15,7 @@ CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: help setup demo test soak faults loaders torch-suite torch-range check lint format proto proto-drift bench clean
+.PHONY: help setup demo test soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that sh
 
 loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, in every kind of training
 	$(BIN)/python -W ignore tests/faults/loader_runs.py
+
+launchers: $(INSTALLED) ## the main job under `axon-ps run`, torchrun, torchrun on two hosts and mpirun: the same losses
+	$(BIN)/python benchmarks/launchers.py
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 PLAIN_EVERY_S = 5.0
+BAR_WIDTH = 10
+LEFT_WIDTH = 8  # the time that is left, and the spaces between the columns
 MB = 1e6
 PAGE_BYTES = 4096
 Statistics = Mapping[str, float]
@@ -27,6 +29,9 @@ class Report:
 
     Args:
         on: whether it says anything; one worker of the job does.
+
+    Attributes:
+        loss: a running mean over about ten steps of this worker's batches.
     """
 
     def __init__(self, *, on: bool) -> None:
@@ -35,7 +40,7 @@ class Report:
         self._console = Console(highlight=False, soft_wrap=True, force_terminal=behind_a_pipe or None)
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._loss = 0.0
+        self.loss = 0.0
         self._tokens = 0
         self._before: tuple[float, int, float] | None = None
         self._said_s = 0.0
@@ -45,34 +50,40 @@ class Report:
         if self._on:
             self._console.print(text, markup=False)
 
-    def start(self, first: int, steps: int) -> None:
-        """Training begins at version `first`."""
+    @property
+    def tokens_per_s(self) -> float:
+        """What all workers compute, at present."""
+        then_s, tokens, _ = self._before or (time.monotonic(), self._tokens, 0.0)
+        return (self._tokens - tokens) / max(time.monotonic() - then_s, 1e-9)
+
+    def start(self, first: int, steps: int | None) -> None:
+        """Training begins at version `first`; how many steps there will be may not be known yet."""
         self._before = (time.monotonic(), 0, 0.0)
         self._said_s = time.monotonic()
         if not self._on or not self._console.is_terminal:
             return
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
         left = TimeRemainingColumn(compact=True, table_column=Column(min_width=5, no_wrap=True))
-        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), left, text)
+        columns = (BarColumn(bar_width=BAR_WIDTH), left, TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=self._console)
-        self._task = self._bar.add_task("", total=steps, completed=first)
+        self._task = self._bar.add_task(f"step {first}", total=steps, completed=first)
         self._bar.start()
 
-    def step(self, version: int, steps: int, loss: float, tokens: int, statistics: Statistics) -> None:
-        """A step committed. The loss shown is a running mean over about ten steps of this worker's batches."""
+    def step(self, version: int, steps: int | None, loss: float, tokens: int, statistics: Statistics) -> None:
+        """A step committed."""
         first = self._tokens == 0
-        self._loss = loss if first else 0.9 * self._loss + 0.1 * loss
+        self.loss = loss if first else 0.9 * self.loss + 0.1 * loss
         self._tokens += tokens
         now_s = time.monotonic()
-        last = version >= steps
+        last = version == steps
         if not self._on or not (self._bar or first or last or now_s - self._said_s >= PLAIN_EVERY_S):
             return
-        line = self._line(now_s, statistics)
-        if self._bar:
+        line = f"step {version}{f'/{steps}' if steps else ''}  {self._line(now_s, statistics)}"
+        if self._bar:  # of a line that is too long rich would leave out the columns, not the line's end
+            line = line[: max(0, self._console.width - BAR_WIDTH - LEFT_WIDTH)]
             self._bar.update(self._task, completed=version, total=steps, description=line)
         else:
             self._said_s = now_s
-            self.say(f"step {version}/{steps}  {line}")
+            self.say(line)
 
     def stop(self) -> None:
         """Training is over."""
@@ -100,7 +111,7 @@ class Report:
         if span_s > 2.0:
             self._before = (now_s, self._tokens, wire)
         return (
-            f"loss {self._loss:.3f}  {(self._tokens - tokens) / span_s:,.0f} tokens/s  "
+            f"loss {self.loss:.3f}  {(self._tokens - tokens) / span_s:,.0f} tokens/s  "
             f"wire {(wire - bytes_) / span_s / MB:.0f} MB/s  "
             f"memory {resident_bytes() / MB:.0f} MB (parameters {statistics['param_memory_bytes'] / MB:.1f})"
         )

@@ -34,7 +34,7 @@ from progress import Report
 from sample import sample
 
 MOST_FAILED_STEPS = 20
-REPLAN_EVERY = 10
+PLAN_AFTER = 10  # steps: then it is known how many fit into the time
 VALIDATION_PARTS = 8
 
 
@@ -46,7 +46,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     job.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS", help="0: only at the end")
     job.add_argument("--resume", default="", metavar="URI", help="checkpoint, or directory of them, to go on from")
     job.add_argument("--steps", type=int, default=240)
-    job.add_argument("--time-budget-s", type=float, default=150.0, help="train no longer, on fewer steps; 0: no limit")
+    job.add_argument(
+        "--time-budget-s", type=float, default=150.0, help="make fewer steps if these take longer; 0: no limit"
+    )
     job.add_argument("--seed", type=int, default=0)
     model = parser.add_argument_group("model and batch")
     model.add_argument("--layers", type=int, default=6)
@@ -149,11 +151,10 @@ def part_loss(model: nn.Module, corpus: Corpus, part: int, options: argparse.Nam
 
 
 def steps_in_time(version: int, began: tuple[int, float], world: axon_ps.World, options: argparse.Namespace) -> int:
-    """The number of steps that the time budget allows at the pace so far; whoever comes to this version first says."""
+    """How many steps the time budget allows at the pace so far: whoever comes here first says it, once and for all."""
     first, began_s = began
     pace = (version - first) / max(time.time() - began_s, 1e-9)
-    fits = first + int(pace * options.time_budget_s) if version > first else options.steps
-    return world.agree(f"steps/{version}", min(options.steps, max(version + 1, fits)))
+    return world.agree("steps", min(options.steps, max(version + 1, first + int(pace * options.time_budget_s))))
 
 
 def model_config(options: argparse.Namespace) -> GPTConfig:
@@ -177,14 +178,13 @@ def train(
         world.resume_checkpoint(options.resume)
     began = first, _ = world.agree("began", [world.version, time.time()])
     schedule = Schedule(max(options.steps, first + 1), options.warmup, options.final_lr)
-    if options.time_budget_s and world.version > first:  # this worker was started again: what the others know
-        schedule.steps = steps_in_time(max(first, world.version // REPLAN_EVERY * REPLAN_EVERY), began, world, options)
+    planned = None if options.time_budget_s else schedule.steps
     failed, skipped, curve = 0, 0, []
-    report.start(world.version, schedule.steps)
+    report.start(world.version, planned)
     while True:
         version = world.version
-        if options.time_budget_s and (version == first or version % REPLAN_EVERY == 0):
-            schedule.steps = steps_in_time(version, began, world, options)
+        if planned is None and version >= min(first + PLAN_AFTER, schedule.steps):
+            schedule.steps = planned = steps_in_time(version, began, world, options)
         if version >= schedule.steps:
             break
         if not failed and version > first and version % max(1, options.steps // 5) == 0:
@@ -208,7 +208,8 @@ def train(
             continue
         failed, version = 0, result.version
         total = world.num_replicas * tokens.numel()
-        report.step(version, schedule.steps, loss.item(), total, model.statistics())
+        report.step(version, planned, loss.item(), total, model.statistics())
+        world.report(steps=planned, loss=report.loss, tokens_per_s=report.tokens_per_s)
         if options.checkpoint_every and version % options.checkpoint_every == 0 and world.is_main_process:
             report.say(f"checkpoint: {save(world, options).uri}")
     report.stop()

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Iterable
+from pathlib import Path
 
 from axon_ps.cli.console import Console
 from axon_ps.cli.network import free_port, wait_until_listening
 from axon_ps.cli.processes import PYTHON, Process, ReadyPipe
 from axon_ps.cli.run import Launch
-from axon_ps.cli.settings import Settings, child_environment, variable_is_set
+from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
 from axon_ps.cli.workers import Workers
 from axon_ps.errors import AxonError
 
@@ -47,6 +50,7 @@ class _Launcher:
         self._master_port = launch.master_port or free_port()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
+        self._private = ""  # directory of what others must not read, once there is one
 
     async def run(self) -> int:
         self._catch_signals()
@@ -73,17 +77,20 @@ class _Launcher:
         await _all(p.end(*steps) for p in self._workers.processes)
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[1:])
         await _all(p.end((signal.SIGTERM, SERVICE_GRACE_S)) for p in self._services[:1])
+        if self._private:
+            shutil.rmtree(self._private, ignore_errors=True)
 
     # ------------------------------------------------------------------ starting
 
     async def _work(self) -> None:
         if self._settings.coordinator:
             address = self._settings.coordinator
-            await wait_until_listening(address, self._launch.connect_timeout_s)
+            await wait_until_listening(address, self._launch.connect_timeout_s, self._console.say)
             await _all(self._start_shard(i, address) for i in range(self._launch.shards_here))
         else:
             address = await self._start_services()
         self._address = address
+        self._say_how_to_watch()
         await self._workers.start()
         await self._watch()
 
@@ -92,7 +99,7 @@ class _Launcher:
         launch = self._launch
         if launch.node_rank > 0:
             address = f"{launch.master_addr}:{launch.coordinator_port}"
-            await wait_until_listening(address, launch.connect_timeout_s)
+            await wait_until_listening(address, launch.connect_timeout_s, self._console.say)
             await _all(self._start_shard(i, address) for i in range(launch.shards_here))
             return address
         with ReadyPipe() as pipe:
@@ -142,6 +149,25 @@ class _Launcher:
         )
         self._services.append(process)
         return process
+
+    def _say_how_to_watch(self) -> None:
+        """The command for a second terminal; a token that we made up ourselves is in a file that it can read."""
+        if self._launch.node_rank > 0:
+            return  # node 0 says it
+        settings, words = self._settings, ["axon-ps status --coordinator", self._address]
+        if settings.job != DEFAULT_JOB:
+            words += ["--job", settings.job]
+        if settings.token_file is not None:
+            words += ["--token-file", str(settings.token_file)]
+        elif self._launch.token and not settings.resolved_token:
+            self._private = tempfile.mkdtemp(prefix="axon-ps-")  # for nobody but us
+            path = Path(self._private) / "token"
+            path.touch(mode=0o600)
+            path.write_text(self._launch.token)
+            words += ["--token-file", str(path)]
+        if settings.tls_ca:
+            words += ["--tls-ca", settings.tls_ca]
+        self._console.say(f"axon-ps: to watch it from another terminal: {' '.join(words)}")
 
     def _worker_environment(self) -> dict[str, str]:
         """What every worker of this node is told; its ranks come on top."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 
 from axon_ps.errors import Unreachable
+from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.transport.backoff import Deadline, retry
 
 _ATTEMPT_S = 5.0
@@ -19,12 +21,29 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def wait_until_listening(address: str, timeout_s: float) -> None:
+async def wait_until_listening(address: str, timeout_s: float, say: Callable[[str], None]) -> None:
     """Return as soon as somebody listens at `address`.
+
+    Args:
+        address: "host:port".
+        timeout_s: how long to wait, in seconds.
+        say: gets a line after a while, and then ever more rarely, as long as nobody does.
 
     Raises:
         Unreachable: nobody did within `timeout_s` seconds.
     """
+    waiting = asyncio.create_task(_knock(address, timeout_s))
+    waited_s, pause_s = 0.0, FIRST_REMINDER_S
+    try:
+        while not (await asyncio.wait((waiting,), timeout=pause_s))[0]:
+            waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, MOST_REMINDER_S)
+            say(f"axon-ps: waiting for the coordinator at {address}, for {waited_s:.0f} s now")
+        waiting.result()
+    finally:
+        waiting.cancel()
+
+
+async def _knock(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     deadline = Deadline(timeout_s)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from axon_ps.transport.security import Security
 
 PREFIX = "AXON_PS_"
+DEFAULT_JOB = "default"
 DEFAULT_COORDINATOR_PORT = 7077
 DEFAULT_SHARD_PORT = 7078
 
@@ -53,7 +54,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
     coordinator: str = ""
-    job: str = Field(default="default", min_length=1, max_length=128)
+    job: str = Field(default=DEFAULT_JOB, min_length=1, max_length=128)
     token: SecretStr = SecretStr("")
     token_file: Path | None = None
     tls_ca: str = ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +16,9 @@ from axon_ps.cli.options import leave
 
 if TYPE_CHECKING:
     from axon_ps.coordinator.events import Status
+
+_OLD_S = 10.0
+"""What was reported longer ago is shown with its age."""
 
 
 def status(
@@ -36,15 +41,18 @@ def status(
         tls_cert=tls_cert, tls_key=tls_key,
     )  # fmt: skip
 
-    async def ask() -> Status:
-        async with client(settings) as operator:
-            return await operator.status(timeout_s=timeout_s)
+    from axon_ps.collectives.progress import progress_of
 
-    reply = asyncio.run(ask())
+    async def ask() -> tuple[Status, dict[str, Any] | None]:
+        async with client(settings) as operator:
+            reply = await operator.status(timeout_s=timeout_s)
+            return reply, await progress_of(lambda key: operator.kv_get(key, timeout_s=timeout_s))
+
+    reply, progress = asyncio.run(ask())
     if as_json:
-        print(json.dumps(_as_dict(reply), indent=2))
+        print(json.dumps(_as_dict(reply) | {"finished": _finished(reply), "progress": progress}, indent=2))
     else:
-        _print_status(reply, settings.coordinator)
+        _print_status(reply, progress, settings.coordinator)
 
 
 def health(
@@ -114,14 +122,52 @@ def _as_dict(reply: Status) -> dict[str, Any]:
     return values
 
 
-def _print_status(reply: Status, address: str) -> None:
+def _finished(reply: Status) -> bool:
+    """Whether the job is over: its workers have finished, and none is there any more."""
+    return bool(reply.membership.finished) and not reply.membership.workers
+
+
+def _state(reply: Status) -> str:
+    """How the job is, in a word or two."""
+    count = len(reply.membership.finished)
+    if _finished(reply):
+        return f"finished: {'its worker has' if count == 1 else f'all {count} workers have'} done all there was to do"
+    return "complete" if reply.membership.complete else f"waiting for {reply.membership.waiting_for or 'members'}"
+
+
+def progress_line(said: Mapping[str, Any], now: float) -> str:
+    """What the training script reported last, in words.
+
+    Args:
+        said: as `collectives.progress` stores it.
+        now: the time, as seconds since 1970.
+    """
+    step, steps, pace = said.get("step", 0), said.get("steps"), said.get("steps_per_s") or 0.0
+    parts = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
+    if said.get("loss") is not None:
+        parts.append(f"loss {said['loss']:.4g}")
+    if pace:
+        parts.append(f"{pace:.3g} steps/s")
+    for name, value in (said.get("values") or {}).items():
+        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        parts.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
+    age_s = now - said.get("at", now)
+    if age_s >= _OLD_S:
+        parts.append(f"reported {_duration(age_s)} ago")
+    elif steps and pace and step < steps:
+        parts.append(f"{_duration((steps - step) / pace)} left")
+    return ", ".join(parts)
+
+
+def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     membership = reply.membership
     console = Console()
-    state = "complete" if membership.complete else f"waiting for {membership.waiting_for or 'members'}"
-    console.print(f"job [bold]{reply.job}[/bold] at {address}: {state}", highlight=False)
+    console.print(f"job [bold]{reply.job}[/bold] at {address}: {_state(reply)}", highlight=False)
+    if progress is not None:
+        console.print(progress_line(progress, time.time()), highlight=False)
     held = f"{reply.parameters:,} parameters" if reply.registered else "no layout yet"
     console.print(
         f"version {reply.version}, step {reply.step}, generation {membership.generation}, {held}"
@@ -133,7 +179,7 @@ def _print_status(reply: Status, address: str) -> None:
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
         table.add_row(m.role.value, str(m.rank), m.node, m.address, replica, m.incarnation[:8])
     console.print(table)
-    for line in reply.pending:
+    for line in () if _finished(reply) else reply.pending:
         console.print(f"pending: {line}", highlight=False)
     for name, value in sorted(reply.counters.items()):
         console.print(f"{name} {value:g}", highlight=False)

@@ -26,8 +26,6 @@ from typing import Any, Self, TypeVar
 from axon_ps.collectives.pace import Pace
 from axon_ps.collectives.work import Awaited, LoopWork
 from axon_ps.coordinator.client import (
-    FIRST_REMINDER_S,
-    MOST_REMINDER_S,
     CoordinatorClient,
     Event,
     JobState,
@@ -36,6 +34,7 @@ from axon_ps.coordinator.client import (
 )
 from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec

@@ -16,15 +16,19 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, overload
 
 from axon_ps.collectives.backend import Backend, GroupContext, Store
+from axon_ps.collectives.bootstrap.job import Formed, find_job
 from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.ending import going_well, notice_exit, process_went_well
-from axon_ps.collectives.environment import WorkerConfig, worker_config
+from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.group_base import LINGER_S, MakeBackend
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.job_store import JobStore
 from axon_ps.collectives.models import Models
+from axon_ps.collectives.progress import KEY as PROGRESS
+from axon_ps.collectives.progress import Progress
 from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.refusal import explain
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.values import CheckpointInfo, info_of
@@ -81,6 +85,7 @@ class World:
         self._config = config
         self._timeout_s = timeout_s
         self._closed = False
+        self._formed: Formed | None = None  # the job, if workers alone have made it
         self._loop = loop or BackgroundLoop(name="axon-ps")
         self._shards = self._make_shards(config)
         self._coordinator = CoordinatorClient(
@@ -98,6 +103,8 @@ class World:
         self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
         self.models = Models()
         self.recorder = Recorder()
+        loop, coordinator = self._loop, self._coordinator  # and not us, who would keep ourselves
+        self._progress = Progress(lambda said: loop.submit(coordinator.kv_put(PROGRESS, said)))
         self._groups = Groups(
             self,
             self._make_backends(),
@@ -119,12 +126,14 @@ class World:
         """Join the job and wait until every member it needs is there.
 
         Args:
-            config: how to join; None = from the environment (see `collectives.environment.worker_config`).
+            config: how to join; None = from the environment (docs/environment.md). Where that names no coordinator, as
+                under torchrun, the workers start one, and shard servers, by themselves.
             timeout_s: default deadline of every operation on this world, in seconds.
             join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
 
         Raises:
             ConfigurationError: the environment does not say how to join.
+            Broken: the job's services could not be started.
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
             Unreachable: nobody answers at the coordinator's address.
@@ -134,7 +143,26 @@ class World:
         After an error: this process is not a member.
         """
         fork.check_may_join()
-        world = cls(config if config is not None else worker_config(os.environ), timeout_s=timeout_s)
+        try:
+            world = cls._joined(config, timeout_s, join_timeout_s)
+        except BaseException as error:
+            explain(error)
+            raise
+        fork.at_exit(world._at_exit)
+        notice_exit()
+        World._current = world
+        world._loop.submit(world._watch())
+        return world
+
+    @classmethod
+    def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
+        formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
+        try:
+            world = cls(formed.config, timeout_s=timeout_s)
+            world._formed = formed
+        except BaseException:
+            formed.close()
+            raise
         try:
             patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
             world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
@@ -143,10 +171,6 @@ class World:
         except BaseException:
             world.close()
             raise
-        fork.at_exit(world._at_exit)
-        notice_exit()
-        World._current = world
-        world._loop.submit(world._watch())
         return world
 
     new = init
@@ -336,6 +360,26 @@ class World:
     def statistics(self) -> dict[str, float]:
         """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
         return self.steps.statistics() | self.recorder.statistics()
+
+    def report(
+        self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
+    ) -> None:
+        """Say how far training is, for whoever watches with `axon-ps status`. Call it as often as you like.
+
+        Of all workers the main process is heard, at most once a second; nobody waits for anything.
+
+        Args:
+            step: steps made; None = the version.
+            steps: how many there will be, if that is known.
+            loss: the loss.
+            values: whatever else is worth showing, by name: `tokens_per_s=12_000.0`.
+
+        Raises:
+            InvalidRequest: a value is no number.
+        """
+        self._limit(None)
+        if self.is_main_process:
+            self._progress.report(self.version if step is None else step, steps, loss, values)
 
     def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
         """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
@@ -594,6 +638,8 @@ class World:
                 none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
                 called while an error is being handled.
 
+        A worker that has started the job's services, because nobody else had, stays here until the others are done.
+
         Raises:
             Misuse: this process is a fork of the one that joined; that one is still a member.
         """
@@ -610,12 +656,16 @@ class World:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
+            if self._formed is not None and finished:
+                self._loop.run(self._formed.wait_for_others())
         finally:
             self._end_loop()
 
     def _end_loop(self) -> None:
         """Free what everything has run on."""
         self._loop.close()
+        if self._formed is not None:
+            self._formed.close()
 
     def _at_exit(self) -> None:
         self.close(finished=process_went_well())

@@ -58,6 +58,7 @@ from axon_ps.errors import (
     Misuse,
     Timeout,
 )
+from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
@@ -90,10 +91,6 @@ RETIRE_S: Final = 1.0
 
 STANDBY_S: Final = 0.2
 """How often a standby asks, at least, whether there is a place for it."""
-
-FIRST_REMINDER_S: Final = 2.0
-MOST_REMINDER_S: Final = 60.0
-"""How often a client without a session says so: first after this, then twice as long, and never more rarely."""
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT: Final = session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat())

@@ -62,3 +62,17 @@ def test_examples_equal_plain_training(tmp_path: Path) -> None:
 def environments(cluster: LocalCluster | None) -> list[dict[str, str]]:
     """Of each worker; of one process alone when there is no cluster."""
     return [cluster.env(rank) for rank in range(cluster.world_size)] if cluster else [{}]
+
+
+def test_the_number_of_steps_is_seen_to_move_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "60")  # as `axon-ps run` sets it for workers behind which there is a terminal
+    report = importlib.import_module("progress").Report(on=True)
+    costs = dict.fromkeys(("wire_bytes_in", "wire_bytes_out", "param_memory_bytes"), 1e9)
+    report.start(0, None)
+    for version in (1, 2, 3):
+        report.step(version, None if version < 3 else 24, 2.5, 1024, costs)
+    report.stop()
+    assert "step 3/24  loss 2.500" in capsys.readouterr().out

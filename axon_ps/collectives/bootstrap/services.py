@@ -1,10 +1,9 @@
-"""`EmbeddedCluster`: a coordinator and one shard server as children of a worker, for jobs that nobody started them for.
+"""`EmbeddedServices`: a coordinator and shard servers as children of a worker, for jobs that nobody started them for.
 
-`torchrun` and plain environment variables start workers only; the worker of rank 0 then makes the services the others
-need. They are programs of their own, started by `exec`, and are told to drain when the thread that started them is
-gone, even by kill -9 (see `transport.children`).
+They are programs of their own, started by `exec`, and are told to drain when the thread that started them is gone, even
+by kill -9 (see `transport.children`).
 
-Owns: the two processes. Refuses: to tell the other workers where they are; whoever starts it does.
+Owns: the processes. Refuses: to tell the other workers where they are; whoever starts them does.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
+from axon_ps.transport.channels import join_address
 from axon_ps.transport.children import LinePipe, tethered
 from axon_ps.transport.security import Security
 
@@ -26,12 +26,15 @@ _DRAIN_S = 5.0
 _DROPPED = ("AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "AXON_PS_TOKEN_FILE", "AXON_PS_CONFIG")
 
 
-class EmbeddedCluster:
-    """The services of one job, on this host.
+class EmbeddedServices:
+    """The services of one job that run on this host.
 
     Args:
         world_size: workers of the job.
         job: its name.
+        shards: the ranks of the shard servers to start here.
+        num_shards: shard servers of the job, here and elsewhere.
+        coordinator: "host:port" of the job's coordinator, if it runs elsewhere; empty = start it, too.
         host: address to listen on; beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
         security: certificates of the services, and the token; without a token one is made up.
@@ -43,7 +46,7 @@ class EmbeddedCluster:
         security: what a client presents.
 
     Raises:
-        ConfigurationError: it would be open to the network without TLS, and `security.insecure` is not set.
+        ConfigurationError: they would be open to the network without TLS, and `security.insecure` is not set.
         Broken: a service ended, or did not listen in time; what it wrote is on standard error.
     """
 
@@ -52,6 +55,9 @@ class EmbeddedCluster:
         world_size: int,
         *,
         job: str,
+        shards: Sequence[int] = (0,),
+        num_shards: int = 1,
+        coordinator: str = "",
         host: str = "127.0.0.1",
         advertise: str = "",
         security: Security | None = None,
@@ -67,31 +73,34 @@ class EmbeddedCluster:
             insecure=given.insecure,
         )
         self.security.check_bind(host)
+        self.address = coordinator
         self._environment = {k: v for k, v in environment.items() if k not in _DROPPED}
         self._job = job
+        self._host = host
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[LinePipe] = []
         deadline = time.monotonic() + start_timeout_s
         try:
-            options = ["--world-size", str(world_size), "--shards", "1", "--state", "memory"]
-            coordinator = self._start("coordinator", host, options)
-            shard = self._start(
-                "shard", host, ["--coordinator", "-", *(["--advertise", advertise] if advertise else [])]
-            )
-            port = self._line(coordinator, deadline, "coordinator").rpartition(":")[2]
-            self.address = f"{advertise or host}:{port}"
-            stdin = self._processes[1].stdin
-            assert stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
-                stdin.write(f"{self.address}\n".encode())
-                stdin.flush()
-            self._line(shard, deadline, "shard server")
+            if not coordinator:
+                options = ["--world-size", str(world_size), "--shards", str(num_shards), "--state", "memory"]
+                listening = self._start("coordinator", options)
+            servers = [self._start("shard", self._shard_options(rank, len(shards), advertise)) for rank in shards]
+            if not coordinator:
+                port = int(self._line(listening, deadline, "coordinator").rpartition(":")[2])
+                self.address = join_address(advertise or host, port)
+            for process in self._processes[-len(shards) :] if shards else ():
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
+                    process.stdin.write(f"{self.address}\n".encode())
+                    process.stdin.flush()
+            for rank, pipe in zip(shards, servers, strict=True):
+                self._line(pipe, deadline, f"shard server {rank}")
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
     def close(self, grace_s: float = _DRAIN_S) -> None:
-        """End both, the shard server first. Harmless when repeated."""
+        """End all of them, the shard servers first. Harmless when repeated."""
         while self._pipes:
             self._pipes.pop().close()
         while self._processes:
@@ -106,12 +115,17 @@ class EmbeddedCluster:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
 
-    def _start(self, service: str, host: str, options: Sequence[str]) -> LinePipe:
+    def _shard_options(self, rank: int, shards_here: int, advertise: str) -> list[str]:
+        threads = 0 if shards_here == 1 else max(1, len(os.sched_getaffinity(0)) // shards_here)
+        options = ["--coordinator", "-", "--rank", str(rank), "--threads", str(threads)]
+        return options + (["--advertise", advertise] if advertise else [])
+
+    def _start(self, service: str, options: Sequence[str]) -> LinePipe:
         """Start a service; the pipe on which it says its address."""
         pipe = LinePipe()
         self._pipes.append(pipe)
-        command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", host, "--port", "0", *options]
-        command += ["--ready-fd", str(pipe.fd), *(["--insecure"] if self.security.insecure else [])]
+        command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", self._host, "--port", "0"]
+        command += [*options, "--ready-fd", str(pipe.fd), *(["--insecure"] if self.security.insecure else [])]
         try:
             process = subprocess.Popen(
                 tethered(command, signal.SIGTERM),

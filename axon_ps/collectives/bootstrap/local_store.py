@@ -1,0 +1,163 @@
+"""`LocalStore`: where the workers of one host meet when their launcher has no store, as mpirun has none.
+
+The worker of rank 0 listens on a socket whose name all know from what names their launcher's run. The name is one of
+the kernel's (an abstract Unix socket): there is no file, so nothing is left over, not even by kill -9, and both ends
+learn from the kernel whose process the other is; another user's is turned away.
+
+A request is one line of JSON on a connection of its own, the reply another; values are text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from axon_ps.errors import PermissionDenied, Unreachable
+
+_ANSWER_S = 5.0
+_PAUSE_S = 0.02
+_MOST_BYTES = 1 << 16
+
+
+class LocalStore:
+    """A store for the workers of one host and one user.
+
+    Args:
+        name: of the run, known to all its workers.
+        serves: whether this worker holds the values; one does.
+        timeout_s: how long storing waits for that one, in seconds.
+
+    Raises:
+        Unreachable: another process serves a store of this name.
+    """
+
+    def __init__(self, name: str, *, serves: bool, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._values: dict[str, str] = {}
+        self._listener: socket.socket | None = None
+        if serves:
+            self._listener = self._listen()
+            thread = threading.Thread(target=self._serve, args=(self._listener,), name="axon-ps store", daemon=True)
+            thread.start()
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value, as soon as the worker that holds them is there.
+
+        Raises:
+            Unreachable: it is not in time.
+            PermissionDenied: a process of another user holds them.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while self._ask({"key": key, "value": value}) is None:
+            if time.monotonic() > deadline:
+                raise Unreachable(f"the worker of rank 0 was not there within {self._timeout_s:g} s, on this host")
+            time.sleep(_PAUSE_S)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return str((self._ask({"key": key}) or {})["value"]).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys are there; False as long as the worker that holds them is not.
+
+        Raises:
+            PermissionDenied: a process of another user holds them.
+        """
+        return all("value" in (self._ask({"key": key}) or {}) for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key, on the worker that holds the values; whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """Serve no more. Harmless when repeated."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._listener.close()
+
+    @property
+    def _address(self) -> str:
+        return f"\0axon-ps-{os.getuid()}-{hashlib.sha256(self._name.encode()).hexdigest()[:32]}"
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self._address)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise Unreachable(
+                f"the workers of this run cannot meet: another process has the place of rank 0 ({error.strerror}); are "
+                "two of them of the same rank?"
+            ) from error
+        return listener
+
+    # ------------------------------------------------------------------ rank 0
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                connection.settimeout(_ANSWER_S)
+                if _user_of(connection) == os.getuid():
+                    connection.sendall(_line(self._answer(json.loads(_read_line(connection)))))
+
+    def _answer(self, request: dict[str, str]) -> dict[str, str]:
+        key = str(request["key"])
+        if "value" in request:
+            self._values[key] = str(request["value"])
+        return {"value": self._values[key]} if key in self._values else {}
+
+    # ------------------------------------------------------------------ everybody
+
+    def _ask(self, request: dict[str, str]) -> dict[str, Any] | None:
+        """The answer; None when nobody serves the store, not yet or not any more."""
+        if self._listener is not None:
+            return self._answer(request)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(_ANSWER_S)
+                connection.connect(self._address)
+                if (user := _user_of(connection)) != os.getuid():
+                    raise PermissionDenied(
+                        f"the workers' meeting place on this host is held by a process of user {user}"
+                    )
+                connection.sendall(_line(request))
+                reply: dict[str, Any] = json.loads(_read_line(connection))
+                return reply
+        except PermissionDenied:
+            raise
+        except (OSError, ValueError):  # it ended in the middle, or was busy: the same as not there
+            return None
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user whose process is at the other end, by the kernel's word."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
+
+
+def _line(message: dict[str, str]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    content = b""
+    while not content.endswith(b"\n"):
+        part = connection.recv(4096)
+        if not part or len(content) > _MOST_BYTES:
+            raise ValueError("a request or reply was cut short")
+        content += part
+    return content

@@ -1,0 +1,25 @@
+"""What the launcher does while nobody listens yet where it is to join."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from axon_ps.cli import network
+from axon_ps.errors import Unreachable
+
+
+def test_who_waits_for_a_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "FIRST_REMINDER_S", 0.02)
+    said: list[str] = []
+    address = f"127.0.0.1:{network.free_port()}"
+    with pytest.raises(Unreachable, match="waited 0.3 s"):
+        asyncio.run(network.wait_until_listening(address, 0.3, said.append))
+    assert said
+    assert all(line.startswith(f"axon-ps: waiting for the coordinator at {address}, for ") for line in said)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        said.clear()
+        asyncio.run(network.wait_until_listening(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, said.append))
+        assert not said
