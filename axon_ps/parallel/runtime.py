@@ -55,7 +55,7 @@ from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
 from axon_ps.parallel.sent_gradients import SentGradients
-from axon_ps.parallel.steps import Assuming, Foresight, Mapping, Pending, Steps
+from axon_ps.parallel.steps import Assuming, Foresight, Mapping, OnDevice, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _MOST_FORWARDS = 8
@@ -169,12 +169,18 @@ class Runtime:
             make = None if pinned else steps.buffer
             for flat in flats:
                 flat.may_map(steps)
+        self._device = steps.device if isinstance(steps, OnDevice) else None
+        if self._device is not None:
+            for flat in flats:
+                flat.gather_on_device()
         buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
         buffers_bytes += sum(f.gather_bytes for f in flats if f.resident and f.trainable)
-        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)
+        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned, device=self._device)
         self._grad_meter = Meter()
         most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
-        self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, make=make)
+        self._out = BufferPool(
+            _BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, device=self._device, make=make
+        )
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None
@@ -436,9 +442,8 @@ class Runtime:
                 scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
-        self._pushes[flat.index] = self._steps.push(
-            flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
-        )
+        sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
+        self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
 
     def _gather_ahead(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """Behind its push, begin to gather what the step will make of a unit, if it is kept or needed first then."""
