@@ -26,7 +26,7 @@ def wrapped(world: axon_ps.World, strategy: str, wire: str) -> tuple[torch.nn.Mo
     if strategy == "DDP":
         ddp = parallel.DDP(build(), world.default_group)
         if wire != "float32":
-            ddp.register_comm_hook({"bfloat16": "bf16"}.get(wire, wire))
+            ddp.register_comm_hook({"bfloat16": "bf16"}.get(wire, wire))  # else "int8" or "top_k"
         return ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-3)
     model = parallel.FSDP(
         build(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from device_worker import STEPS
@@ -22,6 +23,7 @@ CASES = [
     ("DDP", "float32"),
     ("DDP", "bfloat16"),
 ]
+COMPRESSED = [("DDP", "int8"), ("DDP", "top_k")]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
 """Largest ||a - b|| / ||b|| of a parameter after a few steps of AdamW, which makes much of little."""
 AGREEMENT_BYTES = 2048
@@ -33,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """Per job, what its workers returned: each case in host memory, then on the device; the suite."""
     jobs = [
         Job(function="device_worker:train", args=(*case, on_device), workers=4, servers=2, per_node=2)
-        for case in CASES
+        for case in (*CASES, *COMPRESSED)
         for on_device in (False, True)
     ]
     jobs.append(Job(function="device_worker:conform", workers=4, servers=2, per_node=2))
@@ -41,17 +43,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 
 def test_every_wrapper_comes_to_the_same_over_nccl_as_over_shared_memory(results: list[list[Any]]) -> None:
-    for i, case in enumerate(CASES):
+    for i, case in enumerate((*CASES, *COMPRESSED)):
         host, device = results[2 * i], results[2 * i + 1]
         for (expected, _), (values, _) in zip(host, device, strict=True):
-            if case[0] == "HYBRID_SHARD":
-                assert distance(values, expected) == 0.0, case
+            if case[0] == "HYBRID_SHARD" or case in COMPRESSED:
+                assert all(np.array_equal(values[name], expected[name]) for name in expected), case
             else:  # what is small is added up in rank order in host memory, and on the device by nodes
                 assert distance(values, expected) < TOLERANCE[case[1]], case
 
 
 def test_nothing_crosses_to_the_host_but_the_stripe_of_each_rank(results: list[list[Any]]) -> None:
     numel = sum(p.numel() for p in build().parameters())
+    for steps in (steps for i, _ in enumerate(COMPRESSED) for _, steps in results[2 * (len(CASES) + i) + 1]):
+        # nobody's gradient crosses but in compressed form: int8 takes a quarter, a top-k of 1 % less
+        assert all(s["largest other"] < 0.3 * 4 * numel for s in steps)
     units = 3
     for i, (strategy, wire) in enumerate(CASES):
         item = 2 if wire == "bfloat16" else 4
