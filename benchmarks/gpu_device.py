@@ -127,7 +127,7 @@ def kernels(options: argparse.Namespace) -> None:
         "cast to bf16": (lambda: half.copy_(values), 6 * numel),
         "int8 blocks, encode": (lambda: device_codecs.encode_blocks(values, blocks, residual), 13 * numel),
         "int8 blocks, decode": (lambda: device_codecs.decode_blocks(blocks, copy), 5 * numel),
-        "torch quantize_per_tensor": (lambda: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), 5 * numel),
+        "torch cast to fp8": (lambda: values.to(torch.float8_e4m3fn), 5 * numel),
         "top-k 1 %": (lambda: device_codecs.top_k(values, pairs, residual), 12 * numel),
         "torch topk 1 %": (lambda: torch.topk(values.abs(), kept), 4 * numel),
     }

@@ -166,7 +166,7 @@ def on_stream(flat: Flat | None) -> contextlib.AbstractContextManager[object]:
     """Makes the stream that was current when `flat` was taken the current one of this thread, for cupy and torch."""
     if flat is None or not flat.device:
         return contextlib.nullcontext()
-    return cuda.on_stream(flat.stream)
+    return cuda.on_stream(flat.array, flat.stream)
 
 
 def _dtype(name: str, what: str) -> DType:

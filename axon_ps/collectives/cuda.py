@@ -70,7 +70,8 @@ class CudaMemory:
         if torch is None or not torch.cuda.is_available():
             yield
             return
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        # torch takes 0 for "a new one"; it is the default stream
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()):
             yield
 
 
@@ -127,9 +128,9 @@ def current_stream(data: Any) -> int:
 
 
 @contextlib.contextmanager
-def on_stream(stream: int) -> Iterator[None]:
-    """Use a stream of another thread's on this one, in cupy and, where it is loaded, in torch."""
-    with load().cuda.ExternalStream(stream), memory().on_stream(stream):
+def on_stream(array: Any, stream: int) -> Iterator[None]:
+    """Use a cupy array's device, and a stream of another thread's, on this thread: in cupy and, if loaded, torch."""
+    with array.device, load().cuda.ExternalStream(stream), memory().on_stream(stream):
         yield
 
 

@@ -120,7 +120,7 @@ class NodeSteps:
         keep_on_device: bool = True,
         meter: Meter,
     ) -> None:
-        self.device = device
+        self.device = None if device is None else torch.empty(0, device=device).device  # with its number
         self._keep_on_device = keep_on_device
         self._staging = Staging()
         self._steps = steps

@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
@@ -438,8 +439,14 @@ class Runtime:
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self._grad_meter.add(-flat.staged_bytes)
         with torch.no_grad():
-            for spec, grad in zip(flat.unit.parameters, flat.take_grads(), strict=True):
-                scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
+            grads = flat.take_grads()
+            target = buffer
+            if self._device is None and any(g is not None and cuda.memory().holds(g) for g in grads):
+                target = torch.empty_like(buffer, device=flat.flat.device)  # made whole there, so that it crosses once
+            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
+                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
+            if target is not buffer:
+                buffer.copy_(target)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer

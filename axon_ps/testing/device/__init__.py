@@ -15,7 +15,7 @@ returns, so an order of streams that is missing does not show.
 """
 
 from axon_ps.testing.device.cupy_module import DeviceArray, asarray
-from axon_ps.testing.device.stand_in import StandIn, stand_in
+from axon_ps.testing.device.install import StandIn, stand_in
 from axon_ps.testing.device.trace import Event, Trace
 
 __all__ = ["DeviceArray", "Event", "StandIn", "Trace", "asarray", "stand_in"]
