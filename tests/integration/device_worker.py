@@ -16,7 +16,7 @@ from axon_ps.testing.conformance import SPARES, DeviceBackend, run_conformance
 from axon_ps.testing.device import Event, asarray, stand_in
 from parity_model import Block, batch, build
 
-STEPS = 3
+STEPS = 2
 OFFERS = ("download", "upload")
 """Copies from and to page-locked memory: what a GPU does for what leaves the machine."""
 
@@ -56,9 +56,14 @@ def train(world: axon_ps.World, strategy: str, wire: str, on_device: bool) -> An
                 steps.append(device.trace.take())
         # FSDP names parameters as the user's module does, DDP as torch's does
         state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
-        world.barrier("trained")
+        world.barrier(f"trained/{strategy}/{wire}")
         values = {name: value.float().numpy().copy() for name, value in state.items()}
     return values, [summary(events) for events in steps]
+
+
+def train_each(world: axon_ps.World, cases: list[tuple[str, str]], on_device: bool) -> list[Any]:
+    """Several trainings that leave nothing on the servers, one after the other in one job."""
+    return [train(world, *case, on_device) for case in cases]
 
 
 def summary(events: list[Event]) -> dict[str, Any]:
