@@ -10,12 +10,15 @@ TEST_PROCESSES ?= 2
 TORCH_VERSIONS ?= 2.11 2.15
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+GPU_ARGS ?=
+# the one that was named, else that of .venv
+GPU_PYTHON = $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)))
 BENCH_ARGS ?=
 CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: help setup demo test soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
+.PHONY: help setup demo test gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +35,9 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+gpu: ## what needs a GPU: its tests, the main job, benchmarks; PYTHON=python3 where nothing can be installed; GPU_ARGS=--quick
+	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 faults: $(INSTALLED) ## the grid of faults, a job of 40 minutes; CELLS='worker*sigkill' for a part, FAULTS_ARGS=--help
 	$(BIN)/python tests/faults/fault_run.py $(FAULTS_ARGS) $(foreach cell,$(CELLS),'$(cell)')

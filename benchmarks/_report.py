@@ -41,15 +41,15 @@ def write(name: str, rows: Sequence[Mapping[str, Any]], **extra: Any) -> Path:
     """Writes `benchmarks/results/<name>.json`: the name, the machine, what `extra` says, and the rows.
 
     Args:
-        name: of the benchmark; the file's stem.
+        name: of the benchmark; the file's stem, which may be in a folder ("gpu/staging").
         rows: one mapping per measurement, column names with units ("median_ms").
         extra: anything else a reader needs (sizes, repetitions, what was compared).
 
     Returns:
         The file written.
     """
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {"name": name, "machine": machine(), **extra, "rows": [dict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -64,6 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     optimizer.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     system = parser.add_argument_group("system")
     system.add_argument("--strategy", choices=[s.name.lower() for s in ShardingStrategy], default="full_shard")
+    system.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     system.add_argument("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the faster")
     system.add_argument("--wire", choices=("float32", "bfloat16", "float16", "int8"), default="bfloat16")
     system.add_argument("--top-k", type=float, default=0.0, metavar="SHARE", help="send this share of the gradients")
@@ -88,21 +89,31 @@ class Schedule:
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def matmul_s(dtype: torch.dtype) -> float:
+def device_of(choice: str, world: axon_ps.World) -> torch.device:
+    """Where this worker computes: of several GPUs each worker of a node has its own."""
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def matmul_s(dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of a matrix product of the model's shape on this machine."""
-    a, b = torch.ones(2048, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
+    a, b = torch.ones(2048, 256, dtype=dtype, device=device), torch.ones(256, 1024, dtype=dtype, device=device)
     times_s = []
     for _ in range(5):
         begin_s = time.perf_counter()
-        a @ b
+        (a @ b)[0, 0].item()  # a GPU works on behind our back
         times_s.append(time.perf_counter() - begin_s)
     return min(times_s)
 
 
-def compute_dtype(choice: str, world: axon_ps.World) -> torch.dtype:
+def compute_dtype(choice: str, world: axon_ps.World, device: torch.device) -> torch.dtype:
     """The dtype to compute in, the same on every worker: bf16 only where the processor multiplies it faster."""
     if choice == "auto":
-        choice = "bfloat16" if matmul_s(torch.bfloat16) < matmul_s(torch.float32) else "float32"
+        faster = matmul_s(torch.bfloat16, device) < matmul_s(torch.float32, device)
+        choice = "bfloat16" if faster else "float32"
         choice = world.agree("compute", choice)
     return getattr(torch, choice)
 
@@ -145,9 +156,15 @@ def part_loss(model: nn.Module, corpus: Corpus, part: int, options: argparse.Nam
     total, count = 0.0, 0
     where = {"replica": part, "replicas": VALIDATION_PARTS, "context": options.context}
     for tokens, targets in corpus.validation_batches(windows_total=options.eval_windows, batch=32, **where):
-        total += float(model(tokens, targets)) * len(tokens)
+        total += float(model(*on_device(model, tokens, targets))) * len(tokens)
         count += len(tokens)
     return total, count
+
+
+def on_device(model: nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors where the model computes."""
+    where = next(model.parameters()).device
+    return [tensor.to(where) for tensor in tensors]
 
 
 def steps_in_time(version: int, began: tuple[int, float], world: axon_ps.World, options: argparse.Namespace) -> int:
@@ -194,7 +211,7 @@ def train(
             group["lr"] = options.lr * schedule.factor(version)
         where = {"seed": options.seed, "step": version + skipped, "replica": world.replica}
         tokens, targets = corpus.batch(**where, batch=options.batch, context=options.context)
-        loss = model(tokens, targets)
+        loss = model(*on_device(model, tokens, targets))
         loss.backward()
         model.clip_grad_norm(options.clip)
         result = optimizer.step()
@@ -223,11 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
     torch.manual_seed(options.seed)
     began_s = time.monotonic()
     with axon_ps.World.init() as world:
-        dtype = compute_dtype(options.compute, world)
+        device = device_of(options.device, world)
+        dtype = compute_dtype(options.compute, world, device)
         wire = Int8() if options.wire == "int8" else getattr(torch, options.wire)
         grads = TopK(options.top_k) if options.top_k else wire
         model = FSDP(
-            GPT(model_config(options)),
+            GPT(model_config(options)).to(device),
             world.default_group,
             sharding_strategy=ShardingStrategy[options.strategy.upper()],
             mixed_precision=MixedPrecision(param_dtype=dtype, wire_dtype=wire, reduce_dtype=grads),

@@ -3,7 +3,7 @@ and whatever else gives its host memory by the buffer protocol (`array.array`, `
 
 torch is never imported here: whoever passes a tensor has done so. A bf16 array is a `uint16` one to us, whether it is
 torch's bfloat16 or ml_dtypes'; blocks of int8 are numpy arrays of `DType.INT8_BLOCK.numpy`. Device memory becomes a
-flat cupy array (see `collectives.nccl.flat_view`).
+flat cupy array (see `collectives.cuda.flat_view`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array, DType
 
@@ -71,12 +72,12 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
     """
     if isinstance(data, Flat):
         return data
+    if _is_cupy(data):
+        return _device(data, tuple(data.shape), _dtype(str(data.dtype), what))
     if isinstance(data, np.ndarray):
         return _numpy(data, writable, what)
     if is_torch(data):
         return _torch(data, what)
-    if _is_cupy(data):
-        return _device(data, tuple(data.shape), _dtype(str(data.dtype), what))
     return _numpy(_seen_by_numpy(data, what), writable, what)
 
 
@@ -91,7 +92,9 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
 
 def on_device(data: Any) -> bool:
     """Whether this is an array in device memory; not an error of anything else."""
-    return hasattr(data, "__cuda_array_interface__") and not (is_torch(data) and data.device.type == "cpu")
+    if isinstance(data, Flat):
+        return data.device
+    return cuda.memory().holds(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
 
 
 def is_torch(data: Any) -> bool:
@@ -147,7 +150,7 @@ def _torch(data: Any, what: str) -> Flat:
             tensor.copy_(dense)
 
     shape = tuple(data.shape)
-    if tensor.device.type == "cuda":
+    if cuda.memory().holds(tensor):
         return _device(dense, shape, dtype, write_back)
     flat = dense.reshape(-1)
     array = flat.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else flat.numpy()
@@ -155,9 +158,7 @@ def _torch(data: Any, what: str) -> Flat:
 
 
 def _device(data: Any, shape: tuple[int, ...], dtype: DType, write_back: Callable[[], object] | None = None) -> Flat:
-    from axon_ps.collectives import nccl
-
-    array, stream = nccl.flat_view(data, dtype), nccl.current_stream(data)
+    array, stream = cuda.flat_view(data, dtype), cuda.current_stream(data)
     return Flat(array, dtype, shape, device=True, write_back=write_back, stream=stream)
 
 
@@ -165,9 +166,7 @@ def on_stream(flat: Flat | None) -> contextlib.AbstractContextManager[object]:
     """Makes the stream that was current when `flat` was taken the current one of this thread, for cupy and torch."""
     if flat is None or not flat.device:
         return contextlib.nullcontext()
-    from axon_ps.collectives import nccl
-
-    return nccl.on_stream(flat.stream)
+    return cuda.on_stream(flat.array, flat.stream)
 
 
 def _dtype(name: str, what: str) -> DType:

@@ -413,7 +413,7 @@ class GroupBase:
 
     def _device_backend(self, limit_s: float) -> Backend:
         if self._device is None:
-            self._device = self._made("device", limit_s)
+            self._device = self._made("nccl" if self._wanted == "nccl" else "device", limit_s)
         return self._device
 
     def _made(self, name: str, limit_s: float) -> Backend:

@@ -13,7 +13,8 @@ Invariants:
 - A group on one node is just `intra`, and one with a rank on each node just `inter`.
 - Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
   each. Results have the same bits on every rank and in every run.
-- Device memory stays on the device inside a node, and is staged through host memory to cross.
+- Device memory stays on the device inside a node. What crosses, the share of each rank's lane, is staged through
+  page-locked host memory, and nothing else is (see `collectives.staging`); a message is, whole.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import numpy as np
 
 from axon_ps.collectives import header
 from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.request import Request, RequestBackend, perform
+from axon_ps.collectives.request import Request, RequestBackend
 from axon_ps.collectives.stage import Stage, on_device
+from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.topology import Topology, rearranged
 from axon_ps.errors import AxonError, Disagreement, InternalError, InvalidRequest
 from axon_ps.reduction import ops
@@ -95,7 +97,9 @@ class HierarchicalBackend(RequestBackend):
         super().__init__(context)
         self._backends = [b for b in (flat, lane, node) if b is not None]
         self.dtypes = tuple(dtype for dtype in DType if all(dtype in b.dtypes for b in self._backends))
-        self._whole = flat if node is None else node if flat is None else None
+        self._staging = Staging()
+        whole = flat if node is None else node if flat is None else None
+        self._whole = None if whole is None else Stage(whole, None if whole is node else self._staging)
         self._small_bytes = small_bytes
         self._error: AxonError | None = None
         self._topology = Topology.of(context.members)
@@ -103,11 +107,11 @@ class HierarchicalBackend(RequestBackend):
         self._local = self._topology.local(self.rank)
         self._neighbours = self._topology.nodes[self._home]
         if node is not None:
-            self._node = Stage(node, host=False)
+            self._node = Stage(node)
         if lane is not None:
-            self._lane = Stage(lane, host=True)
+            self._lane = Stage(lane, self._staging)
         if flat is not None:
-            self._flat = Stage(flat, host=True)
+            self._flat = Stage(flat, self._staging)
         self._in_lane = lane is not None
 
     @classmethod
@@ -167,7 +171,7 @@ class HierarchicalBackend(RequestBackend):
 
     def _perform(self, request: Request, timeout_s: float) -> None:
         if self._whole is not None:
-            perform(self._whole, request, timeout_s)
+            self._whole.perform(request, timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
@@ -233,22 +237,23 @@ class HierarchicalBackend(RequestBackend):
         lanes = self._topology.lanes
         return [numel // lanes + (i < numel % lanes) if i < lanes else 0 for i in range(len(self._neighbours))]
 
-    def _weigh(self, part: Array, call: Call) -> ReduceOp:
-        """Prepare a node's part of a reduction for the lane; how the lane combines.
+    def _across(self, call: Call) -> tuple[ReduceOp, Callable[[Array], object] | None]:
+        """How a lane combines the nodes' parts of a reduction, and what is done to each part before.
 
         An average of averages is right if nodes are equal; else each node's counts as much as it has ranks.
         """
         assert call.op is not None
         if call.op is not ReduceOp.AVERAGE or self._topology.even:
-            return call.op
-        host: Array = part.get() if on_device(part) else part  # type: ignore[attr-defined]
-        weighed = np.empty(host.size, ops.accumulator_dtype(call.dtype))
-        ops.start(weighed, host, call.dtype)
-        weighed *= len(self._neighbours) / self.world_size
-        ops.finish(host, weighed, ReduceOp.SUM, call.dtype, 1)
-        if host is not part:
-            part.set(host)  # type: ignore[attr-defined]
-        return ReduceOp.SUM
+            return call.op, None
+        weight = len(self._neighbours) / self.world_size
+
+        def weigh(part: Array) -> None:
+            weighed = np.empty(part.size, ops.accumulator_dtype(call.dtype))
+            ops.start(weighed, part, call.dtype)
+            weighed *= weight
+            ops.finish(part, weighed, ReduceOp.SUM, call.dtype, 1)
+
+        return ReduceOp.SUM, weigh
 
     def _reduce_in_node(self, request: Request, data: Array, shares: Sequence[int], deadline: float) -> Array:
         """Our share of the reduction of our node's data: T[shares[local]]."""
@@ -269,8 +274,10 @@ class HierarchicalBackend(RequestBackend):
         shares = self._lane_shares(data.size)
         part = self._reduce_in_node(request, data, shares, deadline)
         if self._in_lane:
-            op = self._weigh(part, call)
-            self._lane.run(Operation.ALL_REDUCE, call.dtype, deadline, counts=(part.size,), data=part, op=op)
+            op, weigh = self._across(call)
+            self._lane.run(
+                Operation.ALL_REDUCE, call.dtype, deadline, counts=(part.size,), data=part, op=op, prepare=weigh
+            )
         self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=shares, data=part, output=data)
 
     def _reduce(self, request: Request, _: Any, deadline: float) -> None:
@@ -279,9 +286,16 @@ class HierarchicalBackend(RequestBackend):
         part = self._reduce_in_node(request, data, shares, deadline)
         root_node = self._topology.node_of(call.root)
         if self._in_lane:
-            op = self._weigh(part, call)
+            op, weigh = self._across(call)
             self._lane.run(
-                Operation.REDUCE, call.dtype, deadline, counts=(part.size,), data=part, op=op, root=root_node
+                Operation.REDUCE,
+                call.dtype,
+                deadline,
+                counts=(part.size,),
+                data=part,
+                op=op,
+                root=root_node,
+                prepare=weigh,
             )
         if self._home == root_node:
             self._gather_in_node(call, part, data if self.rank == call.root else None, shares, deadline)
@@ -293,7 +307,7 @@ class HierarchicalBackend(RequestBackend):
         part = self._reduce_in_node(request, arranged, self._lane_totals(counts), deadline)
         mine = _empty(arranged, self._served_total(counts))
         if self._in_lane:
-            op = self._weigh(part, call)
+            op, weigh = self._across(call)
             self._lane.run(
                 Operation.REDUCE_SCATTER,
                 call.dtype,
@@ -302,6 +316,7 @@ class HierarchicalBackend(RequestBackend):
                 data=part,
                 output=mine,
                 op=op,
+                prepare=weigh,
             )
         self._deliver(call, mine, _given(request.output), counts, deadline)
 
@@ -474,17 +489,11 @@ class HierarchicalBackend(RequestBackend):
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
-        host: Array = data.get() if self._whole is None and on_device(data) else data  # type: ignore[attr-defined]
-        (self._whole or self._flat.backend).send(host, dtype, to, tag, timeout_s)
+        (self._whole or self._flat).send(data, dtype, to, tag, timeout_s)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        staged = self._whole is None and on_device(data)
-        host = np.empty(data.size, data.dtype) if staged else data
-        sender = (self._whole or self._flat.backend).recv(host, dtype, source, tag, timeout_s)
-        if staged:
-            data.set(host)  # type: ignore[attr-defined]
-        return sender
+        return (self._whole or self._flat).recv(data, dtype, source, tag, timeout_s)
 
     def abort(self, error: AxonError) -> None:
         """See `Backend.abort`."""
@@ -499,8 +508,8 @@ class HierarchicalBackend(RequestBackend):
             backend.close()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the backends it consists of, added up."""
-        total: dict[str, float] = {}
+        """Counters of the backends it consists of, added up, and bytes of device memory that crossed to the host."""
+        total = self._staging.statistics()
         for backend in self._backends:
             for name, value in backend.statistics().items():
                 total[name] = total.get(name, 0.0) + value
@@ -522,17 +531,20 @@ _PERFORM: dict[Operation, Callable[[HierarchicalBackend, Request, list[list[int]
 
 def _part(context: GroupContext, what: str, positions: Sequence[int]) -> GroupContext:
     """The context of some ranks of a group, of which we are one."""
-    name = f"{context.name}/{what}"
-    if len(name) > _MAX_NAME:
-        name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     return GroupContext(
-        name=name,
+        name=name_of_part(context.name, what),
         rank=list(positions).index(context.rank),
         ranks=tuple(context.ranks[p] for p in positions),
         members=tuple(context.members[p] for p in positions),
         store=context.store,
         timeout_s=context.timeout_s,
     )
+
+
+def name_of_part(group: str, what: str) -> str:
+    """The name of something that belongs to a group and meets by a name of its own; no longer than a name may be."""
+    name = f"{group}/{what}"
+    return name if len(name) <= _MAX_NAME else hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def _given(array: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""`NcclBackend`: collectives of GPUs through NCCL, on cupy arrays. The only module that imports cupy, and lazily.
+"""`NcclBackend`: collectives of GPUs through NCCL, on cupy arrays.
 
 Owns: what NCCL lacks. Ranks compare their calls by a small all-gather before each collective; bitwise reductions, NaN
 in minima and maxima, bool, and uneven counts are made of what NCCL has, in one group each. A bf16 array is uint16 here.
@@ -17,8 +17,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import importlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ import numpy as np
 
 from axon_ps.collectives import header, reason
 from axon_ps.collectives.backend import GroupContext, Operation
+from axon_ps.collectives.cuda import load, load_nccl
 from axon_ps.collectives.mock import mock_contexts
 from axon_ps.collectives.nccl_messages import Messages
 from axon_ps.collectives.nccl_symbols import MAX, NCCL_DTYPES, NcclUniqueId, nccl_op, version_of
@@ -43,71 +42,6 @@ _BITWISE: dict[ReduceOp, Any] = {
 }
 _LATE_S = 0.5
 _FAILED = b"failed: "
-
-
-def load() -> Any:
-    """cupy.
-
-    Raises:
-        NcclError: it is not installed, there is no GPU, or it was built without NCCL.
-    """
-    try:
-        cupy = importlib.import_module("cupy")
-        nccl = importlib.import_module("cupy.cuda.nccl")
-    except ImportError as error:
-        raise NcclError(f"NCCL needs cupy, which cannot be imported ({error}); install axon-ps[cuda12]") from error
-    if not getattr(nccl, "available", True):
-        raise NcclError("this cupy has no NCCL; install NCCL (pip install nvidia-nccl-cu12) or another build of cupy")
-    try:
-        devices = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # cupy's errors are its own
-        raise NcclError(f"NCCL needs an NVIDIA GPU, and CUDA finds none: {error}") from error
-    if not devices:
-        raise NcclError("NCCL needs an NVIDIA GPU, and CUDA finds none on this machine")
-    return cupy
-
-
-def current_stream(data: Any) -> int:
-    """The CUDA stream that the calling thread uses for arrays like `data`: torch's for a tensor, else cupy's."""
-    if hasattr(data, "is_contiguous"):
-        return int(sys.modules["torch"].cuda.current_stream(data.device).cuda_stream)
-    return int(load().cuda.get_current_stream().ptr)
-
-
-@contextlib.contextmanager
-def on_stream(stream: int) -> Iterator[None]:
-    """Use a stream of another thread's on this one, in cupy and, where it is loaded, in torch."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(load().cuda.ExternalStream(stream))
-        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-            stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(stream)))
-        yield
-
-
-def flat_view(data: Any, dtype: DType) -> Array:
-    """A cupy array or a CUDA tensor as a flat cupy array T[numel] on the same memory.
-
-    Args:
-        data: contiguous.
-        dtype: its element type.
-
-    Raises:
-        InvalidRequest: it is not contiguous.
-        NcclError: cupy cannot be used.
-    """
-    cupy = load()
-    if hasattr(data, "is_contiguous"):  # a tensor
-        contiguous, data = data.is_contiguous(), data.detach()
-        integers = {DType.BF16: "int16", DType.BOOL: "uint8"}.get(dtype)
-        if integers is not None:  # DLPack has no such type for cupy
-            data = data.view(getattr(sys.modules["torch"], integers))
-        array = cupy.from_dlpack(data) if contiguous else None
-    else:
-        contiguous, array = bool(data.flags.c_contiguous), data
-    if array is None or not contiguous:
-        raise InvalidRequest("device memory must be contiguous; give a contiguous copy")
-    flat: Array = array.reshape(-1).view(dtype.numpy)
-    return flat
 
 
 class _Late(Timeout):
@@ -145,7 +79,7 @@ class NcclBackend(RequestBackend):
         self.device = device
         self._knows_others = context is not None
         self._cupy = load()
-        self._nccl = importlib.import_module("cupy.cuda.nccl")
+        self._nccl = load_nccl()
         self._lock = threading.Lock()
         self._error: AxonError | None = None
         self._naming = threading.Lock()
@@ -236,7 +170,7 @@ class NcclBackend(RequestBackend):
             NcclError: there is no GPU or no cupy.
         """
         load()
-        return NcclUniqueId.of(importlib.import_module("cupy.cuda.nccl").get_unique_id())
+        return NcclUniqueId.of(load_nccl().get_unique_id())
 
     @staticmethod
     def nccl_version() -> tuple[int, int, int]:
@@ -246,7 +180,7 @@ class NcclBackend(RequestBackend):
             NcclError: there is no GPU or no cupy.
         """
         load()
-        return version_of(importlib.import_module("cupy.cuda.nccl").get_version())
+        return version_of(load_nccl().get_version())
 
     @staticmethod
     def device_count() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
@@ -43,6 +44,14 @@ def select(members: Sequence[Member]) -> str:
     return "grpc" if max(per_node.values()) == 1 else "hierarchical"
 
 
+def select_for_device(members: Sequence[Member]) -> str:
+    """The backend for device memory that fits where the members are.
+
+    "nccl" when all are on one node, else "hierarchical": NCCL inside nodes, and between them gRPC from host memory.
+    """
+    return "nccl" if len({m.node for m in members}) == 1 else "hierarchical"
+
+
 class BackendMaker:
     """Makes the backends of a world's groups.
 
@@ -66,13 +75,21 @@ class BackendMaker:
         if self._threads and name in (AUTO, DEVICE):
             return self._named(context, "mock")
         if name == DEVICE:
-            return self._named(context, "nccl")
+            return self._for_device(context)
         if name != AUTO:
             return self._named(context, name)
         chosen = select(context.members)
         if chosen == "grpc":
             return self._grpc(context)
         return self._or_grpc(context, chosen)
+
+    def _for_device(self, context: GroupContext) -> Backend:
+        if select_for_device(context.members) == "nccl":
+            return self._named(context, "nccl")
+        from axon_ps.collectives.hierarchical import HierarchicalBackend, name_of_part
+
+        own = replace(context, name=name_of_part(context.name, DEVICE))  # the host's backend may be hierarchical, too
+        return HierarchicalBackend.create(own, intra=lambda c: self._named(c, "nccl"), inter=self._grpc)
 
     def _named(self, context: GroupContext, name: str) -> Backend:
         if name == "shm":

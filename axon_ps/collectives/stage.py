@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from axon_ps.collectives.backend import Backend, Call, Operation
 from axon_ps.collectives.request import Request, perform
+from axon_ps.collectives.staging import Staging
 from axon_ps.types import Array, DType, ReduceOp
 
 
@@ -16,12 +17,13 @@ class Stage:
 
     Args:
         backend: what does them.
-        host: whether it takes host memory only; arrays on a device are staged then.
+        staging: how arrays on a device cross to host memory and back, where the backend takes that only; None = it
+            takes them as they are.
     """
 
-    def __init__(self, backend: Backend, *, host: bool) -> None:
+    def __init__(self, backend: Backend, staging: Staging | None = None) -> None:
         self.backend = backend
-        self._host = host
+        self._staging = staging
         self._sequence = 0
 
     def run(
@@ -38,8 +40,9 @@ class Stage:
         reason: str = "",
         received: Sequence[int] = (),
         sent: Sequence[int] = (),
+        prepare: Callable[[Array], object] | None = None,
     ) -> None:
-        """Make a call."""
+        """Make a call. `prepare` changes the data in place before, in host memory where it is staged there."""
         call = Call(
             sequence=self._sequence,
             operation=operation,
@@ -50,26 +53,77 @@ class Stage:
             reason=reason,
         )
         self._sequence += 1
-        staged_data, staged_output = (self._staged(data), self._staged(output)) if self._host else (data, output)
-        request = Request(
-            call=call,
-            data=staged_data,
-            output=staged_output,
-            output_counts=tuple(received),
-            input_counts=tuple(sent),
-        )
-        perform(self.backend, request, max(0.001, deadline - time.monotonic()))
-        result, target = (staged_data, data) if output is None else (staged_output, output)
-        if result is not target:
-            target.set(result)  # type: ignore[union-attr]  # a cupy array
+        request = Request(call=call, data=data, output=output, output_counts=tuple(received), input_counts=tuple(sent))
+        self.perform(request, max(0.001, deadline - time.monotonic()), prepare)
 
-    def _staged(self, array: Array | None) -> Array | None:
-        if array is None or not on_device(array):
-            return array
-        host: Array = array.get()  # type: ignore[attr-defined]  # a cupy array
-        return host
+    def perform(self, request: Request, timeout_s: float, prepare: Callable[[Array], object] | None = None) -> None:
+        """Make a call as it is, numbered by whoever makes it; device arrays are staged if they must be."""
+        data, output = request.data, request.output
+        staging = self._staging
+        if staging is None or not any(map(on_device, (data, output))):
+            if prepare is not None and data is not None:
+                prepare(data)
+            perform(self.backend, request, timeout_s)
+            return
+        host_data, host_output = (None if a is None else staging.take(a) for a in (data, output))
+        try:
+            if data is not None and host_data is not None and self._reads(request.call):
+                staging.download(data, host_data)
+                if prepare is not None:
+                    prepare(host_data)
+            staged = Request(
+                call=request.call,
+                data=host_data,
+                output=host_output,
+                output_counts=request.output_counts,
+                input_counts=request.input_counts,
+            )
+            perform(self.backend, staged, timeout_s)
+            if output is not None and host_output is not None:
+                staging.upload(host_output, output)
+            elif data is not None and host_data is not None and self._writes(request.call):
+                staging.upload(host_data, data)
+        finally:
+            for host in (host_data, host_output):
+                if host is not None:
+                    staging.give(host)
+
+    def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
+        """See `Backend.send`; any thread."""
+        if self._staging is None or not on_device(data):
+            self.backend.send(data, dtype, to, tag, timeout_s)
+            return
+        host = self._staging.take(data)
+        try:
+            self._staging.download(data, host)
+            self.backend.send(host, dtype, to, tag, timeout_s)
+        finally:
+            self._staging.give(host)
+
+    def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
+        """See `Backend.recv`; any thread."""
+        if self._staging is None or not on_device(data):
+            return self.backend.recv(data, dtype, source, tag, timeout_s)
+        host = self._staging.take(data)
+        try:
+            sender = self.backend.recv(host, dtype, source, tag, timeout_s)
+            self._staging.upload(host, data)
+            return sender
+        finally:
+            self._staging.give(host)
+
+    def _reads(self, call: Call) -> bool:
+        """Whether this rank's data has any effect."""
+        return call.operation is not Operation.BROADCAST or call.root == self.backend.rank
+
+    def _writes(self, call: Call) -> bool:
+        """Whether an operation without an output changes this rank's data."""
+        if call.operation is Operation.ALL_REDUCE:
+            return True
+        is_root = call.root == self.backend.rank
+        return is_root if call.operation is Operation.REDUCE else call.operation is Operation.BROADCAST and not is_root
 
 
 def on_device(array: Any) -> bool:
-    """Whether an array is in device memory: a cupy array, which moves by `get` and `set`."""
+    """Whether an array is in device memory: a cupy array."""
     return hasattr(array, "__cuda_array_interface__")

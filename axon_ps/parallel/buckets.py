@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axon_ps.collectives import ops
+from axon_ps.collectives import cuda, ops
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
@@ -51,7 +51,7 @@ def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: Pro
         device: where.
         group: whose collectives it is for; None = memory of this process alone.
     """
-    if group is None or device.type != "cpu":
+    if group is None or cuda.memory().is_device(device):
         return torch.zeros(numel, dtype=dtype, device=device)
     array = ops.empty_shared(numel, _NUMPY[dtype], group=group)
     flat = torch.from_numpy(array).zero_()

@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from axon_ps.collectives import ops
+from axon_ps.collectives import cuda, ops
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.work import Work
+from axon_ps.parallel import device_codecs
 from axon_ps.parallel.buckets import GradientBucket
 from axon_ps.parallel.comm_hooks import CommunicationHook, lane_of, on_this_stream
 from axon_ps.parallel.host_values import HostValues
@@ -30,8 +31,6 @@ from axon_ps.types import Array
 
 if TYPE_CHECKING:
     from axon_ps.compress.compressor import Compressor
-
-_HOST = torch.device("cpu")
 
 
 class CompressedHook(CommunicationHook):
@@ -77,11 +76,11 @@ class CompressedHook(CommunicationHook):
     def _send(self, bucket: GradientBucket) -> None:
         """Compress, and exchange pieces."""
         pieces = self._of(bucket)
-        pieces.host.read()
-        residual = self.feedback.of(bucket, _HOST) if self.feedback is not None else None
-        errors = residual.numpy() if residual is not None else None
+        numbers = pieces.numbers
+        numbers.read()
+        residual = self.feedback.of(bucket, numbers.where) if self.feedback is not None else None
         for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
-            self.compressor.compress(pieces.host.values[at], out, None if errors is None else errors[at])
+            numbers.compress(at, out, None if residual is None else residual[at])
         mine = [pieces.sizes[self.group.rank]] * self.group.size
         self.group.all_to_all(pieces.outgoing, out=pieces.incoming, output_counts=mine, input_counts=pieces.sizes)
 
@@ -99,13 +98,13 @@ class CompressedHook(CommunicationHook):
         self.compressor.compress(total, out[rank], None if residual is None else residual.numpy())
         self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
         for at, data in zip(pieces.spans, out, strict=True):
-            self.compressor.decompress(data, pieces.host.values[at])
-        pieces.host.write()
+            pieces.numbers.decompress(at, data)
+        pieces.numbers.write()
 
     def _of(self, bucket: GradientBucket) -> _Pieces:
         pieces = self._pieces.get(bucket.index)
         if pieces is None:
-            made = _Pieces.of(bucket, self.group, self.compressor.compressed_bytes)
+            made = _Pieces.of(bucket, self.group, self.compressor)
             pieces = self._pieces[bucket.index] = made
         return pieces
 
@@ -120,6 +119,64 @@ class CompressedHook(CommunicationHook):
         self._pieces.clear()
 
 
+class _HostNumbers:
+    """A bucket's numbers, compressed on the host.
+
+    Attributes:
+        where: the residual is.
+    """
+
+    where = torch.device("cpu")
+
+    def __init__(self, bucket: GradientBucket, compressor: Compressor) -> None:
+        self._host = HostValues(bucket)
+        self._compressor = compressor
+
+    def read(self) -> None:
+        """See that they are the bucket's."""
+        self._host.read()
+
+    def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
+        """out: u8[compressed], in host memory, becomes what stands for some of them."""
+        self._compressor.compress(self._host.values[at], out, None if residual is None else residual.numpy())
+
+    def decompress(self, at: slice, data: Array) -> None:
+        """Some of them become what `data`, in host memory, stands for."""
+        self._compressor.decompress(data, self._host.values[at])
+
+    def write(self) -> None:
+        """See that the bucket's are they."""
+        self._host.write()
+
+
+class _DeviceNumbers:
+    """The same for a top-k of a bucket in device memory, on the device: only what is compressed crosses."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        self.where = bucket.flat.device
+        self._flat = bucket.flat
+        self._values = bucket.flat
+
+    def read(self) -> None:
+        """See `_HostNumbers`."""
+        self._values = self._flat.to(torch.float32)
+
+    def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
+        """See `_HostNumbers`."""
+        made = torch.empty(out.size, dtype=torch.uint8, device=self.where)
+        device_codecs.top_k(self._values[at], made, residual)
+        torch.from_numpy(out).copy_(made)
+
+    def decompress(self, at: slice, data: Array) -> None:
+        """See `_HostNumbers`."""
+        device_codecs.expand_top_k(torch.from_numpy(data).to(self.where), self._values[at], first=True)
+
+    def write(self) -> None:
+        """See `_HostNumbers`."""
+        if self._values is not self._flat:
+            self._flat.copy_(self._values)
+
+
 @dataclass
 class _Pieces:
     """The buffers of one bucket.
@@ -127,7 +184,7 @@ class _Pieces:
     Attributes:
         spans: where each rank's piece lies in the bucket.
         sizes: bytes of each piece, compressed.
-        host: f32[N]: what is compressed, and the average afterwards.
+        numbers: what is compressed, and the average afterwards.
         outgoing: u8[sum(sizes)]: the compressed pieces of this rank.
         incoming: u8[n * sizes[rank]]: every rank's compressed version of this rank's piece.
         total: f32[N_rank]: the sum of those.
@@ -136,22 +193,23 @@ class _Pieces:
 
     spans: list[slice]
     sizes: list[int]
-    host: HostValues
+    numbers: _HostNumbers | _DeviceNumbers
     outgoing: Array
     incoming: Array
     total: Array
     gathered: Array
 
     @classmethod
-    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressed_bytes: Callable[[int], int]) -> _Pieces:
+    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressor: Compressor) -> _Pieces:
         """New ones."""
         n = group.size
         numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
-        sizes = [compressed_bytes(numel) for numel in numels]
+        sizes = [compressor.compressed_bytes(numel) for numel in numels]
+        on_device = compressor.name == "top_k" and cuda.memory().holds(bucket.flat)
         return cls(
             spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
             sizes=sizes,
-            host=HostValues(bucket),
+            numbers=_DeviceNumbers(bucket) if on_device else _HostNumbers(bucket, compressor),
             outgoing=ops.empty_shared(sum(sizes), np.uint8, group=group),
             incoming=ops.empty_shared(n * sizes[group.rank], np.uint8, group=group),
             total=np.empty(numels[group.rank], np.float32),

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from axon_ps.collectives import cuda
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import WIRE_DTYPES, Compression, DType, Int8, TopK, WirePrecision
 
@@ -105,6 +106,9 @@ def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
     """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
     if grad is None:
         target.zero_()
+    elif cuda.memory().holds(grad) != cuda.memory().holds(target):
+        wide = grad if grad.dtype.itemsize >= target.dtype.itemsize else grad.to(target.dtype)
+        target.copy_((wide * scale).to(target.dtype))  # scaled and cast where it is, so what crosses is what travels
     elif grad.device == target.device and grad.dtype.itemsize >= target.dtype.itemsize:
         torch.mul(grad, scale, out=target)
     else:

@@ -18,8 +18,9 @@ Note: [Mapped units]
     at the version wanted, and freeing hides it. Nothing is allocated or copied, and what autograd saved is whole all
     the time. Another mapping comes only with another server, which has the same values at the same version.
 
-A unit gathers *directly* into `flat` when what travels is what is computed with, on the host, and the old values are
-not needed meanwhile; else into a host buffer that `unshard` copies (and casts) from.
+A unit gathers *directly* into `flat` when what travels is what is computed with and comes in the same kind of memory,
+and the old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
+memory, but under HYBRID_SHARD on GPUs (`gather_on_device`).
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 """
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
@@ -107,7 +109,9 @@ class FlatUnit:
         self._hide()  # what they held before is let go
         self._host_copy = host_copy
         self._copied: tuple[int, int] | None = None  # (epoch, version) of what `host_copy` holds
-        self._direct = device.type == "cpu" and TORCH_DTYPES[wire] == dtype and not resident and host_copy is None
+        self._on_device = False  # whether what is gathered comes in device memory
+        self._may_be_direct = TORCH_DTYPES[wire] == dtype and not resident and host_copy is None
+        self._direct = self._may_be_direct and not cuda.memory().is_device(device)
         self.stage_device = torch.device("cpu")
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
         self._work: Pending | None = None
@@ -138,6 +142,11 @@ class FlatUnit:
     def may_map(self, steps: Mapping) -> None:
         """From now on, map the unit where that can be had. See Note: [Mapped units]."""
         self._maps = steps if self._direct else None
+
+    def gather_on_device(self) -> None:
+        """From now on, what is gathered comes in device memory."""
+        self._on_device = True
+        self._direct = self._may_be_direct
 
     @property
     def vacant(self) -> bool:
@@ -202,7 +211,7 @@ class FlatUnit:
             if not self.remote(steps):
                 return  # `unshard` copies
             self._copied = None
-            out = array_of(self._host_copy, self.wire)
+            out: Array | torch.Tensor = array_of(self._host_copy, self.wire)
         elif self._maps is not None:
             self._seen = self._maps.mapped(self.index)
             if self._seen is None:
@@ -210,10 +219,10 @@ class FlatUnit:
             return
         elif self._direct:
             self._allocate()
-            out = _window(self.flat, self.wire)
+            out = self.flat if self._on_device else _window(self.flat, self.wire)
         else:
             self._buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
-            out = array_of(self._buffer, self.wire)
+            out = self._buffer if self._on_device else array_of(self._buffer, self.wire)
         self._work = steps.gather(self.index, out)
 
     def start_ahead(self, steps: Foresight, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:

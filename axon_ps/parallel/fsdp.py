@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.ops import current_group
 from axon_ps.collectives.world import World
@@ -22,7 +23,7 @@ from axon_ps.host import fork
 from axon_ps.parallel import hooks, materialize, stats, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.parallel.flat import FlatUnit
-from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.memory import Meter, pinned_empty
 from axon_ps.parallel.node import NodeSteps
 from axon_ps.parallel.node_groups import WorldNodeGroups
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
@@ -145,7 +146,7 @@ class FullyShardedDataParallel(ShardedValues):
         parts = materialize.replace_meta(module, parts)
         self._stand_for(module)
         self._meter = Meter()
-        self._runtime = self._make_runtime(self._make_units(parts, where), pinned=where.type == "cuda")
+        self._runtime = self._make_runtime(self._make_units(parts, where), where)
         for flat, value in zip(self._replicated_units(), values, strict=True):
             flat.master.copy_(value)
         self._say_where_parameters_belong()
@@ -238,7 +239,8 @@ class FullyShardedDataParallel(ShardedValues):
             )
         host_copy = None
         if self._offload.keeps_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
-            host_copy = torch.empty(part.unit.numel, dtype=TORCH_DTYPES[wire], pin_memory=device.type == "cuda")
+            make = pinned_empty if cuda.memory().is_device(device) else _empty
+            host_copy = make(part.unit.numel, TORCH_DTYPES[wire])
             self._meter.add(host_copy.nbytes)
         return FlatUnit(
             index,
@@ -252,8 +254,8 @@ class FullyShardedDataParallel(ShardedValues):
             host_copy=host_copy,
         )
 
-    def _make_runtime(self, units: list[ModuleUnit], *, pinned: bool) -> Runtime:
-        grad = self._spec.precision.grad
+    def _make_runtime(self, units: list[ModuleUnit], where: torch.device) -> Runtime:
+        grad, pinned = self._spec.precision.grad, cuda.memory().is_device(where)
         if self._replicated:
             return ReplicatedRuntime(self._group, units, grad_wire=grad, meter=self._meter)
         world = self._group.world
@@ -266,7 +268,8 @@ class FullyShardedDataParallel(ShardedValues):
                 self._spec,
                 self._wire_of(self._precision.compute(self._built)),
                 world.num_shards,
-                pinned=pinned,
+                device=where if pinned else None,
+                keep_on_device=not self._offload.keeps_params,
                 meter=self._meter,
             )
             fork.finalize(self, node.close)
@@ -501,6 +504,10 @@ def _device_of(parts: tuple[wrap.Part, ...]) -> torch.device:
     if len(devices) > 1:
         raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
     return devices.pop() if devices else torch.device("cpu")
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

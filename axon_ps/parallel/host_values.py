@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from axon_ps.collectives import cuda
 from axon_ps.parallel.buckets import GradientBucket
+from axon_ps.parallel.memory import pinned_empty
 
 
 class HostValues:
@@ -22,8 +24,11 @@ class HostValues:
 
     def __init__(self, bucket: GradientBucket) -> None:
         flat = self._flat = bucket.flat
-        direct = flat.dtype is torch.float32 and flat.device.type == "cpu"
-        self._staged = None if direct else torch.empty(flat.numel(), pin_memory=flat.is_cuda)
+        device = cuda.memory().holds(flat)
+        direct = flat.dtype is torch.float32 and not device
+        self._staged = None
+        if not direct:
+            self._staged = pinned_empty(flat.numel(), torch.float32) if device else torch.empty(flat.numel())
         self.values = (flat if self._staged is None else self._staged).numpy()
 
     def read(self) -> None:

@@ -1,4 +1,4 @@
-"""Host buffers and a count of the bytes they take, so that memory promises can be tested."""
+"""Buffers for what travels and a count of the bytes they take, so that memory promises can be tested."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.world import DEFAULT_TIMEOUT_S
 from axon_ps.errors import Timeout
 from axon_ps.types import Array
@@ -27,13 +28,19 @@ class Meter:
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
+def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """T[numel] in page-locked host memory."""
+    return torch.from_numpy(cuda.memory().pinned(numel * dtype.itemsize)).view(dtype)
+
+
 class BufferPool:
-    """Host buffers for what travels. Idle ones are kept for reuse, for as much or less, while all are within the limit.
+    """Buffers for what travels. Idle ones are kept for reuse, for as much or less, while all are within the limit.
 
     Args:
         limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
+        device: where the buffers are; None = in host memory.
         make: gives memory for a buffer, u8[size]; None = torch does.
         timeout_s: how long `wait_for_room` waits at most. What holds buffers ends by itself before, when the membership
             changes or its own deadline passes.
@@ -45,13 +52,14 @@ class BufferPool:
         meter: Meter,
         *,
         pinned: bool = False,
+        device: torch.device | None = None,
         make: Callable[[int], Array] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
-        self._pinned = pinned
-        self._make = make
+        self._device = device
+        self._make = cuda.memory().pinned if pinned and device is None else make
         self._changed = threading.Condition()
         self._idle: list[torch.Tensor] = []  # u8, the one that is idle for longest first
         self._out: dict[int, torch.Tensor] = {}  # u8, by address
@@ -113,7 +121,7 @@ class BufferPool:
     def _new(self, size_bytes: int) -> torch.Tensor:
         if self._make is not None:
             return torch.from_numpy(self._make(size_bytes))
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
         """An idle buffer that is large enough, which is idle no more."""

@@ -14,6 +14,12 @@ Invariants:
 - After any other failure inside the node every call raises that error.
 - Everything that must keep its order inside the node goes through one lane; what is agreed on goes through a second
   group, so that it does not wait behind data.
+
+Note: [On GPUs]
+    The node's collectives are of device memory then, by NCCL: units are gathered into it and gradients averaged in it.
+    Only a worker's own parts cross to the host and back, once for each version and each gradient, since gRPC takes them
+    from page-locked host memory; they cross on a stream beside the caller's (`collectives.staging`). A part that was
+    uploaded is kept in device memory, for backward too, unless CPUOffload says that parameters are kept on the host.
 """
 
 from __future__ import annotations
@@ -30,12 +36,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
+from axon_ps.collectives import arrays
+from axon_ps.collectives.arrays import Flat
+from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.steps import NO_GENERATION, StepClient, Ticket
 from axon_ps.collectives.work import Awaited, Lane, LoopWork
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import array_of
-from axon_ps.parallel.memory import Meter
+from axon_ps.parallel.memory import Meter, pinned_empty
 from axon_ps.parallel.node_groups import NodeGroups
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
@@ -70,7 +79,9 @@ class _Part:
     def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
         self.begin, self.end = bounds[rank], bounds[rank + 1]
         self.counts = [b - a for a, b in itertools.pairwise(bounds)]
-        self.values = torch.empty(self.end - self.begin, dtype=dtype, pin_memory=pinned)
+        numel = self.end - self.begin
+        self.values = pinned_empty(numel, dtype) if pinned else torch.empty(numel, dtype=dtype)
+        self.uploaded: torch.Tensor | None = None  # the same in device memory, if it was needed there and is kept
         self.held: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None
         self.ahead = False  # whether what is under way is of a step that is not decided
@@ -92,7 +103,8 @@ class NodeSteps:
         spec: of the job; a node is a replica in it.
         wire: what units are gathered as.
         num_servers: shard servers of the job.
-        pinned: page-lock the parts.
+        device: where the node's collectives are; None = in host memory. See Note: [On GPUs].
+        keep_on_device: keep parts in device memory too, once they were needed there.
         meter: counts their memory.
     """
 
@@ -104,9 +116,13 @@ class NodeSteps:
         wire: DType,
         num_servers: int,
         *,
-        pinned: bool,
+        device: torch.device | None = None,
+        keep_on_device: bool = True,
         meter: Meter,
     ) -> None:
+        self.device = None if device is None else torch.empty(0, device=device).device  # with its number
+        self._keep_on_device = keep_on_device
+        self._staging = Staging()
         self._steps = steps
         self._groups = groups
         self._lane = Lane("axon-ps-node-units")
@@ -115,7 +131,6 @@ class NodeSteps:
         self._wire = wire
         size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
         self._bounds = [part_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
-        self._pinned = pinned
         self._meter = meter
         self._rank = -1
         self._parts: list[_Part] = []
@@ -131,11 +146,12 @@ class NodeSteps:
         """This worker's parts, empty; others than before if it has another place among the node's workers."""
         for part in self._parts:
             part.drop()
+            self._let_go(part)
         if self._rank != self._groups.data.rank:
             self._meter.add(-self.part_bytes)
             self._rank = self._groups.data.rank
             dtype = TORCH_DTYPES[self._wire]
-            self._parts = [_Part(bounds, self._rank, dtype, pinned=self._pinned) for bounds in self._bounds]
+            self._parts = [_Part(bounds, self._rank, dtype, pinned=self.device is not None) for bounds in self._bounds]
             self._meter.add(self.part_bytes)
 
     @property
@@ -248,29 +264,66 @@ class NodeSteps:
 
         Args:
             unit: its number.
-            out: wire[unit_numel] in host memory; must stay untouched until the work is done.
+            out: wire[unit_numel], in device memory if `device` is given and else in host memory; must stay untouched
+                until the work is done.
         """
         self._noted(b"g", unit)
-        target = out if isinstance(out, np.ndarray) else array_of(out, self._wire)
+        target = bytes_of(out)
         if self._lost is None:
             self._pull(unit)
 
         def run() -> int:
             version = self._within(lambda: self._gather_within(unit, target))
-            return self._steps.gather(unit, target).wait() if version is None else version
+            return self._gather_whole(unit, target) if version is None else version
 
         return self._in_order(run, f"gathering unit {unit} inside the node")
 
-    def _gather_within(self, unit: int, target: Array) -> int:
+    def _gather_within(self, unit: int, target: Flat) -> int:
         part = self._parts[unit]
         with self._pulling:
             if part.ahead:  # used once more after its push, which went through this lane before us
                 self._pull(unit)
         self._wait(unit)
-        parts = array_of(part.values, self._wire).view(np.uint8)
         counts = [n * self._wire.itemsize for n in part.counts]
-        self._groups.data.all_gather(parts, out=target.view(np.uint8), counts=counts)
+        mine = dataclasses.replace(bytes_of(self._part_values(part)), stream=target.stream)
+        self._groups.data.all_gather(mine, out=target, counts=counts)
         return self.version
+
+    def _gather_whole(self, unit: int, target: Flat) -> int:
+        """Fill `target`, u8[nbytes], from the servers alone."""
+        host = self._staging.take(target.array) if target.device else target.array
+        work = self._steps.gather(unit, host.view(self._wire.numpy))
+        if not target.device:
+            return work.wait()
+        try:
+            version = work.wait()
+            with arrays.on_stream(target):
+                self._staging.upload(host, target.array)
+            return version
+        finally:
+            self._staging.give(host)
+
+    def _part_values(self, part: _Part) -> torch.Tensor:
+        """This worker's part where the node's collectives take it."""
+        if self.device is None:
+            return part.values
+        held, uploaded = part.held, part.uploaded
+        if uploaded is not None:
+            return uploaded
+        uploaded = torch.empty_like(part.values, device=self.device)
+        self._staging.upload(array_of(part.values, self._wire), arrays.flatten(uploaded).array)
+        with self._pulling:
+            if self._keep_on_device and part.held == held and not part.ahead:  # else another is pulled meanwhile
+                part.uploaded = uploaded
+                self._meter.add(uploaded.nbytes)
+        return uploaded
+
+    def _let_go(self, part: _Part) -> None:
+        """Free a part's memory on the device."""
+        with self._pulling:
+            if part.uploaded is not None:
+                self._meter.add(-part.uploaded.nbytes)
+                part.uploaded = None
 
     def pull(self) -> None:
         """Begin to pull this worker's part of every unit that has changed, in forward order."""
@@ -297,6 +350,7 @@ class NodeSteps:
     def _begin_pull(self, unit: int) -> None:
         part = self._parts[unit]
         part.adopted = False
+        self._let_go(part)
         if part.end > part.begin:
             out = array_of(part.values, self._wire)
             part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
@@ -307,6 +361,7 @@ class NodeSteps:
         with self._pulling:
             if self._assumed is not None and part.end > part.begin:
                 part.drop()
+                self._let_go(part)
                 part.ahead = True
                 out = array_of(part.values, self._wire)
                 part.work = self._steps.gather_ahead(
@@ -350,28 +405,31 @@ class NodeSteps:
     # ------------------------------------------------------------------ gradients
 
     def push(
-        self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None
+        self, unit: int, grad: Array | torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
     ) -> LaneWork[None]:
         """Add up the node's gradients of a unit, and push this worker's part of the sum.
 
         Args:
             unit: its number.
-            grad: wire[unit_numel]; overwritten. None when no worker of the node has one.
+            grad: wire[unit_numel], in device memory if `device` is given; overwritten. None when no worker of the node
+                has one.
             ticket: from `ticket()`.
             done: called when the buffer is free again.
         """
         assert isinstance(ticket, NodeTicket)
         self._noted(b"a" if grad is None else b"p", unit)
         part = self._parts[unit]
+        whole = None if grad is None else arrays.flatten(typed(grad, self._grad))
 
         def run() -> LoopWork[None] | None:
             started = False
             try:
-                mine = None if grad is None else self._within(lambda: self._reduced(part, grad))
+                mine = None if whole is None else self._within(lambda: self._reduced(part, whole))
                 if part.end == part.begin or self._lost is not None:
                     return None
+                sent, free = (None, done) if mine is None else self._on_host(mine, done)
                 started = True
-                pushing = self._steps.push(unit, mine, ticket.shared, done, begin=part.begin, end=part.end)
+                pushing = self._steps.push(unit, sent, ticket.shared, free, begin=part.begin, end=part.end)
                 self._pull_ahead(unit, ticket)
                 return pushing
             finally:
@@ -380,11 +438,26 @@ class NodeSteps:
 
         return self._in_order(run, f"pushing unit {unit} of the node", lambda: done() if done is not None else None)
 
-    def _reduced(self, part: _Part, grad: Array) -> Array:
-        """This worker's part of the node's sum, in its place in `grad`."""
-        whole = torch.from_numpy(grad).view(TORCH_DTYPES[self._grad])
-        self._groups.data.reduce_scatter(whole, out=whole[part.begin : part.end], counts=part.counts)
-        return grad[part.begin : part.end]
+    def _reduced(self, part: _Part, whole: Flat) -> Flat:
+        """This worker's part of the node's sum, in its place in `whole`."""
+        mine = dataclasses.replace(whole, array=whole.array[part.begin : part.end], shape=(part.end - part.begin,))
+        self._groups.data.reduce_scatter(whole, out=mine, counts=part.counts)
+        return mine
+
+    def _on_host(self, mine: Flat, done: Callable[[], None] | None) -> tuple[Array, Callable[[], None] | None]:
+        """What is pushed, and what frees it: it comes from host memory, the page-locked if it was on the device."""
+        if not mine.device:
+            return mine.array, done
+        host = self._staging.take(mine.array)
+        with arrays.on_stream(mine):
+            self._staging.download(mine.array, host)
+
+        def free() -> None:
+            self._staging.give(host)
+            if done is not None:
+                done()
+
+        return host, free
 
     # ------------------------------------------------------------------ the step
 
@@ -430,8 +503,8 @@ class NodeSteps:
         return self._steps.wait_complete(timeout_s)
 
     def statistics(self) -> dict[str, float]:
-        """As `StepClient.statistics`."""
-        return self._steps.statistics()
+        """As `StepClient.statistics`, and bytes that crossed between the device and the host."""
+        return {**self._steps.statistics(), **self._staging.statistics()}
 
     def close(self) -> None:
         """End the lane; the groups are the world's."""
@@ -456,3 +529,15 @@ class NodeSteps:
 
     def _noted(self, what: bytes, unit: int) -> None:
         self._done.update(what + unit.to_bytes(4, "little"))
+
+
+def bytes_of(data: Array | torch.Tensor) -> Flat:
+    """u8[nbytes]: the same memory."""
+    return arrays.flatten(data.view(torch.uint8) if isinstance(data, torch.Tensor) else data.view(np.uint8))
+
+
+def typed(grad: Array | torch.Tensor, dtype: DType) -> Any:
+    """A gradient as what its bits are: numpy has no bf16, and we call it uint16."""
+    if isinstance(grad, torch.Tensor):
+        return grad
+    return torch.from_numpy(grad).view(TORCH_DTYPES[dtype]) if dtype is DType.BF16 else grad

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -282,7 +283,7 @@ class Reducer:
         self._seen = None
         first = dict.fromkeys(seen)
         order = [*first, *(index for index in self._order if index not in first)]
-        self._order = self._control.broadcast(torch.tensor(order, dtype=torch.int64)).tolist()
+        self._order = self._control.broadcast(np.array(order, np.int64)).tolist()
         plan = self._planned()
         if plan == self._plan:
             return

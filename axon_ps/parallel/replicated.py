@@ -192,7 +192,7 @@ class ReplicatedRuntime(Runtime):
     def _reduce(self, flat: FlatUnit) -> None:
         assert isinstance(flat, ReplicatedUnit)
         dtype = TORCH_DTYPES[self._grad_wire]
-        buffer = torch.empty(flat.unit.numel + 1, dtype=dtype, pin_memory=flat.flat.is_cuda)
+        buffer = torch.empty(flat.unit.numel + 1, dtype=dtype, device=flat.flat.device)
         scale = 1.0 / (self._group.world_size * self.grad_scale)
         buffer[-1] = float(flat.has_grads)
         with torch.no_grad():

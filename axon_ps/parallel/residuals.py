@@ -56,7 +56,8 @@ class Residuals:
         """Make the average's error one of the gradient, where it will have the same effect."""
         average = self._averages.pop(bucket.index, None)
         if average is not None:
-            self._gradients[bucket.index][at] += world_size * average
+            gradient = self._gradients[bucket.index]
+            gradient[at] += world_size * average.to(gradient.device)
 
     def move(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
         """Gradients are in other buckets: so are their errors."""

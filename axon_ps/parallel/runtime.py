@@ -47,6 +47,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.collectives.steps import Ticket
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
@@ -55,7 +56,7 @@ from axon_ps.parallel.flat import FlatUnit, array_of
 from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
 from axon_ps.parallel.sent_gradients import SentGradients
-from axon_ps.parallel.steps import Assuming, Foresight, Mapping, Pending, Steps
+from axon_ps.parallel.steps import Assuming, Foresight, Mapping, OnDevice, Pending, Steps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _MOST_FORWARDS = 8
@@ -169,12 +170,18 @@ class Runtime:
             make = None if pinned else steps.buffer
             for flat in flats:
                 flat.may_map(steps)
+        self._device = steps.device if isinstance(steps, OnDevice) else None
+        if self._device is not None:
+            for flat in flats:
+                flat.gather_on_device()
         buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
         buffers_bytes += sum(f.gather_bytes for f in flats if f.resident and f.trainable)
-        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned)
+        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned, device=self._device)
         self._grad_meter = Meter()
         most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
-        self._out = BufferPool(_BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, make=make)
+        self._out = BufferPool(
+            _BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, device=self._device, make=make
+        )
         self._training = True
         self._callback_queued = False
         self._ticket: Ticket | None = None
@@ -433,13 +440,18 @@ class Runtime:
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self._grad_meter.add(-flat.staged_bytes)
         with torch.no_grad():
-            for spec, grad in zip(flat.unit.parameters, flat.take_grads(), strict=True):
-                scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
+            grads = flat.take_grads()
+            target = buffer
+            if self._device is None and any(g is not None and cuda.memory().holds(g) for g in grads):
+                target = torch.empty_like(buffer, device=flat.flat.device)  # made whole there, so that it crosses once
+            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
+                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
+            if target is not buffer:
+                buffer.copy_(target)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
-        self._pushes[flat.index] = self._steps.push(
-            flat.index, array_of(buffer, self._grad_wire), ticket, lambda: self._out.give(buffer)
-        )
+        sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
+        self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
 
     def _gather_ahead(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """Behind its push, begin to gather what the step will make of a unit, if it is kept or needed first then."""

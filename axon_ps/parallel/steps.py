@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from axon_ps.collectives.steps import Ticket
 from axon_ps.collectives.work import Awaited
@@ -35,8 +37,8 @@ class Steps(Protocol):
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
 
-    def gather(self, unit: int, out: Array) -> Pending:
-        """Fill `out` with a unit."""
+    def gather(self, unit: int, out: Any) -> Pending:
+        """Fill `out` with a unit: an array; a tensor in device memory where the steps are `OnDevice`."""
 
     @property
     def latest(self) -> tuple[int, int]:
@@ -45,14 +47,24 @@ class Steps(Protocol):
     def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
         """What the step is named by that is computed from (epoch, version) `began`; void if those are over."""
 
-    def push(self, unit: int, grad: Array | None, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
-        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`."""
+    def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
+        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
+        device memory where the steps are `OnDevice`."""
 
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Say that all gradients were given, and wait for the decision."""
 
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """Block until a step can be made."""
+
+
+@runtime_checkable
+class OnDevice(Steps, Protocol):
+    """Steps that may move units and gradients in device memory."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where they take them; None = in host memory."""
 
 
 @runtime_checkable

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from axon_ps.collectives.backend import Call, GroupContext, Operation
-from axon_ps.collectives.nccl import NcclBackend, flat_view
+from axon_ps.collectives.cuda import flat_view
+from axon_ps.collectives.nccl import NcclBackend
 from axon_ps.errors import AxonError
 from axon_ps.testing.conformance import DeviceBackend, run_in_threads
 from axon_ps.types import DType, ReduceOp

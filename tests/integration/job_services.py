@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -14,8 +15,21 @@ from axon_ps.shard.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.transport.security import Security
+from axon_ps.transport.server import Server
 
 TOKEN = "test-token"
+
+
+def do_without_health() -> None:
+    """Where the package of the health service cannot be had, let servers have none: `make gpu` installs nothing."""
+    if importlib.util.find_spec("grpc_health") is not None:
+        return
+
+    async def nothing(server: Server, *, serving: bool) -> None:
+        pass
+
+    Server._add_health = lambda self, server: None  # type: ignore[method-assign]
+    Server._set_health = nothing  # type: ignore[method-assign]
 
 
 class JobServices:
@@ -25,11 +39,13 @@ class JobServices:
         addresses: per job, its coordinator's "host:port".
     """
 
-    def __init__(self, jobs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, jobs: Sequence[tuple[int, int]], threads: int = 1) -> None:
         self._jobs = jobs
+        self._threads = threads  # of each shard server
         self.addresses: list[str] = []
 
     def __enter__(self) -> JobServices:
+        do_without_health()
         self._loop = BackgroundLoop(name="job services")
         self._stop = self._loop.run(self._make_stop())
         self._shards: list[Future[None]] = []
@@ -78,6 +94,6 @@ class JobServices:
 
     async def _shard(self, coordinator: str) -> None:
         config = ShardConfig(
-            coordinator=coordinator, job="default", threads=1, security=Security(token=TOKEN), grace_s=0.5
+            coordinator=coordinator, job="default", threads=self._threads, security=Security(token=TOKEN), grace_s=0.5
         )
         await shard_server.serve(config, lambda port: None, self._stop[0])

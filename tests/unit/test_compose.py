@@ -127,9 +127,11 @@ def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
 
 def test_dockerfiles_differ_only_where_they_must() -> None:
     def build_stage(service: str) -> str:
-        return dockerfile(service).split("\nFROM ")[0].replace("'.[torch]'", ".")
+        stage = dockerfile(service).split("\nFROM ")[0]
+        return stage.replace('".[$EXTRAS]"', ".").replace('ARG EXTRAS="torch"\n', "")
 
     assert build_stage("coordinator") == build_stage("shard") == build_stage("worker")
+    assert 'ARG EXTRAS="torch"' in dockerfile("worker")  # CUDA comes with EXTRAS=torch,cuda13
 
 
 def test_compose_waits_longer_than_services_drain() -> None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from axon_ps.collectives.backend import Call, GroupContext, Operation
+from axon_ps.collectives.cuda import flat_view
 from axon_ps.collectives.mock import mock_contexts
-from axon_ps.collectives.nccl import NcclBackend, flat_view
+from axon_ps.collectives.nccl import NcclBackend
 from axon_ps.collectives.nccl_symbols import AVERAGE, MAX, MIN, SUM, NcclUniqueId, nccl_op, version_of
 from axon_ps.errors import InvalidRequest, NcclError
 from axon_ps.testing.conformance import DeviceBackend, run_in_threads
+from axon_ps.testing.device import StandIn, asarray, stand_in
 from axon_ps.types import DType, ReduceOp
-from fake_cupy import asarray, install
+
+
+@pytest.fixture
+def gpus() -> Iterator[StandIn]:
+    with stand_in() as device:
+        yield device
 
 
 def test_numbers_of_nccl() -> None:
@@ -46,19 +54,18 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
         NcclBackend(NcclUniqueId(bytes(128)), 0, 1)
 
 
-def test_without_a_gpu_the_error_says_so_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, devices=0)
+def test_without_a_gpu_the_error_says_so_on_every_rank() -> None:
     first, second = mock_contexts(2)
-    with pytest.raises(NcclError, match="GPU"):
-        NcclBackend.create(first)
-    with pytest.raises(NcclError, match="rank 0: .*GPU"):
-        NcclBackend.create(second)
+    with stand_in(devices=0):
+        with pytest.raises(NcclError, match="GPU"):
+            NcclBackend.create(first)
+        with pytest.raises(NcclError, match="rank 0: .*GPU"):
+            NcclBackend.create(second)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_conformance_over_a_fake_nccl(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-
+@pytest.mark.usefixtures("gpus")
+def test_conformance_over_a_stand_in_for_nccl(n: int) -> None:
     def make(context: GroupContext) -> DeviceBackend:
         return DeviceBackend(NcclBackend.create(context), asarray)
 
@@ -66,8 +73,8 @@ def test_conformance_over_a_fake_nccl(n: int, monkeypatch: pytest.MonkeyPatch) -
     assert [failure for report in reports for failure in report.failures] == []
 
 
-def test_a_world_of_the_gpus_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+@pytest.mark.usefixtures("gpus")
+def test_a_world_of_the_gpus_of_one_process() -> None:
     backends = NcclBackend.create_world([1, 0])
     assert [b.device for b in backends] == [1, 0]
     arrays = [asarray(np.arange(3, dtype=np.float32) + b.rank) for b in backends]
@@ -90,8 +97,8 @@ def test_a_world_of_the_gpus_of_one_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert NcclBackend.device_count() == 8
 
 
-def test_flat_views_share_memory_and_must_be_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+@pytest.mark.usefixtures("gpus")
+def test_flat_views_share_memory_and_must_be_contiguous() -> None:
     array = asarray(np.zeros((2, 3), np.uint16))
     flat_view(array, DType.BF16)[4] = 7
     assert array[1, 1] == 7

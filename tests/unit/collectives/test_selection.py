@@ -10,7 +10,7 @@ import pytest
 from axon_ps.collectives import selection
 from axon_ps.collectives.backend import Backend, GroupContext
 from axon_ps.collectives.mock import MockBackend
-from axon_ps.collectives.selection import BackendMaker, register_backend, select
+from axon_ps.collectives.selection import BackendMaker, register_backend, select, select_for_device
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.errors import ConfigurationError
 from axon_ps.types import Member, Role
@@ -26,6 +26,27 @@ def members(*nodes: str) -> tuple[Member, ...]:
 )
 def test_the_backend_fits_where_the_members_are(nodes: tuple[str, ...], expected: str) -> None:
     assert select(members(*nodes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [(("a",), "nccl"), (("a", "a"), "nccl"), (("a", "b"), "hierarchical"), (("a", "a", "b"), "hierarchical")],
+)
+def test_device_memory_goes_over_nccl_inside_a_node_only(nodes: tuple[str, ...], expected: str) -> None:
+    assert select_for_device(members(*nodes)) == expected
+
+
+def test_a_hierarchy_of_device_memory_has_names_of_its_own_beside_the_hosts() -> None:
+    made: list[GroupContext] = []
+
+    def note(context: GroupContext) -> Backend:
+        made.append(context)
+        return MockBackend(context)
+
+    apart = GroupContext(name="g", rank=0, ranks=(0, 1), members=members("a", "b"), store=MemoryStore(), timeout_s=1.0)
+    for name in ("hierarchical", "device"):
+        assert BackendMaker(note)(apart, name).name == "hierarchical"
+    assert [c.name for c in made] == ["g/flat", "g/device/flat"]
 
 
 def no_servers(context: GroupContext) -> Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.parts import even_options, part_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
+from axon_ps.testing.device import stand_in
 from axon_ps.types import Array, DType, Outcome
 from parallel_fakes import FakeSteps, FakeWork
 
@@ -84,7 +86,6 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
             SPEC,
             DType.F32,
             2,
-            pinned=False,
             meter=Meter(),
         )
         try:
@@ -256,8 +257,11 @@ class TwoGroups(MockGroups):
         self.data, self.control = self.others
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("when", ["agree", "gather", "push", "vote"])
-def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_new_groups(when: str) -> None:
+def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_new_groups(
+    when: str, on_device: bool
+) -> None:
     groups_of = [ProcessGroup.mock(2) for _ in range(4)]
     lost = MemberLost("rank 1 (node a) has left the job")
     arrived = threading.Barrier(2)
@@ -274,11 +278,13 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         at("gather")
         gathered = []
         for unit, numel in enumerate(UNITS):
-            gathered.append(np.empty(numel, np.float32))
-            mine.gather(unit, gathered[-1]).wait()
+            out = torch.empty(numel)
+            mine.gather(unit, out if on_device else out.numpy()).wait()
+            gathered.append(out.numpy())
         ticket = mine.ticket()
         at("push")
-        pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
+        grads = {unit: torch.ones(UNITS[unit]) for unit in (2, 0)}
+        pushes = [mine.push(unit, grad if on_device else grad.numpy(), ticket) for unit, grad in grads.items()]
         for push in pushes:
             push.wait()
         at("vote")
@@ -288,7 +294,8 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         steps = PartSteps()
         pairs = [(groups_of[i][rank], groups_of[i + 1][rank]) for i in (0, 2)]
         groups = TwoGroups(*pairs[0], others=pairs[1])
-        mine = NodeSteps(steps, groups, SPEC, DType.F32, 2, pinned=False, meter=Meter())  # type: ignore[arg-type]
+        device = torch.device("cpu") if on_device else None
+        mine = NodeSteps(steps, groups, SPEC, DType.F32, 2, device=device, meter=Meter())  # type: ignore[arg-type]
         try:
             results[rank] = [step(mine, steps, groups, moment) for moment in (when, "", "")]
         except Exception as error:
@@ -298,10 +305,11 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
 
     results: list[Any] = [None, None]
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with stand_in() if on_device else contextlib.nullcontext():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for result in results:
         assert isinstance(result, list), result
         for gathered, _ in result:

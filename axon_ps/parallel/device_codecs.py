@@ -1,0 +1,111 @@
+"""Compression of gradients that are in device memory, on the device: blocks of int8, and top-k.
+
+Owns: the same bytes as `compress.int8_block` and `compress.top_k` write, by torch's operations where the numbers are.
+So what crosses to the host is compressed already, and the host need not touch it. Refuses: to add blocks up; who
+receives them does, in host memory.
+
+    shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k keeps
+
+Edges are those of the two modules: a block with a NaN or an infinity becomes NaN as a whole and leaves its residual,
+one under 2^-100 becomes zeros; a top-k of anything that is not finite sends NaN and leaves the residual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from axon_ps.types import INT8_BLOCK_NUMEL
+
+BLOCK_BYTES = 4 + INT8_BLOCK_NUMEL
+"""Of a block: its scale, f32, and its quants."""
+
+_TINY, _LARGEST = 2.0**-100, 127.0
+
+
+def encode_blocks(values: Tensor, blocks: Tensor, residual: Tensor | None = None) -> None:
+    """Make blocks of numbers, rounded to the nearest.
+
+    Args:
+        values: f32[n]; read only.
+        blocks: u8[k, 260], overwritten.
+        residual: f32[n]; added to the values first, then set to what was lost. None = lose it.
+    """
+    total = values if residual is None else values + residual
+    rows = _rows(total)
+    largest = rows.abs().amax(1)
+    finite, tiny = torch.isfinite(largest), largest < _TINY
+    scale = largest / _LARGEST
+    over = ~torch.isfinite(scale * _LARGEST) & finite  # it was rounded up beside the largest f32
+    scale = torch.where(over, torch.nextafter(scale, torch.zeros_like(scale)), scale)
+    inverse = torch.where(finite & ~tiny, 1.0 / scale, torch.zeros_like(scale))
+    quants = torch.where(finite[:, None], rows * inverse[:, None], torch.zeros_like(rows)).round()
+    scale = torch.where(finite, torch.where(tiny, torch.zeros_like(scale), scale), torch.full_like(scale, torch.nan))
+    blocks[:, :4] = scale.view(torch.uint8).view(-1, 4)
+    blocks[:, 4:] = quants.to(torch.int8).view(torch.uint8)
+    if residual is not None:
+        lost = rows - quants * scale[:, None]
+        residual.copy_(torch.where(finite[:, None], lost, _rows(residual)).view(-1)[: values.numel()])
+
+
+def decode_blocks(blocks: Tensor, values: Tensor) -> None:
+    """Make numbers of blocks.
+
+    Args:
+        blocks: u8[k, 260].
+        values: f32[n], overwritten.
+    """
+    scale = blocks[:, :4].contiguous().view(torch.float32)
+    numbers = blocks[:, 4:].view(torch.int8).to(torch.float32) * scale
+    values.copy_(numbers.view(-1)[: values.numel()])
+
+
+def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+    """Take the numbers of largest magnitude; of equal ones the first.
+
+    Args:
+        values: f32[n]; read only.
+        out: u8[8 m]: indices u32[m], ascending, then values f32[m]; overwritten.
+        residual: f32[n]; added to the values first, then set to what was not taken. None = lose it.
+    """
+    count = out.numel() // 8
+    if not count:
+        return
+    total = values if residual is None else values + residual
+    magnitudes = total.abs()
+    finite = torch.isfinite(magnitudes).all()
+    threshold = torch.where(finite, magnitudes, torch.zeros_like(magnitudes)).topk(count, sorted=True).values[-1]
+    above, equal = magnitudes > threshold, magnitudes == threshold
+    taken = above | (equal & (equal.cumsum(0) <= count - above.sum()))
+    if bool(finite):
+        indices = taken.nonzero().view(-1)
+        sent = total[indices]
+        if residual is not None:
+            residual.copy_(total)
+            residual[indices] = 0.0
+    else:
+        indices = torch.arange(count, device=values.device)
+        sent = torch.full((count,), torch.nan, device=values.device)
+    out[: 4 * count] = indices.to(torch.int32).view(torch.uint8)
+    out[4 * count :] = sent.view(torch.uint8)
+
+
+def expand_top_k(data: Tensor, values: Tensor, *, first: bool) -> None:
+    """values = what `top_k` took and zeros elsewhere if `first`, else values += that.
+
+    Args:
+        data: u8[8 m], as `top_k` writes it.
+        values: f32[n], updated in place.
+    """
+    count = data.numel() // 8
+    indices = data[: 4 * count].view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
+    if first:
+        values.zero_()
+    values[indices] += data[4 * count :].view(torch.float32)
+
+
+def _rows(values: Tensor) -> Tensor:
+    """f32[k, 256]: the numbers with zeros behind them."""
+    missing = -values.numel() % INT8_BLOCK_NUMEL
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    return padded.view(-1, INT8_BLOCK_NUMEL)

@@ -1,0 +1,130 @@
+"""`stand_in`: puts the stand-in in the place of cupy, and torch's CPU tensors in the place of the GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from axon_ps.collectives import cuda
+from axon_ps.testing.device import cupy_module
+from axon_ps.testing.device.trace import Trace
+from axon_ps.types import Array
+
+
+class StandInMemory:
+    """`DeviceMemory` in which every CPU tensor is the device's, but those in page-locked memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pinned: dict[int, int] = {}  # end by begin
+
+    def is_device(self, device: Any) -> bool:
+        """See `DeviceMemory`."""
+        return bool(device.type == "cpu")
+
+    def holds(self, tensor: Any) -> bool:
+        """See `DeviceMemory`."""
+        return self.is_device(tensor.device) and not self.is_pinned_at(tensor.data_ptr())
+
+    def pinned(self, size_bytes: int) -> Array:
+        """See `DeviceMemory`."""
+        array = np.zeros(max(1, size_bytes), np.uint8)
+        begin = array.ctypes.data
+        with self._lock:
+            self._pinned[begin] = begin + array.nbytes
+        weakref.finalize(array, self._forget, begin)
+        return array[:size_bytes]
+
+    def current_stream(self, tensor: Any) -> int:
+        """See `DeviceMemory`."""
+        return cupy_module.current_stream().ptr
+
+    def on_stream(self, stream: int) -> AbstractContextManager[object]:
+        """See `DeviceMemory`."""
+        return contextlib.nullcontext()
+
+    def is_pinned_at(self, address: int) -> bool:
+        """Whether an address is in page-locked memory."""
+        with self._lock:
+            return any(begin <= address < end for begin, end in self._pinned.items())
+
+    def _forget(self, begin: int) -> None:
+        with self._lock:
+            del self._pinned[begin]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What `stand_in` gives.
+
+    Attributes:
+        trace: what NCCL did, and what crossed.
+        memory: what is the device's, and what is page-locked.
+    """
+
+    trace: Trace
+    memory: StandInMemory
+
+
+@contextlib.contextmanager
+def stand_in(devices: int = 8) -> Iterator[StandIn]:
+    """Inside, the process has `devices` GPUs; see this package. One at a time in a process, for all of its threads."""
+    device = StandIn(Trace(), StandInMemory())
+    modules = cupy_module.modules(devices)
+    before = {name: sys.modules.get(name) for name in modules}
+    with contextlib.ExitStack() as stack:
+        sys.modules.update(modules)
+        stack.callback(_put_back, before)
+        stack.callback(cuda.use, cuda.use(device.memory))
+        array = cupy_module.DeviceArray
+        array.noting, array.is_pinned = device.trace, lambda a: device.memory.is_pinned_at(a.ctypes.data)
+        stack.callback(setattr, array, "noting", None)
+        if (torch := sys.modules.get("torch")) is not None:
+            stack.enter_context(_copies_noted(torch, device))
+        yield device
+
+
+def _put_back(modules: dict[str, Any]) -> None:
+    for name, module in modules.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
+@contextlib.contextmanager
+def _copies_noted(torch: Any, device: StandIn) -> Iterator[None]:
+    """Note what torch is asked to copy between page-locked memory and the device, and what leaves it for numpy."""
+    holds, note = device.memory.holds, device.trace.note
+    numpy, cpu, copy = torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_
+
+    def leaving(method: Callable[..., Any]) -> Callable[..., Any]:
+        def leave(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if tensor.nbytes and holds(tensor):
+                note("torch", tensor.nbytes)
+            return method(tensor, *args, **kwargs)
+
+        return leave
+
+    def copy_noted(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.nbytes and holds(tensor) != holds(source):
+            note("torch", tensor.nbytes)
+        return copy(tensor, source, *args, **kwargs)
+
+    torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_ = leaving(numpy), leaving(cpu), copy_noted
+    try:
+        yield
+    finally:
+        for name in ("numpy", "cpu", "copy_"):
+            delattr(torch.Tensor, name)
+
+
+__all__ = ["StandIn", "StandInMemory", "stand_in"]
