@@ -159,7 +159,7 @@ class HierarchicalBackend(RequestBackend):
     def sibling(self, context: GroupContext) -> Backend:
         """See `Backend.sibling`."""
         if self._whole is not None:
-            return self._whole.sibling(context)
+            return self._whole.backend.sibling(context)
         return type(self).create(
             context,
             intra=self._node.backend.sibling,
