@@ -17,7 +17,6 @@ from tables import shown
 WORKERS_IMPORT = (
     "torch",
     "torch.distributed.tensor",
-    "torch._dynamo",  # by torch's optimizers, when the first is made
     "axon_ps.parallel",
     "axon_ps.collectives.world",
     *SERVICES_IMPORT,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from torch.nn.modules.module import _IncompatibleKeys
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.values import CheckpointInfo
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
-from axon_ps.parallel import local_checkpoint
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.runtime import Runtime
 from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.local_checkpoint import Moments
 
 _TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
@@ -323,6 +325,8 @@ class ShardedValues(ModuleWrapper):
         world, info = self._group.world, None
         if isinstance(self._runtime, ReplicatedRuntime):
             if self._group.rank == 0:
+                from axon_ps.parallel import local_checkpoint  # it computes as servers do, which loads a compiler
+
                 info = local_checkpoint.save(
                     uri, self._spec, self._runtime, self._moments(optimizer), extra or {}, version
                 )
@@ -346,6 +350,8 @@ class ShardedValues(ModuleWrapper):
         """
         world = self._group.world
         if isinstance(self._runtime, ReplicatedRuntime):
+            from axon_ps.parallel import local_checkpoint
+
             info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer))
             self._group.barrier()
             return info
@@ -358,8 +364,10 @@ class ShardedValues(ModuleWrapper):
         world.steps.wait_epoch(before + 1)
         return CheckpointInfo(**told)
 
-    def _moments(self, optimizer: torch.optim.Optimizer | None) -> local_checkpoint.Moments:
+    def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:
         runtime = self._runtime
         assert isinstance(runtime, ReplicatedRuntime)
         ours = runtime.optimizer if getattr(optimizer, "kind", None) is not None else None
-        return local_checkpoint.Moments(ours or optimizer, runtime.flats)
+        from axon_ps.parallel.local_checkpoint import Moments
+
+        return Moments(ours or optimizer, runtime.flats)

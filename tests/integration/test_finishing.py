@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 import finishing_worker
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.workers import preloaded
 from job_services import TOKEN, JobServices
 from job_worker import joined
 
@@ -30,12 +28,6 @@ ENDS = {
     "close while it fails": False,
 }
 """How a script ends, and whether that is finishing."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def with_torch() -> Iterator[None]:
-    with preloaded(["torch", "axon_ps.parallel"]):
-        yield
 
 
 def seen_by_the_other(address: str) -> tuple[bool, bool]:
