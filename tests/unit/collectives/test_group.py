@@ -16,7 +16,6 @@ import axon_ps
 from axon_ps.collectives import ops
 from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.store import AbortableStore, MemoryStore
-from axon_ps.collectives.world import World
 from axon_ps.errors import Closed, Disagreement, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import ReduceOp
 
@@ -25,14 +24,8 @@ Rank = Callable[[ProcessGroup], Any]
 
 def on_ranks(world_size: int, body: Rank) -> list[Any]:
     """What `body(group)` returns on each of `world_size` threads; the first error otherwise."""
-    worlds = axon_ps.World.mock(world_size)
-
-    def one(world: World) -> Any:
-        with world:
-            return body(world.default_group)
-
     with ThreadPoolExecutor(world_size) as pool:
-        return [f.result(30) for f in [pool.submit(one, world) for world in worlds]]
+        return [f.result(30) for f in [pool.submit(body, group) for group in ProcessGroup.mock(world_size)]]
 
 
 def array(rank: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -133,12 +133,8 @@ def test_bytes_that_are_no_value_make_nothing(data: bytes) -> None:
 
 
 def on_ranks(world_size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    def one(world: Any) -> Any:
-        with world:
-            return body(world.default_group)
-
     with ThreadPoolExecutor(world_size) as pool:
-        return [f.result(30) for f in [pool.submit(one, w) for w in axon_ps.World.mock(world_size)]]
+        return [f.result(30) for f in [pool.submit(body, group) for group in ProcessGroup.mock(world_size)]]
 
 
 def thing(rank: int) -> Any:
@@ -209,7 +205,5 @@ def test_a_rank_that_cannot_send_its_value_tells_the_others() -> None:
 
 def test_a_value_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axon_ps.collectives.objects.MAX_OBJECT_BYTES", 100)
-    (world,) = axon_ps.World.mock(1)
     with pytest.raises(InvalidRequest, match="has 202 bytes; at most 100 can be sent"):
-        axon_ps.all_gather_object("x" * 200, world.default_group)
-    world.close()
+        axon_ps.all_gather_object("x" * 200, ProcessGroup.mock())

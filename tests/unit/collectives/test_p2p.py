@@ -17,12 +17,8 @@ from axon_ps.errors import Disagreement, InvalidRequest
 
 
 def on_ranks(world_size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    def one(world: Any) -> Any:
-        with world:
-            return body(world.default_group)
-
     with ThreadPoolExecutor(world_size) as pool:
-        return [f.result(30) for f in [pool.submit(one, w) for w in axon_ps.World.mock(world_size)]]
+        return [f.result(30) for f in [pool.submit(body, group) for group in ProcessGroup.mock(world_size)]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
