@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,19 +156,36 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelProgress:
+    """Where a model of the job is.
+
+    Attributes:
+        model: its number.
+        step: the step attempt under way.
+        version: committed steps.
+    """
+
+    model: int
+    step: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Membership:
     """The members of one generation, each list sorted by rank.
 
     Attributes:
         generation: its number.
-        step: the step attempt that this generation starts with.
-        version: committed optimizer steps so far.
+        step: the step attempt of the first model that this generation starts with.
+        version: committed steps of the first model so far.
         workers: live workers.
         shards: live shard servers.
         num_replicas: how many replicas contribute gradients.
         complete: whether there are as many workers and shard servers as the job needs to make a step.
         waiting_for: what is missing when it is not complete, in words.
         finished: workers that left because they had finished, the newest last: what they sent is still delivered.
+        models: where every model but the first is; one that is not named has made no step.
+        by_node: whether replicas are numbered as if a node were one; models may differ in that (`numbered`).
     """
 
     generation: int
@@ -179,6 +197,28 @@ class Membership:
     complete: bool
     waiting_for: str = ""
     finished: tuple[Member, ...] = ()
+    models: tuple[ModelProgress, ...] = ()
+    by_node: bool = False
+
+    def progress(self, model: int) -> tuple[int, int]:
+        """(step, version) with which a model begins this generation."""
+        if model == 0:
+            return self.step, self.version
+        return next(((p.step, p.version) for p in self.models if p.model == model), (1, 0))
+
+    def numbered(self, by_node: bool) -> Membership:
+        """The same, with replicas numbered for a model of which a node, or a worker, is a replica.
+
+        Numbers are dense by rank; where a node is a replica, by the lowest rank of each node.
+        """
+        if by_node == self.by_node:
+            return self
+        replica_of: dict[str, int] = {}
+        workers = tuple(
+            dataclasses.replace(m, replica=replica_of.setdefault(m.node if by_node else m.incarnation, len(replica_of)))
+            for m in self.workers
+        )
+        return dataclasses.replace(self, workers=workers, num_replicas=len(replica_of), by_node=by_node)
 
 
 class Outcome(enum.Enum):
@@ -205,6 +245,21 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopyFrom:
+    """A step that moves a model's values towards another's: (1 - weight) * its own + weight * the other's.
+
+    Attributes:
+        source: number of the other model.
+        weight: above 0, at most 1.
+        version: decided: the version of the other that it takes; 0 before.
+    """
+
+    source: int
+    weight: float
+    version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """The coordinator's word on one step.
 
@@ -219,6 +274,8 @@ class Decision:
         reason: why it was skipped or aborted, in words.
         next_generation: of an abort because the membership changes: the generation that it changes to; else 0.
         turn: whose step it was; None = all replicas'.
+        model: of which model.
+        copy: what it takes from another model; None = it takes gradients.
     """
 
     step: int
@@ -231,6 +288,8 @@ class Decision:
     reason: str = ""
     next_generation: int = 0
     turn: Turn | None = None
+    model: int = 0
+    copy: CopyFrom | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ def store_alone(path: str, steps: int) -> list[float]:
     with SqliteStateStore(path) as store:
         for step in range(steps):
             decision = Decision(step=step, generation=3, outcome=Outcome.COMMIT, version=step, hyper=(HYPER,))
-            records = [decision_record(decision), progress_record(step, step)]
+            records = [decision_record(decision), progress_record(0, step, step)]
             began = time.perf_counter()
             store.apply(records)
             times.append((time.perf_counter() - began) * 1e3)

@@ -19,6 +19,7 @@ from axon_ps.errors import ConfigurationError
 if TYPE_CHECKING:
     from axon_ps.coordinator.events import CheckpointInfo
     from axon_ps.coordinator.operator import OperatorClient
+    from axon_ps.storage.manifest import Manifest
 
 app = o.Commands(help="Write, list, load, export and check checkpoints.")
 
@@ -89,7 +90,7 @@ def list_(uri: Uri, as_json: o.Json = False) -> None:
         print(f"there is no complete checkpoint in {uri}", file=sys.stderr)
     for c in found:
         facts = _facts(c)
-        print(f"{facts['uri']}  version {facts['version']}  {facts['bytes']:,} bytes  {facts['created']}")
+        print(f"{facts['uri']}  {_versions(c)}  {facts['bytes']:,} bytes  {facts['created']}")
 
 
 @app.command()
@@ -99,12 +100,13 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16 for all.", show_default="as the model had them")
     ] = None,
+    model: Annotated[str, typer.Option(help="Name of the model, of several.", show_default="the only one")] = "",
 ) -> None:
     """Write a checkpoint's parameters as one safetensors file that plain PyTorch loads."""
     from axon_ps.storage.export import export_model
     from axon_ps.types import DType
 
-    written = export_model(uri, target, DType.parse(dtype) if dtype else None)
+    written = export_model(uri, target, DType.parse(dtype) if dtype else None, model=model)
     print(f"exported {target} ({written:,} bytes)")
 
 
@@ -114,7 +116,7 @@ def verify(uri: Uri) -> None:
     from axon_ps.storage import manifest
 
     verified = manifest.verify(uri)
-    print(f"{verified.uri} is complete and unaltered: version {verified.version}, {verified.bytes:,} bytes")
+    print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes")
 
 
 def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
@@ -128,7 +130,8 @@ def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
             return info
 
     info = asyncio.run(perform())
-    print(f"{done} {info.uri}: version {info.version}, {info.bytes:,} bytes")
+    several = ", ".join(f"{name} at version {version}" for name, version in info.versions.items())
+    print(f"{done} {info.uri}: {several or f'version {info.version}'}, {info.bytes:,} bytes")
 
 
 def _absolute(uri: str) -> str:
@@ -146,5 +149,12 @@ def _json_object(text: str) -> str:
     return text
 
 
-def _facts(c: Any) -> dict[str, Any]:
-    return {"uri": c.uri, "version": c.version, "bytes": c.bytes, "created": c.created}
+def _versions(c: Manifest) -> str:
+    if not c.others:
+        return f"version {c.version}"
+    return ", ".join(f"{section.name} at version {section.version}" for section in c.sections)
+
+
+def _facts(c: Manifest) -> dict[str, Any]:
+    models = {section.name: section.version for section in c.sections}
+    return {"uri": c.uri, "version": c.version, "models": models, "bytes": c.bytes, "created": c.created}

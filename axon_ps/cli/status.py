@@ -174,6 +174,12 @@ def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: st
         f"{'' if reply.initialized or not reply.registered else ' (not uploaded yet)'}, up {_duration(reply.uptime_s)}",
         highlight=False,
     )
+    if len(reply.models) > 1:
+        models = Table("model", "version", "step", "parameters", "")
+        for model in reply.models:
+            state = "" if model.initialized else "not uploaded yet"
+            models.add_row(model.name, str(model.version), str(model.step), f"{model.parameters:,}", state)
+        console.print(models)
     table = Table("role", "rank", "node", "address", "replica", "incarnation")
     for m in (*membership.shards, *membership.workers, *membership.finished):
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""

@@ -23,7 +23,7 @@ from axon_ps.collectives.world import World, of_thread
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.shard.client import ShardGroup
-from axon_ps.shard.shell import warm_up
+from axon_ps.shard.model_shell import warm_up
 from axon_ps.sharding.job import JobSpec
 
 TIMEOUT_S = 60.0
@@ -120,8 +120,8 @@ def create_worlds(
     try:
         job.loop.run(join(), 2 * START_S)
         for world in worlds:
-            world.steps.wait_complete(START_S)
-            world.steps.newcomers()
+            world.view.wait_complete(START_S)
+            world.view.newcomers()
     except BaseException:
         for world in worlds:
             world.close()

@@ -1,8 +1,9 @@
-"""A worker's half of a training step: gather parameters, push gradients, vote, and learn what was decided.
+"""A worker's half of the training steps of one model: gather parameters, push gradients, vote, learn what was decided.
 
 `StepClient` joins the two things a step needs, the coordinator's session and the shard servers, and keeps the one piece
-of state that a worker has about the job: which generation, step and version it is in. Gathers and pushes run on the
-background loop and give `Work` handles; votes block until the decision.
+of state that a worker has about the model: which step and version it is in. Gathers and pushes run on the background
+loop and give `Work` handles; votes block until the decision. What is true of the job is in the `JobView` that the
+clients of all models share, and with it the lock.
 
 Invariants:
 - A *ticket* (generation, step, replica, number of replicas) is taken when the first gradient of a step is pushed and
@@ -16,23 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from axon_ps.collectives.job_view import JobView
 from axon_ps.collectives.pace import Pace
 from axon_ps.collectives.work import Awaited, LoopWork
-from axon_ps.coordinator.client import (
-    CoordinatorClient,
-    Event,
-    JobState,
-    Registered,
-    SessionLost,
-)
-from axon_ps.errors import AxonError, GenerationChanged, MemberLost, Misuse, StepAborted, Timeout
+from axon_ps.coordinator.client import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.shard.client import ShardGroup
@@ -40,11 +34,10 @@ from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
+from axon_ps.types import Array, CopyFrom, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 T = TypeVar("T")
-_logger = logging.getLogger(__name__)
 
 NO_GENERATION = -1
 """Of a void ticket."""
@@ -84,26 +77,44 @@ class StepClient:
 
     Args:
         loop: the background loop that everything runs on.
-        coordinator: the joined session; its events must be passed to `on_event`.
-        shards: the connections to the shard servers.
+        coordinator: the joined session; its events about the model must be passed to `on_event`.
+        shards: the connections to the shard servers, for this model.
+        view: what is known of the job's members.
+        model: number of the model.
         timeout_s: default deadline of every operation, in seconds.
+
+    Attributes:
+        view: as given.
+        model: as given.
+        name: what the job calls the model, once it was registered here.
     """
 
     def __init__(
-        self, loop: BackgroundLoop, coordinator: CoordinatorClient, shards: ShardGroup, *, timeout_s: float
+        self,
+        loop: BackgroundLoop,
+        coordinator: CoordinatorClient,
+        shards: ShardGroup,
+        view: JobView,
+        *,
+        model: int = 0,
+        timeout_s: float,
     ) -> None:
         self._loop = loop
         self._coordinator = coordinator
         self._shards = shards
         self.timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._membership: Membership | None = None
+        self.view = view
+        self.model = model
+        self.name = ""
+        self._changed = view.changed
+        self._spec: JobSpec | None = None
+        self._released = False
+        self._copied = 0
         self._job: JobState | None = None
         self._decisions: dict[int, Decision] = {}
         self._own_decision: Decision | None = None  # the newest on us alone
         self._step = 0
         self._version = 0
-        self._failure: AxonError | None = None
         self._pace = Pace()
         self._pace_wait_s = 0.0
         self._calls: dict[
@@ -112,23 +123,24 @@ class StepClient:
         self.asked_epoch = 0
         """The newest epoch that this worker asked for, or waited for."""
         self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
-        self.acknowledged: frozenset[str] = frozenset()
-        """The workers that the program knows of: those of its last step. It has not met others anywhere yet."""
         self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
         self._mapped_bytes = 0
+        if view.known is not None:
+            self._begin(view.known)
 
-    # ------------------------------------------------------------------ what the job looks like
+    # ------------------------------------------------------------------ what the model looks like
 
     @property
     def membership(self) -> Membership:
-        """The current members.
+        """The current members, with replicas numbered as this model has them.
 
         Raises:
             Misuse: the session has not been told yet.
         """
-        if self._membership is None:
-            raise Misuse("the membership is not known before the session has joined; call World.init() first")
-        return self._membership
+        return self._numbered(self.view.membership)
+
+    def _numbered(self, membership: Membership) -> Membership:
+        return membership if self._spec is None else membership.numbered(self._spec.replica_is_node)
 
     @property
     def version(self) -> int:
@@ -138,12 +150,24 @@ class StepClient:
 
     @property
     def latest_version(self) -> int:
-        """Committed steps of the job, as this worker knows it."""
+        """Committed steps of the model, as this worker knows it."""
         return self._version
 
     @property
+    def copied(self) -> int:
+        """The newest version that took another model's values; 0 = none in this epoch. What is frozen is of it."""
+        return self._copied
+
+    def _version_of(self, unit: int, *, exact: bool = False) -> int:
+        """The version that a unit must be at to be current."""
+        units = () if self._spec is None else self._spec.layout.units
+        if 0 <= unit < len(units) and not units[unit].trainable:  # a unit that is not there is the servers' to refuse
+            return self._copied
+        return self._version if exact else self.version
+
+    @property
     def epoch(self) -> int:
-        """How often the job was restored from a checkpoint; a change makes every copy of parameters stale."""
+        """How often the model was restored from a checkpoint; a change makes every copy of its parameters stale."""
         return self._job.epoch if self._job else 0
 
     @property
@@ -153,13 +177,7 @@ class StepClient:
         Raises:
             MemberLost: the coordinator does not count us as a member (it lost sight of us).
         """
-        for member in self.membership.workers:
-            if member.incarnation == self._coordinator.incarnation:
-                return member
-        raise MemberLost(
-            f"worker {self._coordinator.rank} is not a member of generation {self.membership.generation}; the "
-            "coordinator lost sight of it and it has not been able to join again"
-        )
+        return self.view.me(self.membership)
 
     @property
     def lease_s(self) -> float:
@@ -180,6 +198,7 @@ class StepClient:
                 void: its generation may be of after, in which gradients of before must not count. None = no matter.
         """
         with self._changed:
+            self.check_released()
             latest = self.latest
             membership = self.membership
             if self._pace.alone:
@@ -195,13 +214,27 @@ class StepClient:
         if began in (None, latest):
             return ticket
         return ticket.void(
-            f"the step began at version {began[1]} and the job is at {latest[1]}: it went on while this worker was no "
-            "member, or was restored"
+            f"the step began at version {began[1]} and the model is at {latest[1]}: it went on while this worker was "
+            "no member, or was restored"
         )
 
     def valid(self, ticket: Ticket) -> bool:
         """Whether the step that `ticket` names can still commit."""
-        return self._membership is not None and self._membership.generation == ticket.generation
+        return self.view.known is not None and self.view.known.generation == ticket.generation
+
+    @property
+    def released(self) -> bool:
+        """Whether the job has the model no more."""
+        return self._released
+
+    def check_released(self) -> None:
+        """Refuse a model that the job has no more.
+
+        Raises:
+            Misuse: it has been released.
+        """
+        if self._released:
+            raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     def statistics(self) -> dict[str, float]:
         """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting.
@@ -218,143 +251,76 @@ class StepClient:
     # ------------------------------------------------------------------ events from the coordinator
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the session, in order, on the loop's thread."""
+        """Take one event of the session, in order, on the loop's thread; a membership after the view has taken it."""
         with self._changed:
             if isinstance(event, Membership):
-                self._say_what_is_missing(event)
-                self._membership = event
-                self._step = event.step
-                self._version = event.version
-                me = next((m for m in event.workers if m.incarnation == self._coordinator.incarnation), None)
-                self._pace.begin(event.generation, -1 if me is None else me.replica)
-                self._shards.set_members(event, "" if me is None else me.id)
+                self._begin(event)
                 self._cancel_stale_pushes(event.generation)
             elif isinstance(event, JobState):
-                if self._job is not None and event.epoch != self._job.epoch:
-                    self._version = event.version
-                    self._pace.look_again()
-                    self._shards.forget_residuals()
-                self._job = event
-                for task in [task for task, epoch in self._calls.items() if epoch not in (None, event.epoch)]:
-                    task.cancel()
-                if event.spec is not None:
-                    self._shards.set_spec(event.spec)
+                self._on_job(event)
             elif isinstance(event, Decision):
-                if event.turn is None:
-                    self._decisions[event.step] = event
-                    if event.outcome is Outcome.COMMIT:
-                        self._acknowledge()
-                elif self._pace.decided(event):
-                    self._own_decision = event
-                for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
-                    del self._decisions[old]
-                if event.generation == self.membership.generation:  # of an earlier one, the membership has said it
-                    self._step = event.step + 1
-                self._version = event.version
+                self._on_decision(event)
             elif isinstance(event, SessionLost) and event.final:
-                self._failure = event.error
                 for task in self._calls:
                     task.cancel()
             self._changed.notify_all()
 
-    def _acknowledge(self) -> None:
-        if self._membership is not None:
-            self.acknowledged = frozenset(m.incarnation for m in self._membership.workers)
+    def _begin(self, membership: Membership) -> None:
+        """A generation begins, or this model is new in it."""
+        self._step, self._version = membership.progress(self.model)
+        me = self.view.me_in(self._numbered(membership))
+        self._pace.begin(membership.generation, -1 if me is None else me.replica)
 
-    def newcomers(self) -> list[Member]:
-        """Workers that came since the program's last step, or since it was last told of newcomers."""
-        with self._changed:
-            new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
-            self._acknowledge()
-        return new
+    def _on_job(self, event: JobState) -> None:
+        if event.released:
+            self._released = True
+            self._shards.release()
+        elif self._job is None or event.epoch != self._job.epoch:
+            self._copied = event.copied
+            if self._job is not None:
+                self._version = event.version
+                self._pace.look_again()
+                self._shards.forget_residuals()
+        else:
+            self._copied = max(self._copied, event.copied)
+        if not event.released:
+            self._job = event
+        for task in [t for t, epoch in self._calls.items() if event.released or epoch not in (None, event.epoch)]:
+            task.cancel()
+        if event.spec is not None:
+            self._shards.set_spec(event.spec)
 
-    def _say_what_is_missing(self, now: Membership) -> None:
-        """Loudly when a shard server is gone: its parameters may be. Workers that leave are every job's end."""
-        before = self._membership
-        if before is not None and before.complete and not now.complete:
-            level = logging.WARNING if len(now.shards) < len(before.shards) else logging.INFO
-            _logger.log(level, "the job is waiting for %s", now.waiting_for)
+    def _on_decision(self, event: Decision) -> None:
+        if event.turn is None:
+            self._decisions[event.step] = event
+            if event.outcome is Outcome.COMMIT:
+                self.view.acknowledge()
+        elif self._pace.decided(event):
+            self._own_decision = event
+        for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
+            del self._decisions[old]
+        if event.generation == self.view.membership.generation:  # of an earlier one, the membership has said it
+            self._step = event.step + 1
+        self._version = event.version
+        if event.copy is not None and event.outcome is Outcome.COMMIT:
+            self._copied = event.version
 
     def _cancel_stale_pushes(self, generation: int) -> None:
         for task in self._pushes:
             if getattr(task, "generation", generation) != generation:
                 task.cancel()
 
-    def _wait(
-        self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str], *, reminds: bool = False
-    ) -> T:
-        """Block until `ready` gives something, the session fails for good, or the time is over.
-
-        With `reminds` it says what is waited for, after a while and then ever more rarely.
-        """
-        deadline, pause_s = Deadline(timeout_s), FIRST_REMINDER_S if reminds else timeout_s
-        with self._changed:
-            result: list[T] = []
-
-            def check() -> bool:
-                if self._failure is not None:
-                    raise self._failure
-                value = ready()
-                if value is not None:
-                    result.append(value)
-                return value is not None
-
-            while not self._changed.wait_for(check, min(pause_s, deadline.remaining())):
-                if deadline.passed:
-                    raise Timeout(f"{what()} after {timeout_s:g} s{self._waiting_for()}")
-                _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self._waiting_for())
-                pause_s = min(2 * pause_s, MOST_REMINDER_S)
-            return result[0]
-
-    def _waiting_for(self) -> str:
-        """What the job is waiting for, to be added to what timed out; empty when it has all members."""
-        if self._membership is None or self._membership.complete:
-            return ""
-        return f"; the job is waiting for {self._membership.waiting_for}"
-
     def wait_complete(self, timeout_s: float | None = None) -> Membership:
-        """Block until the job has the members it needs.
-
-        Raises:
-            Timeout: it has not; the message says what is missing.
-            AxonError: the session ended for good.
-        """
-        return self._wait(
-            lambda: self._membership if self._membership is not None and self._membership.complete else None,
-            self.timeout_s if timeout_s is None else timeout_s,
-            lambda: "the job is not complete" if self._membership else "the coordinator has said nothing",
-            reminds=True,
-        )
+        """See `JobView.wait_complete`."""
+        return self.view.wait_complete(timeout_s)
 
     def wait_members(self, ready: Callable[[Membership], bool], timeout_s: float, what: str) -> None:
-        """Block until the membership is as wanted.
-
-        Args:
-            ready: whether it is; called with locks held.
-            timeout_s: how long to wait, in seconds.
-            what: what is waited for, for the error.
-
-        Raises:
-            Timeout: it is not.
-            AxonError: the session ended for good.
-        """
-        self._wait(
-            lambda: True if self._membership is not None and ready(self._membership) else None,
-            timeout_s,
-            lambda: f"it was waited in vain that {what},",
-        )
+        """See `JobView.wait_members`."""
+        self.view.wait_members(ready, timeout_s, what)
 
     def wait_generation(self, generation: int, timeout_s: float) -> None:
-        """Block until this worker has been told of a generation.
-
-        Raises:
-            Timeout: it has not.
-        """
-        self._wait(
-            lambda: True if self._membership is not None and self._membership.generation >= generation else None,
-            timeout_s,
-            lambda: f"generation {generation} has not been announced to this worker",
-        )
+        """See `JobView.wait_generation`."""
+        self.view.wait_generation(generation, timeout_s)
 
     def wait_epoch(self, epoch: int, timeout_s: float | None = None, *, initialized: bool = True) -> None:
         """Block until the parameters were replaced `epoch` times and, if `initialized`, the servers hold all of them.
@@ -362,7 +328,7 @@ class StepClient:
         Raises:
             Timeout: they were not.
         """
-        self._wait(
+        self.view.until(
             lambda: self._at_epoch(epoch, initialized),
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
@@ -375,7 +341,7 @@ class StepClient:
         Raises:
             Timeout: neither came.
         """
-        self._wait(
+        self.view.until(
             lambda: True if self.epoch >= epoch or self.membership.generation >= generation else None,
             timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
@@ -391,7 +357,7 @@ class StepClient:
         Raises:
             Timeout: it has not.
         """
-        self._wait(
+        self.view.until(
             lambda: True if self.latest >= position else None,
             self.timeout_s,
             lambda: f"version {position[1]} of epoch {position[0]} has not been announced to this worker",
@@ -403,7 +369,7 @@ class StepClient:
         Raises:
             Timeout: it has not.
         """
-        self._wait(
+        self.view.until(
             lambda: True if self._version >= version else None,
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: f"version {version} was not committed, the newest known is {self._version},",
@@ -412,26 +378,37 @@ class StepClient:
     # ------------------------------------------------------------------ registration
 
     def register(self, spec: JobSpec) -> Registered:
-        """Give the job its layout, or check ours against the one it has.
+        """Give the first model its layout, or check ours against the one it has; `Models.register` is for any.
 
         Raises:
             LayoutMismatch: another rank registered something else; the message says where they first differ.
         """
         self._shards.warm_up(spec)
         reply = self._loop.run(self._coordinator.register(spec=spec, timeout_s=self.timeout_s), self.timeout_s)
-        with self._changed:
-            self._shards.set_spec(spec)
-            self._pace.policy = spec.policy
-            self._version = max(self._version, reply.version)
+        self.registered(spec, reply)
         return reply
 
+    def registered(self, spec: JobSpec, reply: Registered, name: str = "") -> None:
+        """This process has registered the model: with this layout, and this answer."""
+        with self._changed:
+            self.name = name
+            self._shards.set_spec(spec)
+            if self._spec is None:
+                self._spec = spec
+                self._pace = Pace()
+                self._pace.policy = spec.policy
+                me = self.view.me_in(self.membership)
+                self._pace.begin(self.membership.generation, -1 if me is None else me.replica)
+            self._version = max(self._version, reply.version)
+
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Give the job its optimizer, or check ours against the one it has.
+        """Give the model its optimizer, or check ours against the one it has.
 
         Raises:
             LayoutMismatch: another rank registered other groups or hyperparameters.
         """
-        self._loop.run(self._coordinator.register(optimizer=optimizer, timeout_s=self.timeout_s), self.timeout_s)
+        registering = self._coordinator.register(optimizer=optimizer, timeout_s=self.timeout_s, name=self.name)
+        self._loop.run(registering, self.timeout_s)
 
     def wait_initialized(self, registered: Registered) -> bool:
         """Block until every shard server holds its parameters.
@@ -450,9 +427,10 @@ class StepClient:
         def known() -> bool | None:
             if self._job is not None and self._job.initialized:
                 return True
+            self.check_released()
             return False if self.membership.generation > registered.generation else None
 
-        return self._wait(
+        return self.view.until(
             known,
             self.timeout_s,
             lambda: "the shard servers still lack first values from the rank that uploads them",
@@ -467,12 +445,12 @@ class StepClient:
         Args:
             unit: its number.
             values: f32[unit_numel].
-            epoch: how often the job has been restored: 0, unless other values are replaced by these.
+            epoch: how often the model has been restored: 0, unless other values are replaced by these.
 
         After an error: some slices may be stored; uploading again is harmless.
         """
         self._loop.run(
-            self._shards.upload(unit, values, context=self._coordinator.context, timeout_s=self.timeout_s, epoch=epoch),
+            self._shards.upload(unit, values, context=self._context, timeout_s=self.timeout_s, epoch=epoch),
             self.timeout_s,
         )
 
@@ -495,7 +473,7 @@ class StepClient:
         After an error: `out` holds anything.
         """
         with self._changed:
-            epoch, version = self.epoch, self._version if exact else self.version
+            epoch, version = self.epoch, self._version_of(unit, exact=exact)
 
         def gather() -> Coroutine[Any, Any, int]:
             return self._shards.gather(
@@ -503,7 +481,7 @@ class StepClient:
                 out,
                 min_version=version,
                 epoch=epoch,
-                context=self._coordinator.context,
+                context=self._context,
                 timeout_s=self.timeout_s,
                 begin=begin,
                 end=end,
@@ -522,7 +500,7 @@ class StepClient:
             known = self._mapped.get(unit)
             if known is None or known[:2] != (self.membership.generation, self.epoch):
                 return None
-            if not known[2].holds(self._version):
+            if not known[2].holds(self._version_of(unit, exact=True)):
                 return None
             self._mapped_bytes += known[2].values.nbytes
         return known[2]
@@ -538,7 +516,8 @@ class StepClient:
             A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
             be done before this worker's next vote.
         """
-        epoch, version = self.latest
+        with self._changed:
+            epoch, version = self.epoch, self._version_of(unit)
         found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype, epoch, version), epoch), epoch)
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
@@ -553,7 +532,7 @@ class StepClient:
             dtype=dtype,
             min_version=version,
             epoch=epoch,
-            context=self._coordinator.context,
+            context=self._context,
             timeout_s=self.timeout_s,
         )
         with self._changed:
@@ -583,7 +562,7 @@ class StepClient:
             self._check_current(epoch)
             raise
         except Timeout as error:
-            if not (reason := self._waiting_for()):
+            if not (reason := self.view.waiting_for()):
                 raise
             raise Timeout(f"{error}{reason}") from error
         finally:
@@ -604,8 +583,9 @@ class StepClient:
 
     def _check_current(self, epoch: int | None) -> None:
         """Raise what ends a call that was begun in `epoch`, if anything does."""
-        if self._failure is not None:
-            raise self._failure
+        if self.view.failure is not None:
+            raise self.view.failure
+        self.check_released()
         if epoch is not None and epoch != self.epoch:
             raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {self.epoch}, no longer {epoch}")
 
@@ -714,14 +694,56 @@ class StepClient:
             if done is not None:
                 done()
 
-    def _context_of(self, ticket: Ticket) -> CallContext:
+    def _context(self) -> CallContext:
+        """Who calls, and about which model."""
         context = self._coordinator.context()
+        context.model = self.model
+        return context
+
+    def _context_of(self, ticket: Ticket) -> CallContext:
+        context = self._context()
         context.generation = ticket.generation
         return context
 
     # ------------------------------------------------------------------ the decision
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def copy_from(self, source: StepClient, weight: float) -> Decision:
+        """A step in which the model becomes (1 - weight) * its values + weight * another's; every worker calls it.
+
+        Args:
+            source: the client of the other model.
+            weight: above 0, at most 1.
+
+        Returns:
+            What was decided, as of `vote`.
+
+        Raises:
+            InvalidRequest: the other is not cut alike, or replicas of one of them step alone.
+            Misuse: one of them is not registered here, or was released.
+            Timeout: no decision came; the step may still commit.
+        """
+        self.check_released()
+        source.check_released()
+        if self._spec is None or source._spec is None:
+            raise Misuse("copy_from needs two models that were registered by this process")
+        if self._pace.alone or source._pace.alone:
+            raise InvalidRequest(
+                "copy_from needs a version that all workers agree on; replicas of one model step alone"
+            )
+        if difference := self._spec.cut_difference(source._spec):
+            raise InvalidRequest(f"model {self.name!r} cannot take the values of {source.name!r}: {difference}")
+        copy = CopyFrom(source=source.model, weight=weight)
+        return self.vote(self.ticket(), (), max_norm=0.0, hyper=(), copy=copy)
+
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None = None,
+    ) -> Decision:
         """Say that this worker has pushed everything, and wait for the decision.
 
         Args:
@@ -729,6 +751,7 @@ class StepClient:
             pushes: its pushes; they are waited for first.
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
+            copy: what the step takes from another model; None = it takes gradients.
 
         Returns:
             What was decided; an abort when the membership changed meanwhile. This worker knows by then of the
@@ -739,10 +762,11 @@ class StepClient:
             AxonError: a push failed for another reason than a membership change.
         """
         try:
-            decision = self._vote(ticket, pushes, max_norm, hyper)
+            decision = self._vote(ticket, pushes, max_norm, hyper, copy)
+            self.wait_generation(decision.next_generation, self.timeout_s)
             if self._pace.alone or decision.outcome is not Outcome.COMMIT:
                 with self._changed:
-                    self._acknowledge()
+                    self.view.acknowledge()
             self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
             self._wait_for_the_slowest(ticket)
         finally:
@@ -752,7 +776,7 @@ class StepClient:
     def _wait_for_the_slowest(self, ticket: Ticket) -> None:
         """Where the policy has a bound: block until the next step may begin."""
         began = time.perf_counter()
-        self._wait(
+        self.view.until(
             lambda: True if self._pace.may_go_on(ticket.generation) else None,
             self.timeout_s,
             lambda: (
@@ -762,15 +786,23 @@ class StepClient:
         )
         self._pace_wait_s += time.perf_counter() - began
 
-    def _vote(self, ticket: Ticket, pushes: Sequence[Awaited], max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def _vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None,
+    ) -> Decision:
+        blocked = self.view.blocks()
         try:
-            self._wait_pushed(ticket, pushes)
+            self._wait_pushed(ticket, pushes, blocked)
         except (GenerationChanged, StepAborted) as error:
             return self._aborted(ticket, str(error))
         if self.valid(ticket) and not self.membership.complete:
             # No attempt is under way; who is waited for is said.
             reason = f"the job was waiting for {self.membership.waiting_for}"
-            self._wait(
+            self.view.until(
                 lambda: None if self.valid(ticket) else True,
                 self.timeout_s,
                 lambda: f"step {ticket.step} is not begun",
@@ -787,19 +819,20 @@ class StepClient:
             hyper=tuple(hyper),
             version=self.version,
             replica=ticket.replica if self._pace.alone else None,
+            model=self.model,
+            copy=copy,
+            blocked=blocked,
         )
         try:
-            decision = self._wait(
+            return self.view.until(
                 lambda: self._decided(ticket),
                 self.timeout_s,
                 lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
             )
         except Timeout as error:
             raise Timeout(f"{error}{self._stragglers()}") from error
-        self.wait_generation(decision.next_generation, self.timeout_s)
-        return decision
 
-    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited]) -> None:
+    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> None:
         """Wait for the pushes; those of replicas before ours come first, so it may be for another worker."""
         deadline = Deadline(self.timeout_s)
         for work in pushes:
@@ -813,7 +846,9 @@ class StepClient:
                     if deadline.passed:
                         raise Timeout(f"{error}{self._stragglers()}") from error
                 if not self._pace.alone and self.valid(ticket):
-                    self._coordinator.arrived(generation=ticket.generation, step=ticket.step)
+                    self._coordinator.arrived(
+                        generation=ticket.generation, step=ticket.step, model=self.model, blocked=blocked
+                    )
 
     def _stragglers(self) -> str:
         """For whom the step under way waits, by the coordinator; empty if it does not say."""
@@ -823,29 +858,37 @@ class StepClient:
             return ""
         return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""
 
-    def _decided(self, ticket: Ticket) -> Decision | None:
+    def _told(self, ticket: Ticket) -> Decision | None:
+        """What the coordinator has decided on the step that `ticket` names."""
         decision = self._decisions.get(ticket.step)
         if self._pace.alone:
             own = self._own_decision
             decision = own if own is not None and own.turn is not None and own.turn.clock == ticket.step else None
-        if decision is not None and decision.generation == ticket.generation:
+        return decision if decision is not None and decision.generation == ticket.generation else None
+
+    def _decided(self, ticket: Ticket) -> Decision | None:
+        if (decision := self._told(ticket)) is not None:
             return decision
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
+        self.check_released()
         return None
 
     def _aborted(self, ticket: Ticket, reason: str) -> Decision:
-        """An abort in this worker's own words, once the coordinator has told it of the new membership."""
+        """An abort, once the coordinator has told this worker of it or of a new membership; else in our own words."""
         if self.valid(ticket):
-            self._wait(
-                lambda: None if self.valid(ticket) else True,
+            self.view.until(
+                lambda: True if self._told(ticket) is not None or not self.valid(ticket) else None,
                 self.timeout_s,
-                lambda: f"a shard server says that generation {ticket.generation} is over; the coordinator does not",
+                lambda: f"a shard server says that step {ticket.step} is over; the coordinator does not",
             )
+        if (decision := self._told(ticket)) is not None:
+            return decision
         return Decision(
             step=ticket.step,
             generation=ticket.generation,
             outcome=Outcome.ABORT,
             version=self._version,
             reason=reason,
+            model=self.model,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,12 +17,14 @@ class CheckpointInfo:
         version: the version it holds.
         bytes: bytes of all its files.
         extra: what was saved with it.
+        versions: where it has several models, the version of each by name.
     """
 
     uri: str
     version: int
     bytes: int
     extra: Mapping[str, Any]
+    versions: Mapping[str, int] = field(default_factory=dict)
 
 
 def info_of(reply: Any) -> CheckpointInfo:
@@ -32,4 +34,5 @@ def info_of(reply: Any) -> CheckpointInfo:
         version=reply.version,
         bytes=reply.bytes,
         extra=json.loads(reply.extra_json) if reply.extra_json else {},
+        versions=dict(reply.versions),
     )

@@ -24,6 +24,7 @@ from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.group_base import LINGER_S, MakeBackend
 from axon_ps.collectives.groups import Groups
 from axon_ps.collectives.job_store import JobStore
+from axon_ps.collectives.job_view import JobView
 from axon_ps.collectives.models import Models
 from axon_ps.collectives.progress import KEY as PROGRESS
 from axon_ps.collectives.progress import Progress
@@ -63,8 +64,8 @@ class World:
         Misuse: no `config` was given: `World.init()` makes a world and joins.
 
     Attributes:
-        steps: this worker's half of the training steps.
-        models: the models of the job that this process has wrapped.
+        view: what this worker knows of the members.
+        models: the models of the job that this process has, and this worker's half of their steps.
         recorder: the last collectives.
     """
 
@@ -100,10 +101,10 @@ class World:
             on_event=_weakly(self._on_event),
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
-        self.steps = StepClient(self._loop, self._coordinator, self._shards, timeout_s=timeout_s)
-        self.models = Models()
-        self.recorder = Recorder()
         loop, coordinator = self._loop, self._coordinator  # and not us, who would keep ourselves
+        self.view = JobView(lambda: coordinator.incarnation, timeout_s)
+        self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
+        self.recorder = Recorder()
         self._progress = Progress(lambda said: loop.submit(coordinator.kv_put(PROGRESS, said)))
         self._groups = Groups(
             self,
@@ -166,8 +167,8 @@ class World:
         try:
             patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
             world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
-            world.steps.wait_complete(join_timeout_s)
-            world.steps.newcomers()
+            world.view.wait_complete(join_timeout_s)
+            world.view.newcomers()
         except BaseException:
             world.close()
             raise
@@ -198,7 +199,7 @@ class World:
     @property
     def replica(self) -> int:
         """Position of this worker's replica, dense from 0: what a sampler divides the data by."""
-        return self.steps.me.replica
+        return self.view.me().replica
 
     @property
     def num_replicas(self) -> int:
@@ -212,13 +213,31 @@ class World:
 
     @property
     def version(self) -> int:
-        """Committed optimizer steps."""
+        """Committed steps of the job's model.
+
+        Raises:
+            Misuse: there are several models; each has a version of its own.
+        """
         return self.steps.latest_version
+
+    @property
+    def steps(self) -> StepClient:
+        """This worker's half of the training steps of the job's model.
+
+        Raises:
+            Misuse: there are several models.
+        """
+        return self.models.only()
+
+    @property
+    def lease_s(self) -> float:
+        """How long a member may be silent before it is given up, in seconds."""
+        return self._coordinator.lease_s
 
     @property
     def membership(self) -> Membership:
         """Everybody in the current generation."""
-        return self.steps.membership
+        return self.view.membership
 
     @property
     def is_main_process(self) -> bool:
@@ -334,7 +353,7 @@ class World:
     def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
         """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
         deadline = Deadline(self._limit(timeout_s))
-        if new := self.steps.newcomers():
+        if new := self.view.newcomers():
             who = " and ".join(f"worker {m.rank} (node {m.node})" for m in new)
             raise GenerationChanged(
                 f"{who} came since this worker's last step and is at the beginning of its program, so barrier {name!r} "
@@ -347,7 +366,7 @@ class World:
                 self._loop.run(self._coordinator.barrier(name, ranks, deadline.remaining()))
                 return
             except GenerationChanged as error:
-                self.steps.wait_generation(error.generation, deadline.remaining())
+                self.view.wait_generation(error.generation, deadline.remaining())
                 if {m.id for m in self.membership.workers} != workers:
                     raise
 
@@ -359,7 +378,7 @@ class World:
 
     def statistics(self) -> dict[str, float]:
         """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
-        return self.steps.statistics() | self.recorder.statistics()
+        return self.models.statistics() | self.recorder.statistics()
 
     def report(
         self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
@@ -495,10 +514,11 @@ class World:
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
-        """Have the shard servers write parameters and optimizer state at the current version; training may go on.
+        """Have the shard servers write parameters and optimizer state of all models; training may go on.
 
-        Call it on one worker. Returns when the checkpoint is complete, or with `async_op` at once; this worker may then
-        train on, too, and what is written is of one version all the same: that at which the servers were asked.
+        Each model is written as it is at one moment. Call it on one worker. Returns when the checkpoint is complete, or
+        with `async_op` at once; this worker may then train on, too, and what is written is of one version of each model
+        all the same: that at which the servers were asked.
 
         Args:
             uri: directory or fsspec URI that every shard server reaches.
@@ -523,27 +543,39 @@ class World:
 
         return LoopWork(self._loop, save(), f"saving {uri}") if async_op else self._loop.run(save())
 
-    def restore_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> CheckpointInfo:
-        """Have the shard servers load a checkpoint; the step under way aborts on every worker.
+    def restore_checkpoint(
+        self, uri: str, *, models: Sequence[str] = (), timeout_s: float | None = None
+    ) -> CheckpointInfo:
+        """Have the shard servers load a checkpoint; the steps under way abort on every worker.
 
-        Call it on one worker, after the model has been wrapped.
+        All models go back at one moment. Call it on one worker, after they have been wrapped.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            models: names of the models that go back; empty = all of the job's, and then the checkpoint must have
+                exactly these.
             timeout_s: how long it may take, in seconds.
 
         Raises:
             CheckpointError: it cannot be read. The servers keep what they had if that showed before they began to
                 overwrite it (a missing, truncated or altered file does); else the job waits for another restore.
-            InvalidRequest: it was saved from another model.
+            InvalidRequest: it was saved from other models.
         """
-        deadline, epoch = Deadline(self._limit(timeout_s)), self.steps.epoch
-        info = self._loop.run(self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining()))
-        self.steps.wait_epoch(epoch + 1, deadline.remaining())
+        deadline = Deadline(self._limit(timeout_s))
+        before = self._epochs(models)
+        restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
+        info = self._loop.run(restoring)
+        for client, epoch in before:
+            client.wait_epoch(epoch + 1, deadline.remaining())
         return info_of(info)
 
+    def _epochs(self, models: Sequence[str] = ()) -> list[tuple[StepClient, int]]:
+        """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
+        clients = [self.models.named(name) for name in models] if models else self.models.wrapped
+        return [(client, client.epoch) for client in clients or [self.models.client(0)]]
+
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
-        """Have the job begin at a checkpoint; every worker calls it, after the model has been wrapped.
+        """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
 
         The worker of lowest rank restores, the others wait for that. A job whose parameters were restored before (a
         worker that is started again finds that) is left as it is: it waits for nobody.
@@ -556,19 +588,23 @@ class World:
             Timeout: nobody did in time.
         """
         deadline = Deadline(self._limit(timeout_s))
-        while self.steps.epoch == 0:
+        while waited := [client for client, epoch in self._epochs() if epoch == 0]:
             now = self.generation
             if self.is_main_process:
                 self.restore_checkpoint(uri, timeout_s=deadline.remaining())
             else:  # or in its place, should it die
-                self.steps.wait_epoch_or_generation(1, now + 1, deadline.remaining())
-        self.steps.wait_epoch(1, deadline.remaining())
+                waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
+        for client, _ in self._epochs():
+            client.wait_epoch(1, deadline.remaining())
 
-    def replace_parameters(self, units: Iterable[tuple[int, Array]], *, timeout_s: float | None = None) -> None:
+    def replace_parameters(
+        self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
+    ) -> None:
         """Give the shard servers other values of every unit; moments and version stay. Every worker calls it.
 
         Args:
             units: per unit of the layout, its number and f32[unit_numel]; read on the worker of lowest rank only.
+            model: name of the model; empty = the only one.
             timeout_s: how long it may take, in seconds.
 
         Raises:
@@ -578,29 +614,31 @@ class World:
         After an error: the servers may hold no complete values; call it again, or restore a checkpoint.
         """
         limit_s = self._limit(timeout_s)
-        epoch = self.steps.epoch
+        steps = self.models.named(model) if model else self.models.only()
+        epoch = steps.epoch
         self.barrier("axon_ps/replace_parameters", limit_s)
         if self.is_main_process:
+            names = [steps.name] if steps.name else []
             replaced = LoopWork(
                 self._loop,
-                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s),
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s, models=names),
                 "replacing the parameters",
             )
-            self.steps.wait_epoch(epoch + 1, limit_s, initialized=False)
+            steps.wait_epoch(epoch + 1, limit_s, initialized=False)
             for unit, values in units:
-                self.steps.upload(unit, values, epoch=epoch + 1)
+                steps.upload(unit, values, epoch=epoch + 1)
             replaced.wait(limit_s)
-        self.steps.wait_epoch(epoch + 1, limit_s)
+        steps.wait_epoch(epoch + 1, limit_s)
 
     # ------------------------------------------------------------------ news, the end
 
     def _on_event(self, event: Event) -> None:
-        """Who waits for a membership, in `steps` or in a group, wakes up when all know of it: it asks them next."""
+        """Who waits for a membership, in a step or in a group, wakes up when all know of it: it asks them next."""
         lost: Sequence[Member] = ()
         if isinstance(event, Membership):
             self._collectives.set_members(event)
             lost = self._groups.set_members(event)
-        self.steps.on_event(event)
+        self.models.on_event(event)
         if isinstance(event, Membership):
             self._groups.end_with(lost, event)
         elif isinstance(event, SessionLost) and event.final:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from axon_ps.coordinator.assembly import Assembly
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import Hello
-from axon_ps.coordinator.registration import Registration
+from axon_ps.coordinator.models import Models
 from axon_ps.coordinator.roster import MAX_MEMBERS, Seat
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
@@ -27,7 +27,7 @@ class Place:
 
 
 def find_place(
-    config: CoordinatorConfig, assembly: Assembly, registration: Registration, role: Role, hello: Hello, now: float
+    config: CoordinatorConfig, assembly: Assembly, models: Models, role: Role, hello: Hello, now: float
 ) -> Place:
     """The place of a process that is no member.
 
@@ -43,7 +43,7 @@ def find_place(
         more = assembly.was_complete and not hello.standby
         ranks = MAX_MEMBERS if more else assembly.world_size or hello.world_size
         rank = assembly.roster.choose_rank(role, hello, ranks, now, config.lease_s)
-    elif (home := registration.home_of(hello.incarnation)) is not None:
+    elif (home := models.home_of(hello.incarnation)) is not None:
         rank, displaced = home, assembly.roster.at(role, home)  # who sits there has none of its parameters
     else:
         rank = assembly.roster.choose_rank(role, hello, config.num_shards, now, config.lease_s)

@@ -76,11 +76,27 @@ class Attempts:
         lanes = [lane for lane in range(len(self._tallies)) if not self.alone or self.clocks[lane] == self.slowest]
         return tuple(rank for lane in lanes for rank in self._tallies[lane].missing(self._workers[lane]))
 
-    def arrived(self, rank: int, name: int, step: int) -> None:
+    def workers(self, lane: int) -> Sequence[int]:
+        """Who takes part in an attempt."""
+        return self._workers[lane]
+
+    def blocked(self) -> Collection[int]:
+        """The workers that wait for others in the step under way and go on with nothing else; see `stepping`.
+
+        Nobody where the attempt is complete, so that it waits for shard servers alone, or where replicas step alone.
+        """
+        tally = self._tallies[0]
+        if self.alone or all(w in tally.votes or w in tally.arrived for w in self._workers[0]):
+            return ()
+        return set(tally.blocked)
+
+    def arrived(self, rank: int, name: int, step: int, *, blocked: bool = False) -> None:
         """A worker has computed everything of an attempt; see `coordinator.stragglers`."""
         lane = self._replica_of.get(rank)
         if lane is not None and name == self._name(lane, step):
             self._tallies[lane].arrived.add(rank)
+            if blocked:
+                self._tallies[lane].blocked.add(rank)
 
     def vote(self, rank: int, vote: Vote, step: int) -> bool:
         """Count a worker's vote; False for one of another attempt, or a second.

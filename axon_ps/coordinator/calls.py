@@ -67,8 +67,16 @@ class Calls(ABC):
         spec: JobSpec | None = None,
         optimizer: OptimizerSpec | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        *,
+        name: str = "",
     ) -> Registered:
-        """Give the job its layout or optimizer, or check ours against the one it has.
+        """Give a model of the job its layout or optimizer, or check ours against the one it has.
+
+        Args:
+            spec: layout and how it travels.
+            optimizer: the optimizer.
+            timeout_s: how long it may take, in seconds.
+            name: of the model; empty = what the first is called that is given none.
 
         Raises:
             LayoutMismatch: the job has another one; the message says where they first differ.
@@ -80,6 +88,7 @@ class Calls(ABC):
             context=self.context(),
             spec=None if spec is None else codec.job_spec_to_proto(spec),
             optimizer=None if optimizer is None else codec.optimizer_to_proto(optimizer),
+            name=name,
         )
         deadline = Deadline(timeout_s)
         reply = await self._call("Register", lambda: request, deadline, again=_HARMLESS)
@@ -90,7 +99,20 @@ class Calls(ABC):
             version=reply.version,
             upload=reply.upload,
             generation=reply.generation,
+            model=reply.model,
         )
+
+    async def release(self, model: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
+        """Have a model dropped; False if it was before.
+
+        Raises:
+            Busy: a checkpoint is being written, which it is to be in.
+
+        After an error: it may be gone; releasing it again is harmless.
+        """
+        request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model)
+        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_HARMLESS)
+        return bool(reply.released)
 
     async def barrier(self, name: str, ranks: Sequence[int] = (), timeout_s: float | None = None) -> int:
         """Return when every worker in `ranks` (all workers, when empty) has called this with the same name.
@@ -188,16 +210,23 @@ class Calls(ABC):
         request = coordinator_pb2.SaveCheckpointRequest(context=self.context(), uri=uri, extra_json=extra_json)
         return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=(Unreachable,)))
 
-    async def restore_checkpoint(self, uri: str, timeout_s: float | None = None) -> CheckpointInfo:
-        """Have the shard servers load a checkpoint; the step under way aborts. Returns when all have loaded it.
+    async def restore_checkpoint(
+        self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
+    ) -> CheckpointInfo:
+        """Have the shard servers load a checkpoint; the steps under way abort. Returns when all have loaded it.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            timeout_s: how long it may take, in seconds.
+            models: names of the models that go back to it; empty = all.
 
         Raises:
             CheckpointError: it cannot be read; found out before anything is changed where the manifest tells.
-            InvalidRequest: it was saved from another model.
+            InvalidRequest: it was saved from other models.
 
         After an error: after `Broken` or `Timeout` the restore may still go on; `status` tells.
         """
-        request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri)
+        request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
         return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=(Unreachable,)))
 
@@ -270,4 +299,10 @@ class Calls(ABC):
 
 
 def _info(reply: Any) -> CheckpointInfo:
-    return CheckpointInfo(uri=reply.uri, version=reply.version, bytes=reply.bytes, extra_json=reply.extra_json)
+    return CheckpointInfo(
+        uri=reply.uri,
+        version=reply.version,
+        bytes=reply.bytes,
+        extra_json=reply.extra_json,
+        versions=dict(reply.versions),
+    )

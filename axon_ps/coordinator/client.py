@@ -65,8 +65,8 @@ from axon_ps.transport.security import Security
 from axon_ps.transport.service import Stub
 from axon_ps.transport.status import error_to_detail
 from axon_ps.transport.stream import Stream
-from axon_ps.types import Hyper, Membership, Role
-from axon_ps.wire.v1 import common_pb2, session_pb2
+from axon_ps.types import CopyFrom, Hyper, Membership, Role
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
 
 __all__ = [
     "CheckpointInfo",
@@ -249,38 +249,54 @@ class CoordinatorClient(Calls):
         hyper: tuple[Hyper, ...] = (),
         version: int = 0,
         replica: int | None = None,
+        model: int = 0,
+        copy: CopyFrom | None = None,
+        blocked: bool = False,
     ) -> None:
         """Worker: say that everything of a step is pushed. Sent again after a reconnect while it is current.
 
         Where replicas step alone, `step` is the clock of our `replica`; `version` is what the gradients come from.
         """
-        vote = Vote(generation=generation, step=step, max_norm=max_norm, hyper=hyper, version=version)
+        vote = Vote(
+            generation=generation,
+            step=step,
+            max_norm=max_norm,
+            hyper=hyper,
+            version=version,
+            model=model,
+            copy=copy,
+            blocked=blocked,
+        )
         self._soon(self._cast, vote, replica)
 
-    def arrived(self, *, generation: int, step: int) -> None:
+    def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
         """Worker: say that everything of a step is computed, while the servers do not take it yet."""
-        arrived = session_pb2.Arrived(generation=generation, step=step)
+        arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
         self._soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
-    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
+    def ready(
+        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
+    ) -> None:
         """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current.
 
         Where replicas step alone, `replica` says whose gradients are there, and `step` is its clock.
         """
-        ready = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0)
+        ready = Ready(
+            generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0, model=model
+        )
         self._soon(self._cast, ready, replica)
 
-    def initialized(self, *, version: int, epoch: int) -> None:
-        """Shard server: say that every slice has its values. Sent again after a reconnect."""
-        self._soon(self._say_initialized, initialized_to_proto(version, epoch))
+    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
+        """Shard server: say that every slice of a model has its values. Sent again after a reconnect."""
+        self._soon(self._say_initialized, initialized_to_proto(version, epoch, model))
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
         self._soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
 
-    def restore_report(self, epoch: int, error: AxonError) -> None:
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         """Shard server: say why a `RestoreOrder` could not be carried out (success is `initialized`)."""
-        report = session_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error))
+        report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
         self._soon(self._say_not_restored, session_pb2.SessionRequest(restore=report))
 
     def _soon(self, fn: Callable[..., None], *args: Any) -> None:
@@ -302,11 +318,11 @@ class CoordinatorClient(Calls):
             self._send(word_to_proto(word))
 
     def _say_initialized(self, message: session_pb2.SessionRequest) -> None:
-        self._memory.initialized = message
+        self._memory.say_initialized(message)
         self._send(message)
 
     def _say_not_restored(self, message: session_pb2.SessionRequest) -> None:
-        self._memory.restore_report = message
+        self._memory.say_not_restored(message)
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:

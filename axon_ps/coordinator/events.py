@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from axon_ps.errors import AxonError
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Decision, Hyper, Membership, OptimizerSpec
+from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Welcome:
         world_size: workers the job starts with; 0 while no worker has said so.
         num_shards: shard servers of the job.
         state_id: of the coordinator's durable state; another one than before means that it has lost its state.
+        released: numbers of the models that the job has no more.
     """
 
     rank: int
@@ -30,18 +31,23 @@ class Welcome:
     world_size: int
     num_shards: int
     state_id: str = ""
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What the job is made of.
+    """What a model of the job is made of.
 
     Attributes:
+        model: its number.
+        name: what it is called; empty until registered.
         spec: layout and how it travels; None until registered. Only shard servers are told.
         optimizer: None until registered. Only shard servers are told.
         initialized: whether every shard server holds its parameters.
         version: committed steps.
-        epoch: how often the job was restored; a change makes every gathered copy stale.
+        epoch: how often it was restored; a change makes every gathered copy stale.
+        copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
+        released: the job has it no more.
     """
 
     spec: JobSpec | None = None
@@ -49,15 +55,27 @@ class JobState:
     initialized: bool = False
     version: int = 0
     epoch: int = 0
+    model: int = 0
+    name: str = ""
+    copied: int = 0
+    released: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOrder:
-    """To a shard server: write your slices at `version`, the current one, to the checkpoint `uri`."""
+    """To a shard server: write your slices of every model to the checkpoint `uri`.
+
+    Attributes:
+        id: number of the order.
+        uri: where.
+        version: of the first model, the current one; 0 if the job has it no more.
+        models: of the other models.
+    """
 
     id: int
     uri: str
     version: int
+    models: tuple[ModelProgress, ...] = ()
 
 
 UPLOADED = "worker:"
@@ -66,11 +84,21 @@ UPLOADED = "worker:"
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOrder:
-    """To a shard server: load your slices from the checkpoint `uri`, which holds `version`; see `UPLOADED`."""
+    """To a shard server: load your slices of a model from the checkpoint `uri`, which holds `version`; see `UPLOADED`.
+
+    Attributes:
+        epoch: of the model, once it is loaded.
+        uri: the checkpoint.
+        version: the version it holds.
+        model: which model is loaded.
+        section: what the checkpoint calls it; empty = the only model in it.
+    """
 
     epoch: int
     uri: str
     version: int
+    model: int = 0
+    section: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +154,9 @@ class Vote:
         max_norm: global L2 norm to clip to; 0 = do not clip.
         hyper: per parameter group, this step's hyperparameters; empty = as registered.
         version: the oldest version that the gradients may come from.
+        model: whose step it is.
+        copy: what the step takes from another model; None = it takes gradients.
+        blocked: whether the worker makes no step of another model before this one is decided.
     """
 
     generation: int
@@ -133,6 +164,9 @@ class Vote:
     max_norm: float = 0.0
     hyper: tuple[Hyper, ...] = ()
     version: int = 0
+    model: int = 0
+    copy: CopyFrom | None = None
+    blocked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,21 +178,24 @@ class Ready:
         step: the attempt; where replicas step alone, the replica's clock.
         sum_of_squares: of the summed gradients; non-finite when they are.
         replica: whose gradients, where replicas step alone.
+        model: of which model.
     """
 
     generation: int
     step: int
     sum_of_squares: float
     replica: int = 0
+    model: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A file that a shard server wrote for a checkpoint."""
+    """A file that a shard server wrote for a checkpoint; `model` says whose slices are in it."""
 
     name: str
     sha256: str
     bytes: int
+    model: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +217,7 @@ class Registered:
         version: committed steps.
         upload: whether the caller is the one to upload the first values.
         generation: the generation it was answered in.
+        model: the number that the model has everywhere else.
     """
 
     first: bool
@@ -187,6 +225,7 @@ class Registered:
     version: int
     upload: bool
     generation: int = 0
+    model: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +237,37 @@ class CheckpointInfo:
         version: the version it holds.
         bytes: bytes of all its files.
         extra_json: what was saved with it, a JSON object.
+        versions: where it has several models, the version of each by name.
     """
 
     uri: str
     version: int
     bytes: int = 0
     extra_json: str = ""
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStatus:
+    """What a model of the job looks like now.
+
+    Attributes:
+        model: its number.
+        name: what it is called.
+        version: committed steps.
+        step: current step attempt.
+        epoch: how often it was restored.
+        initialized: whether the servers hold its parameters.
+        parameters: elements of its layout.
+    """
+
+    model: int
+    name: str
+    version: int
+    step: int
+    epoch: int
+    initialized: bool
+    parameters: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,15 +277,16 @@ class Status:
     Attributes:
         job: its name.
         membership: who is there.
-        version: committed steps.
-        step: current step attempt.
+        version: committed steps of the first model.
+        step: its current step attempt.
         registered: whether there is a layout.
-        initialized: whether the servers hold parameters.
-        parameters: elements of the layout.
+        initialized: whether the servers hold the parameters of every model.
+        parameters: elements of all layouts.
         lease_s: how long a silent member is kept.
         uptime_s: of the coordinator.
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
         pending: what the current step, a barrier or a checkpoint waits for, in words.
+        models: the job's models by number.
     """
 
     job: str
@@ -235,3 +300,4 @@ class Status:
     uptime_s: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
     pending: tuple[str, ...] = ()
+    models: tuple[ModelStatus, ...] = ()

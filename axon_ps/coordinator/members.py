@@ -23,7 +23,7 @@ from axon_ps.coordinator.assembly import Assembly
 from axon_ps.coordinator.barriers import Barriers
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import Hello
-from axon_ps.coordinator.registration import Registration
+from axon_ps.coordinator.models import Models
 from axon_ps.coordinator.roster import Seat, name_of
 from axon_ps.coordinator.snapshots import Snapshots
 from axon_ps.coordinator.stragglers import Stragglers
@@ -37,7 +37,7 @@ class Members:
     Args:
         config: how it is run.
         assembly: generations and steps.
-        registration: what the job is made of.
+        models: the models of the job.
         barriers: who waits at them.
         snapshots: the checkpoint being written.
         out: gets what is to be said.
@@ -48,7 +48,7 @@ class Members:
         self,
         config: CoordinatorConfig,
         assembly: Assembly,
-        registration: Registration,
+        models: Models,
         barriers: Barriers,
         snapshots: Snapshots,
         out: Outbox,
@@ -56,12 +56,12 @@ class Members:
     ) -> None:
         self._config = config
         self._assembly = assembly
-        self._registration = registration
+        self._models = models
         self._barriers = barriers
         self._snapshots = snapshots
         self._out = out
         self._incomplete_since = now
-        self.stragglers = Stragglers(assembly, config.step_timeout_s)
+        self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
 
     def of_session(self, session: int, now: float) -> Seat | None:
         """Whose session this is; that it speaks renews its lease."""
@@ -86,6 +86,7 @@ class Members:
                 self._snapshots.lost([seat.member.rank], f"the stream of {seat.name} was replaced")
             a.greet(seat)
             self._out.push([session], a.membership)
+            a.stepping.look_again()
 
     def leave(self, seat: Seat, reason: str, now: float, *, finished: bool) -> None:
         """A member says goodbye; see Note: [Finished]."""
@@ -124,7 +125,7 @@ class Members:
 
     def watch_barriers(self, now: float) -> None:
         """Somebody has voted or come to a barrier, or a step was decided: which barriers can open no more?"""
-        self._barriers.watch(self._assembly.voted(), self._assembly.membership, now)
+        self._barriers.watch(self._assembly.stepping.voted(), self._assembly.membership, now)
 
     # ------------------------------------------------------------------ time
 
@@ -153,7 +154,7 @@ class Members:
     def _admit(self, session: int, role: Role, hello: Hello, now: float) -> None:
         """Seat a process that is new, or was given up."""
         a = self._assembly
-        place = find_place(self._config, a, self._registration, role, hello, now)
+        place = find_place(self._config, a, self._models, role, hello, now)
         if role is Role.WORKER and not a.world_size:
             a.set_world_size(hello.world_size)
         displaced = [] if place.displaced is None else [place.displaced]
@@ -186,7 +187,7 @@ class Members:
     def _set_aside(self, ranks: Sequence[int], now: float) -> None:
         """Go on without workers that take no part; see Note: [Stragglers]."""
         a = self._assembly
-        what, others = self.stragglers.what, len(a.membership.workers) - len(ranks)
+        what, others = self.stragglers.what(), len(a.membership.workers) - len(ranks)
         seats = [s for s in a.roster.of_role(Role.WORKER) if s.member.rank in ranks]
         reasons = []
         for seat in seats:

@@ -8,6 +8,10 @@ Note: [Once, in order]
     and they miss at most the two newest decisions (a step cannot be decided without them), or the newest one of each
     replica where replicas step alone.
 
+Note: [Several models]
+    Each model has decisions, restores and words of its own. A model that was released while the stream was broken is
+    named in the Welcome; nothing is said of it any more.
+
 Note: [Words of one replica alone]
     Where each replica's gradient is a step of its own, a shard server may have said that several are there, so words
     are kept per replica. Their `step` is the replica's clock, and what settles them is a decision with that replica's
@@ -23,26 +27,48 @@ from axon_ps.types import Decision, Membership, Outcome, Turn
 from axon_ps.wire.v1 import session_pb2
 
 
+class _ModelMemory:
+    """What is remembered of one model.
+
+    Attributes:
+        state: the newest one; None before the first.
+        initialized: our newest word that we hold its parameters.
+        restore_report: our newest word that we could not restore it.
+        words: what we said last, by replica; None: of all together.
+        step: the newest decided.
+        epoch: of the newest restore order.
+    """
+
+    def __init__(self) -> None:
+        self.state: JobState | None = None
+        self.initialized: session_pb2.SessionRequest | None = None
+        self.restore_report: session_pb2.SessionRequest | None = None
+        self.words: dict[int | None, Vote | Ready] = {}
+        self.step = -1
+        self.epoch = 0
+
+
 class Memory:
     """One member's memory of its session.
 
     Attributes:
         membership: the newest one; None before the first.
-        job_state: the newest one; None before the first.
-        initialized: our newest word that we hold our parameters.
-        restore_report: our newest word that we could not restore.
     """
 
     def __init__(self) -> None:
         self.membership: Membership | None = None
-        self.job_state: JobState | None = None
-        self.initialized: session_pb2.SessionRequest | None = None
-        self.restore_report: session_pb2.SessionRequest | None = None
+        self._models: dict[int, _ModelMemory] = {}
+        self._released: set[int] = set()
         self._state_id = ""
-        self._words: dict[int | None, Vote | Ready] = {}  # by replica; None: of all together
-        self._step = -1
         self._snapshot_id = 0
-        self._epoch = 0
+
+    def _of(self, model: int) -> _ModelMemory:
+        return self._models.setdefault(model, _ModelMemory())
+
+    @property
+    def job_state(self) -> JobState | None:
+        """The newest one of the first model; None before the first."""
+        return self._of(0).state
 
     def hear(self, event: ServerEvent) -> list[Event]:
         """What is new in an event, in order.
@@ -52,18 +78,23 @@ class Memory:
         """
         if isinstance(event, Membership):
             return self._hear_membership(event)
-        if isinstance(event, JobState):
-            news = event != self.job_state
-            self.job_state = event
+        if isinstance(event, JobState) and event.released:
+            news = event.model not in self._released
+            self._released.add(event.model)
+            self._models.pop(event.model, None)
+        elif isinstance(event, JobState):
+            news = event != self._of(event.model).state
+            self._of(event.model).state = event
         elif isinstance(event, Decision):
             # Who has not been told of any membership is a new process: what was decided before is not its business.
-            news = self.membership is not None and event.step > self._step
+            news = self.membership is not None and event.step > self._of(event.model).step
             if news:
                 self._decided(event)
         elif isinstance(event, SnapshotOrder):
             news, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
         elif isinstance(event, RestoreOrder):
-            news, self._epoch = event.epoch > self._epoch, max(event.epoch, self._epoch)
+            model = self._of(event.model)
+            news, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
         else:
             assert isinstance(event, Welcome)
             if self._state_id not in ("", event.state_id):
@@ -72,18 +103,28 @@ class Memory:
                     "restarted with another state file, or with none?)"
                 )
             self._state_id = event.state_id
-            return []
+            gone = [JobState(model=number, released=True) for number in event.released]
+            return [each for state in gone for each in self.hear(state)]
         return [event] if news else []
+
+    def say_initialized(self, message: session_pb2.SessionRequest) -> None:
+        """Remember that we hold the parameters of a model."""
+        self._of(message.initialized.model).initialized = message
+
+    def say_not_restored(self, message: session_pb2.SessionRequest) -> None:
+        """Remember that we could not restore a model."""
+        self._of(message.restore.model).restore_report = message
 
     def say(self, word: Vote | Ready, replica: int | None = None) -> list[Event]:
         """Remember a vote or a sum of ours, of `replica` alone or of all; an abort if its generation is over."""
-        self._words[replica] = word
+        self._of(word.model).words[replica] = word
         return [] if self.membership is None else self._settle(self.membership)
 
     def to_repeat(self) -> list[session_pb2.SessionRequest]:
         """What to say again on a new stream, once the membership has been heard."""
-        said = [m for m in (self.initialized, self.restore_report) if m is not None]
-        return [*said, *map(word_to_proto, self._words.values())]
+        models = self._models.values()
+        said = [m for model in models for m in (model.initialized, model.restore_report) if m is not None]
+        return [*said, *(word_to_proto(word) for model in models for word in model.words.values())]
 
     def _hear_membership(self, event: Membership) -> list[Event]:
         known = self.membership
@@ -95,33 +136,39 @@ class Memory:
 
     def _settle(self, membership: Membership) -> list[Event]:
         """See that a word of a generation that is over is forgotten, and that a vote among them has its decision."""
+        return [abort for number in self._models for abort in self._settle_model(number, membership)]
+
+    def _settle_model(self, number: int, membership: Membership) -> list[Event]:
+        model, (first_step, version) = self._models[number], membership.progress(number)
         aborts: list[Event] = []
-        for replica, word in list(self._words.items()):
+        for replica, word in list(model.words.items()):
             if word.generation >= membership.generation:
                 continue
-            del self._words[replica]
-            if not isinstance(word, Vote) or (replica is None and word.step <= self._step):
+            del model.words[replica]
+            if not isinstance(word, Vote) or (replica is None and word.step <= model.step):
                 continue
             turn = None if replica is None else Turn(replica=replica, clock=word.step, slowest_clock=0)
             abort = Decision(
-                step=word.step if turn is None else self._step,
+                step=word.step if turn is None else model.step,
                 generation=word.generation,
                 outcome=Outcome.ABORT,
-                version=membership.version,
+                version=version,
                 reason=f"generation {word.generation} ended before the step was decided",
                 next_generation=membership.generation,
                 turn=turn,
+                model=number,
             )
             # It used up its step only if the coordinator says so: a vote cast while members were missing is of none.
-            self._step = max(self._step, min(abort.step, membership.step - 1))
+            model.step = max(model.step, min(abort.step, first_step - 1))
             aborts.append(abort)
         return aborts
 
     def _decided(self, decision: Decision) -> None:
         """Forget the words that a decision settles."""
-        self._step = decision.step
+        model = self._of(decision.model)
+        model.step = decision.step
         turn = decision.turn
-        for replica, word in list(self._words.items()):
+        for replica, word in list(model.words.items()):
             if replica is None:
                 settled = word.step <= decision.step
             elif turn is None:
@@ -129,7 +176,7 @@ class Memory:
             else:
                 settled = (word.generation, replica) == (decision.generation, turn.replica) and word.step <= turn.clock
             if settled:
-                del self._words[replica]
+                del model.words[replica]
 
 
 def word_to_proto(word: Vote | Ready) -> session_pb2.SessionRequest:

@@ -5,12 +5,14 @@ What a message says is checked here once, so that the state machine works with v
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
 from axon_ps.coordinator.events import (
     Hello,
     JobState,
+    ModelStatus,
     Ready,
     RestoreOrder,
     ServerEvent,
@@ -25,7 +27,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.transport.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import coordinator_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, session_pb2
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -90,6 +92,9 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             max_norm=vote.max_norm,
             hyper=[codec.hyper_to_proto(h) for h in vote.hyper],
             version=vote.version,
+            model=vote.model,
+            copy=None if vote.copy is None else codec.copy_to_proto(vote.copy),
+            blocked=vote.blocked,
         )
     )
 
@@ -98,7 +103,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
     """A worker's vote; whether its values make sense is decided with the step.
 
     Raises:
-        InvalidRequest: a hyperparameter's name is malformed.
+        InvalidRequest: a hyperparameter's name or a copy's weight is malformed.
     """
     return Vote(
         generation=message.generation,
@@ -106,6 +111,9 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         max_norm=message.max_norm,
         hyper=codec.hypers_from_proto(message.hyper),
         version=message.version,
+        model=message.model,
+        copy=codec.copy_from_proto(message.copy) if message.HasField("copy") else None,
+        blocked=message.blocked,
     )
 
 
@@ -117,6 +125,7 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
             step=ready.step,
             sum_of_squares=ready.sum_of_squares,
             replica=ready.replica,
+            model=ready.model,
         )
     )
 
@@ -134,26 +143,30 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
         step=message.step,
         sum_of_squares=message.sum_of_squares,
         replica=message.replica,
+        model=message.model,
     )
 
 
-def initialized_to_proto(version: int, epoch: int) -> session_pb2.SessionRequest:
+def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:
     """A shard server's word that it holds its parameters, as a message."""
-    return session_pb2.SessionRequest(initialized=session_pb2.Initialized(version=version, epoch=epoch))
+    return session_pb2.SessionRequest(initialized=session_pb2.Initialized(version=version, epoch=epoch, model=model))
 
 
 def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionRequest:
     """What a shard server wrote for a checkpoint, as a message."""
-    message = session_pb2.SnapshotReport(
+    message = checkpoint_pb2.SnapshotReport(
         id=report.id,
-        files=[session_pb2.SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in report.files],
+        files=[
+            checkpoint_pb2.SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model)
+            for f in report.files
+        ],
     )
     if report.error is not None:
         message.error.CopyFrom(error_to_detail(report.error))
     return session_pb2.SessionRequest(snapshot=message)
 
 
-def snapshot_report_from_proto(message: session_pb2.SnapshotReport) -> SnapshotReport:
+def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> SnapshotReport:
     """What a shard server wrote for a checkpoint.
 
     Raises:
@@ -167,24 +180,28 @@ def snapshot_report_from_proto(message: session_pb2.SnapshotReport) -> SnapshotR
             raise InvalidRequest(f"the sha256 of file {f.name!r} is {f.sha256[:80]!r}; it must be 64 hex digits")
     return SnapshotReport(
         id=message.id,
-        files=tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in message.files),
+        files=tuple(SnapshotFile(name=f.name, sha256=f.sha256, bytes=f.bytes, model=f.model) for f in message.files),
         error=error_from_detail(message.error) if message.HasField("error") else None,
     )
 
 
 def job_to_proto(job: JobState) -> session_pb2.JobEvent:
-    """What the job is made of, as the event that announces it."""
+    """What a model is made of, as the event that announces it."""
     return session_pb2.JobEvent(
         spec=None if job.spec is None else codec.job_spec_to_proto(job.spec),
         optimizer=None if job.optimizer is None else codec.optimizer_to_proto(job.optimizer),
         initialized=job.initialized,
         version=job.version,
         epoch=job.epoch,
+        model=job.model,
+        name=job.name,
+        copied=job.copied,
+        released=job.released,
     )
 
 
 def job_from_proto(message: session_pb2.JobEvent) -> JobState:
-    """What the job is made of, from the event that announces it.
+    """What a model is made of, from the event that announces it.
 
     Raises:
         InvalidRequest: the layout or the optimizer is malformed.
@@ -195,6 +212,10 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         initialized=message.initialized,
         version=message.version,
         epoch=message.epoch,
+        model=message.model,
+        name=codec.name_from_proto(message.name, "a model's name", empty=True),
+        copied=message.copied,
+        released=message.released,
     )
 
 
@@ -207,11 +228,16 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
     if isinstance(event, JobState):
         return session_pb2.SessionEvent(job=job_to_proto(event))
     if isinstance(event, SnapshotOrder):
-        order = session_pb2.SnapshotOrder(id=event.id, uri=event.uri, version=event.version)
-        return session_pb2.SessionEvent(snapshot=order)
+        return session_pb2.SessionEvent(
+            snapshot=checkpoint_pb2.SnapshotOrder(
+                id=event.id, uri=event.uri, version=event.version, models=map(codec.progress_to_proto, event.models)
+            )
+        )
     if isinstance(event, RestoreOrder):
         return session_pb2.SessionEvent(
-            restore=session_pb2.RestoreOrder(epoch=event.epoch, uri=event.uri, version=event.version)
+            restore=checkpoint_pb2.RestoreOrder(
+                epoch=event.epoch, uri=event.uri, version=event.version, model=event.model, section=event.section
+            )
         )
     return session_pb2.SessionEvent(
         welcome=session_pb2.Welcome(
@@ -220,6 +246,7 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
             world_size=event.world_size,
             num_shards=event.num_shards,
             state_id=event.state_id,
+            released=event.released,
         )
     )
 
@@ -238,9 +265,17 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
     if kind == "job":
         return job_from_proto(message.job)
     if kind == "snapshot":
-        return SnapshotOrder(id=message.snapshot.id, uri=message.snapshot.uri, version=message.snapshot.version)
+        order = message.snapshot
+        models = tuple(map(codec.progress_from_proto, order.models))
+        return SnapshotOrder(id=order.id, uri=order.uri, version=order.version, models=models)
     if kind == "restore":
-        return RestoreOrder(epoch=message.restore.epoch, uri=message.restore.uri, version=message.restore.version)
+        return RestoreOrder(
+            epoch=message.restore.epoch,
+            uri=message.restore.uri,
+            version=message.restore.version,
+            model=message.restore.model,
+            section=codec.name_from_proto(message.restore.section, "a model's name", empty=True),
+        )
     if kind == "welcome":
         return Welcome(
             rank=message.welcome.rank,
@@ -248,6 +283,7 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
             world_size=message.welcome.world_size,
             num_shards=message.welcome.num_shards,
             state_id=message.welcome.state_id,
+            released=tuple(message.welcome.released),
         )
     return None
 
@@ -266,6 +302,7 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         counters=dict(status.counters),
         pending=status.pending,
         lease_s=status.lease_s,
+        models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
     )
 
 
@@ -287,4 +324,16 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
         uptime_s=message.uptime_s,
         counters=dict(message.counters),
         pending=tuple(message.pending),
+        models=tuple(
+            ModelStatus(
+                model=m.model,
+                name=m.name,
+                version=m.version,
+                step=m.step,
+                epoch=m.epoch,
+                initialized=m.initialized,
+                parameters=m.parameters,
+            )
+            for m in message.models
+        ),
     )

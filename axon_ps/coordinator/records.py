@@ -3,14 +3,18 @@
 Values are JSON, but for those of the key-value store, which are stored as they are.
 
     job          id of this state, name, world size, number of shard servers
-    members      generation, step and version it began with, members, whether the job is and ever was complete
+    members      generation, step and version of each model it began with, members, whether the job is and ever was
+                 complete
+    models       names of the models by number, and the next number
+    orders       number of the newest snapshot order
+    kv/KEY       the key-value store
+
+    of the first model; of model K, "model/K/" is before each:
     progress     step, version
     parameters   epoch, who holds them, who uploads them, the restore under way
     spec         layout and how it travels          optimizer   its groups
-    orders       number of the newest snapshot order
     decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY; of steps of one replica alone, the newest of
                  each replica R, N = "rR"
-    kv/KEY       the key-value store
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from axon_ps.sharding.policy import policy_from_json, policy_to_json
 from axon_ps.storage.state_store import Record
 from axon_ps.types import (
     Compression,
+    CopyFrom,
     Decision,
     DType,
     Int8,
@@ -45,21 +50,26 @@ from axon_ps.types import (
 HISTORY = 16
 """How many decisions are kept for members that come back and may have missed some."""
 
+FIRST_NAME = "model 0"
+"""What the first model is called that is given no name."""
+
 _KV = "kv/"
+_MODEL = "model/"
 _DECISION = "decision/"
 
 
 @dataclass
 class Parameters:
-    """Who holds the job's parameters.
+    """Who holds a model's parameters.
 
     Attributes:
-        epoch: how often the job was restored.
+        epoch: how often it was restored.
         initialized: whether every shard server held its parameters at some moment of this epoch.
         holders: per shard server rank, the incarnation that holds its slices.
         uploader: incarnation of the worker that is to upload first values.
         restore: the restore under way.
         failure: why the last restore failed, in words.
+        copied: the newest version of this epoch that took another model's values; 0 = none.
     """
 
     epoch: int = 0
@@ -68,11 +78,27 @@ class Parameters:
     uploader: str = ""
     restore: RestoreOrder | None = None
     failure: str = ""
+    copied: int = 0
+
+
+@dataclass
+class DurableModel:
+    """What of one model outlives the coordinator; the generation began with `first_step` and `first_version`."""
+
+    name: str = ""
+    first_step: int = 1
+    first_version: int = 0
+    step: int = 1
+    version: int = 0
+    parameters: Parameters = field(default_factory=Parameters)
+    spec: JobSpec | None = None
+    optimizer: OptimizerSpec | None = None
+    decisions: tuple[Decision, ...] = ()
 
 
 @dataclass
 class Durable:
-    """Everything that outlives the coordinator; its generation began with `first_step` and `first_version`."""
+    """Everything that outlives the coordinator; `models` are by number."""
 
     state_id: str = ""
     job: str = ""
@@ -81,18 +107,12 @@ class Durable:
     complete: bool = False
     was_complete: bool = False
     generation: int = 0
-    first_step: int = 1
-    first_version: int = 0
-    step: int = 1
-    version: int = 0
     members: tuple[Member, ...] = ()
     finished: tuple[Member, ...] = ()
     vacant: int = 0
-    parameters: Parameters = field(default_factory=Parameters)
-    spec: JobSpec | None = None
-    optimizer: OptimizerSpec | None = None
+    models: dict[int, DurableModel] = field(default_factory=lambda: {0: DurableModel()})
+    next_model: int = 1
     snapshot_id: int = 0
-    decisions: tuple[Decision, ...] = ()
     kv: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -112,31 +132,38 @@ def members_record(membership: Membership, members: list[Member], *, was_complet
         "was_complete": was_complete,
         "members": [_member_to_json(m) for m in members],
         "finished": [_member_to_json(m) for m in membership.finished],
+        "models": [[p.model, p.step, p.version] for p in membership.models],
         "vacant": vacant,
     }
     return _record("members", value)
 
 
-def progress_record(step: int, version: int) -> Record:
-    """Where the job is."""
-    return _record("progress", {"step": step, "version": version})
+def models_record(names: Mapping[int, str], next_model: int) -> Record:
+    """What the job's models are called, and what number the next one gets."""
+    return _record("models", {"names": [[number, name] for number, name in sorted(names.items())], "next": next_model})
 
 
-def parameters_record(parameters: Parameters) -> Record:
-    """Who holds the parameters."""
+def progress_record(model: int, step: int, version: int) -> Record:
+    """Where a model is."""
+    return _record(_of(model, "progress"), {"step": step, "version": version})
+
+
+def parameters_record(model: int, parameters: Parameters) -> Record:
+    """Who holds a model's parameters."""
     restore = parameters.restore
     value = {
         "epoch": parameters.epoch,
         "initialized": parameters.initialized,
         "holders": sorted(parameters.holders.items()),
         "uploader": parameters.uploader,
-        "restore": None if restore is None else [restore.epoch, restore.uri, restore.version],
+        "restore": None if restore is None else [restore.epoch, restore.uri, restore.version, restore.section],
         "failure": parameters.failure,
+        "copied": parameters.copied,
     }
-    return _record("parameters", value)
+    return _record(_of(model, "parameters"), value)
 
 
-def spec_record(spec: JobSpec) -> Record:
+def spec_record(model: int, spec: JobSpec) -> Record:
     """Layout and how it travels."""
     value = {
         "layout": layout_to_json(spec.layout),
@@ -150,13 +177,20 @@ def spec_record(spec: JobSpec) -> Record:
         "param_compression": _compression_to_json(spec.precision.param_compression),
         "grad_compression": _compression_to_json(spec.precision.grad_compression),
     }
-    return _record("spec", value)
+    return _record(_of(model, "spec"), value)
 
 
-def optimizer_record(optimizer: OptimizerSpec) -> Record:
+def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
     """The optimizer's groups."""
     groups = [dict(g) for g in optimizer.groups]
-    return _record("optimizer", {"name": optimizer.name, "groups": groups, "group_of": list(optimizer.group_of)})
+    value = {"name": optimizer.name, "groups": groups, "group_of": list(optimizer.group_of)}
+    return _record(_of(model, "optimizer"), value)
+
+
+def forgotten(model: int, decisions: Sequence[Decision]) -> list[Record]:
+    """What removes everything about a model that is released."""
+    keys = ["progress", "parameters", "spec", "optimizer", *(_DECISION + _place(d) for d in decisions)]
+    return [Record(_of(model, key), None) for key in keys]
 
 
 def orders_record(snapshot_id: int) -> Record:
@@ -166,7 +200,7 @@ def orders_record(snapshot_id: int) -> Record:
 
 def decision_record(decision: Decision) -> Record:
     """One decision; it takes the place of the one `HISTORY` steps before it, or of the replica's last."""
-    turn = decision.turn
+    turn, copy = decision.turn, decision.copy
     value = {
         "step": decision.step,
         "generation": decision.generation,
@@ -178,9 +212,17 @@ def decision_record(decision: Decision) -> Record:
         "reason": decision.reason,
         "next_generation": decision.next_generation,
         "turn": None if turn is None else [turn.replica, turn.clock, turn.slowest_clock],
+        "copy": None if copy is None else [copy.source, copy.weight, copy.version],
     }
-    place = decision.step % HISTORY if turn is None else f"r{turn.replica}"
-    return _record(f"{_DECISION}{place}", value)
+    return _record(_of(decision.model, _DECISION + _place(decision)), value)
+
+
+def _place(decision: Decision) -> str:
+    return str(decision.step % HISTORY) if decision.turn is None else f"r{decision.turn.replica}"
+
+
+def _of(model: int, key: str) -> str:
+    return f"{_MODEL}{model}/{key}" if model else key
 
 
 def kept(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
@@ -219,11 +261,13 @@ def load(records: Mapping[str, bytes]) -> Durable | None:
 
 
 def _load(records: Mapping[str, bytes]) -> Durable:
-    def value(key: str) -> Any:
-        return json.loads(records[key])
+    def value(key: str, default: Any = None) -> Any:
+        return json.loads(records[key]) if key in records else default
 
-    job, members, progress = value("job"), value("members"), value("progress")
-    decisions = [_decision(json.loads(v)) for k, v in records.items() if k.startswith(_DECISION)]
+    job, members = value("job"), value("members")
+    named = value("models", {"names": [[0, FIRST_NAME if "spec" in records else ""]], "next": 1})
+    began = {0: (members["step"], members["version"])}
+    began |= {number: (step, version) for number, step, version in members.get("models", [])}
     return Durable(
         state_id=job["state_id"],
         job=job["job"],
@@ -232,19 +276,35 @@ def _load(records: Mapping[str, bytes]) -> Durable:
         complete=members["complete"],
         was_complete=members["was_complete"],
         generation=members["generation"],
-        first_step=members["step"],
-        first_version=members["version"],
         members=tuple(map(_member, members["members"])),
         finished=tuple(map(_member, members.get("finished", []))),
         vacant=members.get("vacant", 0),
+        models={number: _model(records, number, name, *began.get(number, (1, 0))) for number, name in named["names"]},
+        next_model=named["next"],
+        snapshot_id=value("orders", {"snapshot_id": 0})["snapshot_id"],
+        kv={k.removeprefix(_KV): v for k, v in records.items() if k.startswith(_KV)},
+    )
+
+
+def _model(records: Mapping[str, bytes], number: int, name: str, first_step: int, first_version: int) -> DurableModel:
+    def value(key: str) -> Any:
+        text = records.get(_of(number, key))
+        return None if text is None else json.loads(text)
+
+    begins = _of(number, _DECISION)
+    decisions = [_decision(json.loads(v), number) for k, v in records.items() if k.startswith(begins)]
+    progress, parameters = value("progress"), value("parameters")
+    spec, optimizer = value("spec"), value("optimizer")
+    return DurableModel(
+        name=name,
+        first_step=first_step,
+        first_version=first_version,
         step=progress["step"],
         version=progress["version"],
-        parameters=_parameters(value("parameters")) if "parameters" in records else Parameters(),
-        spec=_spec(value("spec")) if "spec" in records else None,
-        optimizer=_optimizer(value("optimizer")) if "optimizer" in records else None,
-        snapshot_id=value("orders")["snapshot_id"] if "orders" in records else 0,
+        parameters=Parameters() if parameters is None else _parameters(parameters, number),
+        spec=None if spec is None else _spec(spec),
+        optimizer=None if optimizer is None else _optimizer(optimizer),
         decisions=tuple(sorted(decisions, key=lambda d: d.step)),
-        kv={k.removeprefix(_KV): v for k, v in records.items() if k.startswith(_KV)},
     )
 
 
@@ -261,14 +321,16 @@ def _member(value: dict[str, Any]) -> Member:
     return Member(**{**value, "role": Role(value["role"])})
 
 
-def _decision(value: dict[str, Any]) -> Decision:
-    turn = value.get("turn")
+def _decision(value: dict[str, Any], model: int) -> Decision:
+    turn, copy = value.get("turn"), value.get("copy")
     return Decision(
         **{
             **value,
             "outcome": Outcome(value["outcome"]),
             "hyper": tuple(value["hyper"]),
             "turn": None if turn is None else Turn(replica=turn[0], clock=turn[1], slowest_clock=turn[2]),
+            "copy": None if copy is None else CopyFrom(source=copy[0], weight=copy[1], version=copy[2]),
+            "model": model,
         }
     )
 
@@ -283,9 +345,12 @@ def _compression(value: dict[str, Any] | None) -> Any:
     return Int8(**value) if "block_numel" in value else TopK(**value)
 
 
-def _parameters(value: dict[str, Any]) -> Parameters:
+def _parameters(value: dict[str, Any], model: int) -> Parameters:
     restore = value["restore"]
-    order = None if restore is None else RestoreOrder(epoch=restore[0], uri=restore[1], version=restore[2])
+    order = None
+    if restore is not None:
+        epoch, uri, version, *section = restore
+        order = RestoreOrder(epoch=epoch, uri=uri, version=version, model=model, section="".join(section))
     return Parameters(**{**value, "holders": {int(r): i for r, i in value["holders"]}, "restore": order})
 
 

@@ -1,4 +1,4 @@
-"""What the job is made of: layout, optimizer, and who holds the parameters. Pure.
+"""What a model of the job is made of: layout, optimizer, and who holds the parameters. Pure.
 
 The first worker gives, every other must agree. The first values come from exactly one worker (the *uploader*), or from
 a checkpoint. From then on shard server `r` holds its slices in the life (incarnation) in which it got them: another
@@ -23,18 +23,29 @@ RESTORE_HINT = "restore a checkpoint (axon-ps checkpoint restore URI)"
 
 
 class Registration:
-    """Spec, optimizer and parameters of the job.
+    """Spec, optimizer and parameters of a model.
 
     Args:
         spec: as it was before the coordinator's restart.
         optimizer: likewise.
         parameters: likewise.
         num_shards: shard servers of the job.
+        number: of the model.
+        name: what the job calls it.
     """
 
     def __init__(
-        self, spec: JobSpec | None, optimizer: OptimizerSpec | None, parameters: Parameters, num_shards: int
+        self,
+        spec: JobSpec | None,
+        optimizer: OptimizerSpec | None,
+        parameters: Parameters,
+        num_shards: int,
+        *,
+        number: int = 0,
+        name: str = "",
     ) -> None:
+        self.number = number
+        self.name = name
         self.spec = spec
         self.optimizer = optimizer
         self.parameters = parameters
@@ -56,12 +67,12 @@ class Registration:
             return True
         if spec.model and self.spec.model and spec.model != self.spec.model:
             raise LayoutMismatch(
-                f"worker {rank} registers {spec.described}, and the job has {self.spec.described}; a job has one "
-                "model, and every worker must build the same"
+                f"worker {rank} registers {spec.described} as {self.name!r}, and that is {self.spec.described} in the "
+                "job; every worker must build the same models, by the same names or in the same order"
             )
         if difference := spec.difference(self.spec):
             raise LayoutMismatch(
-                f"worker {rank} registers another model than the job has: {difference}; "
+                f"worker {rank} registers another model as {self.name!r} than the job has: {difference}; "
                 "every worker must build the same"
             )
         return False
@@ -89,7 +100,7 @@ class Registration:
             return optimizer
         if difference := _optimizer_difference(optimizer, self.optimizer, spec):
             raise LayoutMismatch(
-                f"worker {rank} registers another optimizer than the job has: {difference}; "
+                f"worker {rank} registers another optimizer of {self.name!r} than the job has: {difference}; "
                 "every worker must make the same"
             )
         return None
@@ -109,7 +120,8 @@ class Registration:
             return False
         if version != now_version:
             raise InvalidRequest(
-                f"shard server {shard.rank} holds version {version} of epoch {epoch}; the job is at {now_version}"
+                f"shard server {shard.rank} holds version {version} of epoch {epoch} of {self.name!r}; the job is at "
+                f"{now_version}"
             )
         p.holders[shard.rank] = shard.incarnation
         return True
@@ -139,10 +151,10 @@ class Registration:
             p.uploader = incarnation
         return p.uploader == incarnation
 
-    def begin_restore(self, uri: str, version: int) -> RestoreOrder:
-        """Nobody holds anything any more; everybody is to load `uri`."""
+    def begin_restore(self, uri: str, version: int, section: str = "") -> RestoreOrder:
+        """Nobody holds anything any more; everybody is to load `section` of `uri`."""
         p = self.parameters
-        order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version)
+        order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
         self.parameters = Parameters(epoch=order.epoch, restore=order)
         return order
 
@@ -164,6 +176,9 @@ class Registration:
             initialized=p.initialized and not self.lost_with_parameters(shards),
             version=version,
             epoch=p.epoch,
+            model=self.number,
+            name=self.name,
+            copied=p.copied,
         )
 
     def _find_owners(self) -> None:

@@ -24,6 +24,8 @@ from axon_ps.coordinator.messages import (
     status_to_proto,
     vote_from_proto,
 )
+from axon_ps.coordinator.models import MAX_MODELS
+from axon_ps.coordinator.records import FIRST_NAME
 from axon_ps.coordinator.shared_calls import SharedCalls
 from axon_ps.coordinator.shell import Session, Shell
 from axon_ps.coordinator.state import Caller
@@ -97,16 +99,20 @@ class CoordinatorServicer:
         if kind == "vote":
             return state.vote(session, vote_from_proto(message.vote), now)
         if kind == "arrived":
-            return state.arrived(session, message.arrived.generation, message.arrived.step, now)
+            arrived = message.arrived
+            return state.arrived(
+                session, arrived.generation, arrived.step, now, model=arrived.model, blocked=arrived.blocked
+            )
         if kind == "ready":
             return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "initialized":
-            return state.initialized(session, message.initialized.version, message.initialized.epoch, now)
+            held = message.initialized
+            return state.initialized(session, held.version, held.epoch, now, model=held.model)
         if kind == "snapshot":
             return state.snapshot_report(session, snapshot_report_from_proto(message.snapshot), now)
         if kind == "restore":
             error = error_from_detail(message.restore.error)
-            return state.restore_report(session, message.restore.epoch, error, now)
+            return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
         if kind == "leave":
             return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
         raise InvalidRequest(
@@ -149,16 +155,18 @@ class CoordinatorServicer:
         return self._shell.state.flush()
 
     async def register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
-        """Take the job's layout or optimizer, or compare with the one it has."""
+        """Take a model's layout or optimizer, or compare with the one it has."""
         caller = _caller(request.context)
+        name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
         spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
         optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
         state, resume = self._shell.state, None
         async with self._registering:  # one at a time: reading the manifest takes a while
-            if spec is not None and state.wants_resume:
-                resume = (await asyncio.to_thread(manifests.find, state.config.resume, spec)).resume
+            if spec is not None and state.wants_resume(name):
+                specs = {**state.specs, name: spec}
+                resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
             reply: Registered = await self._shell.call(
-                lambda call: state.register(call, caller, spec, optimizer, resume, now=self._shell.now())
+                lambda call: state.register(call, caller, spec, optimizer, resume, now=self._shell.now(), name=name)
             )
         return coordinator_pb2.RegisterReply(
             first=reply.first,
@@ -166,7 +174,14 @@ class CoordinatorServicer:
             version=reply.version,
             upload=reply.upload,
             generation=reply.generation,
+            model=reply.model,
         )
+
+    async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
+        """Drop a model."""
+        caller, state = _caller(request.context), self._shell.state
+        released = await self._shell.call(lambda call: state.release(call, caller, request.model))
+        return coordinator_pb2.ReleaseReply(released=released)
 
     async def save_checkpoint(
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
@@ -190,10 +205,15 @@ class CoordinatorServicer:
         caller, state = _caller(request.context), self._shell.state
         state.check_caller(caller)
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
+        if len(request.models) > MAX_MODELS:
+            raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
         if uri == UPLOADED:
-            return _checkpoint(await self._shell.call(lambda call: state.replace(call, caller, self._shell.now())))
-        found = await asyncio.to_thread(manifests.find, uri, state.spec)
-        await self._shell.call(lambda call: state.restore(call, caller, found.resume, self._shell.now()))
+            name = next(iter(request.models), FIRST_NAME)
+            return _checkpoint(
+                await self._shell.call(lambda call: state.replace(call, caller, self._shell.now(), name))
+            )
+        found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
+        await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
     async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
@@ -222,5 +242,5 @@ def _metrics(heartbeat: session_pb2.Heartbeat) -> dict[str, float]:
 
 def _checkpoint(info: CheckpointInfo) -> coordinator_pb2.CheckpointReply:
     return coordinator_pb2.CheckpointReply(
-        uri=info.uri, version=info.version, bytes=info.bytes, extra_json=info.extra_json
+        uri=info.uri, version=info.version, bytes=info.bytes, extra_json=info.extra_json, versions=info.versions
     )

@@ -103,7 +103,8 @@ class Shell:
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
-        self._logged_generation = self._logged_step = 0
+        self._logged_generation = 0
+        self._logged_steps: dict[int, int] = {}  # by model
         self._held_up_s = 0.0
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
@@ -279,11 +280,12 @@ class Shell:
             members = f"{len(event.workers)} workers, {len(event.shards)} shard servers"
             waiting = "" if event.complete else f"; waiting for {event.waiting_for}"
             _logger.info("generation %d: %s%s", event.generation, members, waiting)
-        elif isinstance(event, Decision) and event.step > self._logged_step:
-            self._logged_step = event.step
+        elif isinstance(event, Decision) and event.step > self._logged_steps.get(event.model, 0):
+            self._logged_steps[event.model] = event.step
             if event.outcome is not Outcome.COMMIT:
                 level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO  # who left is said elsewhere
-                _logger.log(level, "step %d: %s: %s", event.step, event.outcome.value, event.reason)
+                of = f" of model {event.model}" if event.model else ""
+                _logger.log(level, "step %d%s: %s: %s", event.step, of, event.outcome.value, event.reason)
         elif isinstance(event, SnapshotOrder):
             _logger.info("version %d is written to %s", event.version, event.uri)
         elif isinstance(event, RestoreOrder):

@@ -13,7 +13,26 @@ from axon_ps.coordinator.events import SnapshotFile, SnapshotOrder, SnapshotRepo
 from axon_ps.coordinator.steps import ranks_in_words
 from axon_ps.errors import AxonError, Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import OptimizerSpec
+from axon_ps.types import ModelProgress, OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A model in a checkpoint.
+
+    Attributes:
+        number: its number in the job.
+        name: what it is called.
+        version: the version written.
+        spec: its layout.
+        optimizer: its optimizer, if it has one.
+    """
+
+    number: int
+    name: str
+    version: int
+    spec: JobSpec
+    optimizer: OptimizerSpec | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +41,15 @@ class Snapshot:
 
     Attributes:
         uri: where.
-        version: the version it holds.
         files: of all shard servers, in rank order.
-        spec: the job's layout.
-        optimizer: the job's optimizer, if it has one.
+        models: what is in it, by number.
         num_servers: how many shard servers wrote it.
         error: why it is not whole; then `files` are to be removed.
     """
 
     uri: str
-    version: int
     files: tuple[SnapshotFile, ...]
-    spec: JobSpec
-    optimizer: OptimizerSpec | None
+    models: tuple[SavedModel, ...]
     num_servers: int
     error: AxonError | None = None
 
@@ -43,8 +58,7 @@ class Snapshot:
 class _Save:
     call: int
     order: SnapshotOrder
-    spec: JobSpec
-    optimizer: OptimizerSpec | None
+    models: tuple[SavedModel, ...]
     waits_for: set[int]
     files: dict[int, Sequence[SnapshotFile]] = field(default_factory=dict)
     error: AxonError | None = None
@@ -72,13 +86,13 @@ class Snapshots:
         if self._save is not None:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
 
-    def begin(
-        self, call: int, uri: str, version: int, ranks: Sequence[int], spec: JobSpec, optimizer: OptimizerSpec | None
-    ) -> SnapshotOrder:
-        """The order for a new checkpoint."""
+    def begin(self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel]) -> SnapshotOrder:
+        """The order for a new checkpoint of `models`."""
         self.last_id += 1
-        order = SnapshotOrder(id=self.last_id, uri=uri, version=version)
-        self._save = _Save(call, order, spec, optimizer, set(ranks))
+        version = next((m.version for m in models if m.number == 0), 0)
+        others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]
+        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=tuple(others))
+        self._save = _Save(call, order, tuple(models), set(ranks))
         return order
 
     def report(self, rank: int, report: SnapshotReport) -> None:
@@ -106,10 +120,8 @@ class Snapshots:
                 save.call,
                 Snapshot(
                     uri=save.order.uri,
-                    version=save.order.version,
                     files=tuple(f for r in sorted(save.files) for f in save.files[r]),
-                    spec=save.spec,
-                    optimizer=save.optimizer,
+                    models=save.models,
                     num_servers=len(save.files),
                     error=save.error,
                 ),

@@ -4,12 +4,13 @@ Every method is one event and returns the actions it causes, in order; `Persist`
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. What comes from a session that is no member's any more is ignored.
 
-The work is done by the parts: `members` (who comes and goes), `assembly` (generations and steps), `registration`
-(layout and parameters), `restores`, `barriers`, `kv`, `snapshots`.
+The work is done by the parts: `members` (who comes and goes), `assembly` (generations), `models` and `registration`
+(layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,13 @@ from axon_ps.coordinator.actions import Action, Outbox
 from axon_ps.coordinator.assembly import Assembly
 from axon_ps.coordinator.barriers import Barriers
 from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import UPLOADED, Hello, Ready, Registered, SnapshotReport, Status, Vote
+from axon_ps.coordinator.events import UPLOADED, Hello, JobState, Ready, Registered, SnapshotReport, Status, Vote
 from axon_ps.coordinator.kv import KeyValues
 from axon_ps.coordinator.members import Members
-from axon_ps.coordinator.registration import Registration
+from axon_ps.coordinator.models import Model, Models
 from axon_ps.coordinator.restores import Restores, Resume
 from axon_ps.coordinator.roster import Seat
-from axon_ps.coordinator.snapshots import Snapshots
+from axon_ps.coordinator.snapshots import SavedModel, Snapshots
 from axon_ps.errors import (
     AxonError,
     ConfigurationError,
@@ -68,15 +69,13 @@ class CoordinatorState:
         if durable is None:
             durable = records.Durable(state_id=new_id, job=config.job)
         self._check_durable(durable)
-        self._registration = Registration(durable.spec, durable.optimizer, durable.parameters, config.num_shards)
-        self._assembly = Assembly(config, durable, self._registration, self._out, now)
+        self._models = Models(durable, config.num_shards, self._out)
+        self._assembly = Assembly(config, durable, self._models, self._out, now)
         self._barriers = Barriers(self._out)
         self._kv = KeyValues(durable.kv, self._out)
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
-        self._members = Members(
-            config, self._assembly, self._registration, self._barriers, self._snapshots, self._out, now
-        )
-        self._restores = Restores(self._assembly, self._registration, self._members, self._snapshots, self._out)
+        self._members = Members(config, self._assembly, self._models, self._barriers, self._snapshots, self._out, now)
+        self._restores = Restores(self._assembly, self._models, self._members, self._snapshots, self._out)
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
 
     # ------------------------------------------------------------------ sessions
@@ -132,7 +131,9 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ steps
 
-    def arrived(self, session: int, generation: int, step: int, now: float) -> list[Action]:
+    def arrived(
+        self, session: int, generation: int, step: int, now: float, *, model: int = 0, blocked: bool = False
+    ) -> list[Action]:
         """A worker has computed everything of a step and waits for the servers to take it.
 
         Raises:
@@ -140,7 +141,7 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.WORKER, "arrives")
-            self._assembly.arrived(seat.member.rank, generation, step)
+            self._assembly.stepping.arrived(seat.member.rank, model, generation, step, blocked=blocked)
             self._members.stragglers.look(now)
         return self._out.take()
 
@@ -152,7 +153,7 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.WORKER, "votes")
-            self._assembly.vote(seat.member.rank, vote)
+            self._assembly.stepping.vote(seat.member.rank, vote)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
@@ -165,17 +166,17 @@ class CoordinatorState:
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "reports gradients")
-            self._assembly.ready(seat.member.rank, ready)
+            self._assembly.stepping.ready(seat.member.rank, ready)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 
     # ------------------------------------------------------------------ what the job is made of
 
-    @property
-    def wants_resume(self) -> bool:
-        """Whether the first registration must come with the manifest of `config.resume`."""
-        return bool(self.config.resume) and self._registration.spec is None
+    def wants_resume(self, name: str) -> bool:
+        """Whether the first registration of a model must come with the manifest of `config.resume`."""
+        known = self._models.named(name)
+        return bool(self.config.resume) and (known is None or not known.registered)
 
     def register(
         self,
@@ -186,8 +187,9 @@ class CoordinatorState:
         resume: Resume | None = None,
         *,
         now: float,
+        name: str = records.FIRST_NAME,
     ) -> list[Action]:
-        """A worker gives the job its layout or optimizer, or checks its own against the job's.
+        """A worker gives a model its layout or optimizer, or checks its own against the job's.
 
         Args:
             call: gets a `Registered`.
@@ -196,52 +198,81 @@ class CoordinatorState:
             optimizer: the optimizer.
             resume: what to begin with instead of uploaded values; used by the first spec only.
             now: the time.
+            name: of the model; one that the job does not have becomes another of its models.
 
         Raises:
             LayoutMismatch: it differs from what the job has.
             InvalidRequest: it cannot be.
             Misuse: an optimizer comes before any layout.
+            Busy: the job can have no more models.
             GenerationChanged: the caller is no member.
         """
         seat = self._member(caller, Role.WORKER, "registers")
-        r, rank = self._registration, seat.member.rank
+        model = self._models.place(name)
+        r, rank = model.registration, seat.member.rank
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
         new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
+        by_node = self._models.by_node
         if new_spec is not None:
             r.set_spec(new_spec)
-            self._assembly.begin_attempts()
-            self._out.persist([records.spec_record(new_spec)])
+            self._models.add(model, name)
+            self._assembly.stepping.begin_model(model)
+            self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
         if new_optimizer is not None:
             r.optimizer = new_optimizer
-            self._out.persist([records.optimizer_record(new_optimizer)])
+            self._out.persist([records.optimizer_record(model.number, new_optimizer)])
         resumes = new_spec is not None and resume is not None
-        upload = spec is not None and not resumes and self._claim_upload(caller)
+        upload = spec is not None and not resumes and self._claim_upload(model, caller)
         self._restores.persist()
-        if new_spec is not None or new_optimizer is not None:
-            self._announce_registration(new_spec, resume, rank, now)
+        if new_spec is not None and resume is not None:
+            self._restores.order([dataclasses.replace(resume, model=name)], now)
+        elif new_spec is not None or new_optimizer is not None:
+            self._assembly.announce(model)
+            if self._models.by_node != by_node:  # replicas are numbered otherwise from now on
+                self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
         self._out.reply(
             call,
             Registered(
                 first=new_spec is not None or new_optimizer is not None,
-                initialized=self._assembly.job_state().initialized,
-                version=self._assembly.version,
+                initialized=model.state(self._assembly.shards()).initialized,
+                version=model.version,
                 upload=upload,
                 generation=self._assembly.generation,
+                model=model.number,
             ),
         )
         return self._out.take()
 
-    def initialized(self, session: int, version: int, epoch: int, now: float) -> list[Action]:
-        """A shard server holds all its parameters.
+    def release(self, call: int, caller: Caller, number: int) -> list[Action]:
+        """Somebody wants a model to be gone; `call` gets whether it was there.
+
+        Raises:
+            Busy: a checkpoint is being written, which it is to be in.
+        """
+        self.check_caller(caller)
+        model = self._models.get(number)
+        there = model is not None and model.registered
+        if model is not None and there:
+            self._snapshots.check_free()
+            self._models.remove(model)
+            self._restores.released(model)
+            gone = JobState(model=number, name=model.name, released=True)
+            self._out.push(self._assembly.roster.sessions(), gone)
+            self._assembly.counters["models_released"] += 1
+        self._out.reply(call, there)
+        return self._out.take()
+
+    def initialized(self, session: int, version: int, epoch: int, now: float, *, model: int = 0) -> list[Action]:
+        """A shard server holds all its parameters of a model.
 
         Raises:
             InvalidRequest: a worker says so, or the version is not the job's.
         """
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "holds parameters")
-            self._restores.initialized(seat, version, epoch)
+            self._restores.initialized(seat, model, version, epoch)
         return self._out.take()
 
     # ------------------------------------------------------------------ checkpoints
@@ -254,14 +285,25 @@ class CoordinatorState:
             Busy: another is being written.
         """
         self.check_caller(caller)
-        a, r = self._assembly, self._registration
-        if r.spec is None or not a.job_state().initialized:
+        a, shards = self._assembly, self._assembly.shards()
+        if not self._models.registered:
             raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
-        ranks = [s.rank for s in a.shards()]
+        saved = []
+        for model in self._models.registered:
+            r = model.registration
+            if r.spec is None or not model.state(shards).initialized:
+                words = self._models.words(model)
+                raise Misuse(f"there is nothing to save: {words}the shard servers hold no parameters yet")
+            saved.append(
+                SavedModel(
+                    number=model.number, name=model.name, version=model.version, spec=r.spec, optimizer=r.optimizer
+                )
+            )
+        ranks = [s.rank for s in shards]
         if len(ranks) < self.config.num_shards:
             raise MemberLost(f"nothing can be saved: the job waits for {a.membership.waiting_for}")
         self._snapshots.check_free()
-        order = self._snapshots.begin(call, uri, a.version, ranks, r.spec, r.optimizer)
+        order = self._snapshots.begin(call, uri, ranks, saved)
         self._out.persist([records.orders_record(self._snapshots.last_id)])
         self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
         return self._out.take()
@@ -273,31 +315,35 @@ class CoordinatorState:
             self._snapshots.report(seat.member.rank, report)
         return self._out.take()
 
-    def restore(self, call: int, caller: Caller, resume: Resume, now: float) -> list[Action]:
-        """Somebody wants the job to go back to a checkpoint; `call` gets a `CheckpointInfo` when all have loaded it.
+    def restore(self, call: int, caller: Caller, resumes: Sequence[Resume], now: float) -> list[Action]:
+        """Somebody wants models to go back to a checkpoint; `call` gets a `CheckpointInfo` when all have loaded it.
 
         Raises:
             Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have one of the models.
         """
         self.check_caller(caller)
-        if self._registration.spec is None:
+        if not self._models.registered:
             raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
-        self._restores.order(resume, now, call)
+        self._restores.order(resumes, now, call)
         return self._out.take()
 
-    def replace(self, call: int, caller: Caller, now: float) -> list[Action]:
-        """Somebody will upload other values; `call` gets a `CheckpointInfo` when the servers hold all of them.
+    def replace(self, call: int, caller: Caller, now: float, name: str = records.FIRST_NAME) -> list[Action]:
+        """Somebody will upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
 
         Raises:
             Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have the model.
         """
-        return self.restore(call, caller, Resume(uri=UPLOADED, version=self._assembly.version), now)
+        model = self._models.named(name)
+        version = 0 if model is None else model.version
+        return self.restore(call, caller, [Resume(uri=UPLOADED, version=version, model=name)], now)
 
-    def restore_report(self, session: int, epoch: int, error: AxonError, now: float) -> list[Action]:
-        """A shard server could not restore."""
+    def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
+        """A shard server could not restore a model."""
         if (seat := self._seat(session, now)) is not None:
             _check_role(seat, Role.SHARD, "reports a restore")
-            self._restores.failed(seat, epoch, error, now)
+            self._restores.failed(seat, model, epoch, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ barriers and the key-value store
@@ -351,15 +397,14 @@ class CoordinatorState:
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
 
     @property
-    def spec(self) -> JobSpec | None:
-        """Layout and how it travels, once registered."""
-        return self._registration.spec
+    def specs(self) -> dict[str, JobSpec]:
+        """By name, the layouts that are registered and how they travel."""
+        return {m.name: m.registration.spec for m in self._models if m.registration.spec is not None}
 
     @property
-    def position(self) -> tuple[int, int]:
-        """(epoch, version) of the parameters."""
-        job = self._assembly.job_state()
-        return job.epoch, job.version
+    def position(self) -> tuple[tuple[int, int, int], ...]:
+        """(number, epoch, version) of the parameters of every model."""
+        return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
 
     def held_up(self, now: float) -> tuple[float, str]:
         """How long workers have waited in the step under way for others, in seconds, and for whom, in words."""
@@ -367,8 +412,12 @@ class CoordinatorState:
 
     def status(self, now: float | None = None) -> Status:
         """What the job looks like now; how long it has waited is said only if the time is given."""
-        a, r = self._assembly, self._registration
-        counters: dict[str, float] = {**a.counters, "last_grad_norm": a.last_norm, "kv_keys": len(self._kv)}
+        a, first, shards = self._assembly, self._models.first, self._assembly.shards()
+        last_norm = 0.0 if first is None else first.last_norm
+        counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
+        models = tuple(m.status(shards) for m in self._models.registered)
+        if len(models) > 1:
+            counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
         for seat in a.roster:
             for name, value in seat.metrics.items():
                 counters[f"{seat.member.role.value}/{seat.member.rank}/{name}"] = value
@@ -377,14 +426,15 @@ class CoordinatorState:
         return Status(
             job=self.config.job,
             membership=a.membership,
-            version=a.version,
-            step=a.step,
-            registered=r.spec is not None,
-            initialized=a.job_state().initialized,
-            parameters=r.spec.layout.numel if r.spec is not None else 0,
+            version=0 if first is None else first.version,
+            step=0 if first is None else first.step,
+            registered=bool(models),
+            initialized=all(m.state(shards).initialized for m in self._models),
+            parameters=sum(m.parameters for m in models),
             lease_s=self.config.lease_s,
             counters=counters,
             pending=(*waits, *self._restores.pending(), *((held_up,) if held_up else ())),
+            models=models,
         )
 
     # ------------------------------------------------------------------ inside
@@ -403,24 +453,17 @@ class CoordinatorState:
             _check_role(seat, role, does)
         return seat
 
-    def _announce_registration(self, new_spec: JobSpec | None, resume: Resume | None, rank: int, now: float) -> None:
-        if new_spec is not None and resume is not None:
-            self._restores.order(resume, now)
-            return
-        self._assembly.announce_job()
-        if new_spec is not None and new_spec.replica_is_node:  # replicas are numbered otherwise from now on
-            self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
-
-    def _claim_upload(self, caller: Caller) -> bool:
-        uploader = self._assembly.roster.get(self._registration.parameters.uploader)
-        return self._registration.claim_upload(caller.incarnation, uploader is not None)
+    def _claim_upload(self, model: Model, caller: Caller) -> bool:
+        uploader = self._assembly.roster.get(model.registration.parameters.uploader)
+        return model.registration.claim_upload(caller.incarnation, uploader is not None)
 
     def _check_durable(self, durable: records.Durable) -> None:
         if durable.job != self.config.job:
             raise ConfigurationError(
                 f"the state store holds job {durable.job!r}, not {self.config.job!r}; give each job its own"
             )
-        if durable.spec is not None and durable.num_shards != self.config.num_shards:
+        registered = any(model.spec is not None for model in durable.models.values())
+        if registered and durable.num_shards != self.config.num_shards:
             raise ConfigurationError(
                 f"the job was cut over {durable.num_shards} shard servers, not {self.config.num_shards}; start the "
                 "coordinator as before, or with a new state store and resume from a checkpoint"

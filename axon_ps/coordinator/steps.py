@@ -23,22 +23,34 @@ _MOST_RANKS = 8
 
 
 class Tally:
-    """Who has spoken in the current step: votes by worker rank, sums by shard server rank, workers that arrived."""
+    """Who has spoken in the current step: votes by worker rank, sums by shard server rank, workers that arrived.
+
+    `blocked` are those of the workers that voted or arrived and go on with nothing else meanwhile.
+    """
 
     def __init__(self) -> None:
         self.votes: dict[int, Vote] = {}
         self.sums: dict[int, float] = {}
         self.arrived: set[int] = set()
+        self.blocked: set[int] = set()
 
     def clear(self) -> None:
         """Start the next step."""
         self.arrived.clear()
+        self.blocked.clear()
         self.votes.clear()
         self.sums.clear()
 
     def vote(self, rank: int, vote: Vote) -> bool:
         """Count a vote; False for a repeated one, of which the first counts."""
+        if vote.blocked:
+            self.blocked.add(rank)
         return self.votes.setdefault(rank, vote) is vote
+
+    @property
+    def copies(self) -> bool:
+        """Whether a worker takes it to be a step that takes another model's values."""
+        return any(vote.copy is not None for vote in self.votes.values())
 
     def ready(self, rank: int, ready: Ready) -> bool:
         """Count a shard server's sum; False for a repeated one, of which the first counts."""
@@ -48,7 +60,12 @@ class Tally:
         return True
 
     def is_full(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
-        """Whether every worker has voted and every owner is ready."""
+        """Whether every worker has voted and every owner is ready.
+
+        Of another model's values no owner has anything to say; workers that push gradients beside them wait in vain.
+        """
+        if self.copies:
+            return all(w in self.votes or w in self.arrived for w in workers)
         return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
 
     def missing(self, workers: Iterable[int]) -> list[int]:
@@ -68,7 +85,9 @@ class Tally:
             words.append(f"gradients at shard server {ranks_in_words(missing[1])}")
         return words
 
-    def decide(self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None) -> Decision:
+    def decide(
+        self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None, workers: Iterable[int] = ()
+    ) -> Decision:
         """The decision of a full tally.
 
         Args:
@@ -76,6 +95,7 @@ class Tally:
             generation: the generation it ran in.
             version: the version before it.
             optimizer: registered hyperparameters, which votes may leave out; None when nothing is trainable.
+            workers: who takes part.
         """
 
         def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0) -> Decision:
@@ -84,8 +104,14 @@ class Tally:
             )
 
         vote = next(iter(self.votes.values()))
+        if self.copies and (pushing := [w for w in workers if w not in self.votes]):
+            return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing))
         if problem := _disagreement(self.votes) or _problem(vote, optimizer):
             return ended(Outcome.ABORT, reason=problem)
+        if vote.copy is not None:
+            return Decision(
+                step=step, generation=generation, outcome=Outcome.COMMIT, version=version + 1, copy=vote.copy
+            )
         norm = _norm(self.sums[rank] for rank in sorted(self.sums))
         if not math.isfinite(norm):
             guilty = [rank for rank, s in self.sums.items() if not math.isfinite(s)] or list(self.sums)
@@ -120,10 +146,17 @@ def _norm(sums: Iterable[float]) -> float:
         return math.inf
 
 
+def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
+    return (
+        f"worker {ranks_in_words(votes)} copies from another model and worker {ranks_in_words(pushing)} pushes "
+        "gradients in the same step; every worker must do the same"
+    )
+
+
 def _disagreement(votes: Mapping[int, Vote]) -> str:
     """Where the votes differ, in words; empty when they agree."""
     first = next(iter(votes.values()))
-    if all(v.max_norm == first.max_norm and v.hyper == first.hyper for v in votes.values()):
+    if all((v.max_norm, v.hyper, v.copy) == (first.max_norm, first.hyper, first.copy) for v in votes.values()):
         return ""
     for field, value_of in _fields(votes):
         ranks_by_value: dict[str, list[int]] = defaultdict(list)
@@ -136,11 +169,16 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
 
 
 def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], str]]]:
+    yield "what the step takes", _taken
     yield "max_norm", lambda v: repr(v.max_norm)
     yield "the number of parameter groups", lambda v: str(len(v.hyper))
     for group in range(min(len(v.hyper) for v in votes.values())):
         for name in sorted({n for v in votes.values() for n in v.hyper[group]}):
             yield f"{name} of group {group}", partial(_said, group, name)
+
+
+def _taken(vote: Vote) -> str:
+    return "gradients" if vote.copy is None else f"{vote.copy.weight:g} of model number {vote.copy.source}"
 
 
 def _said(group: int, name: str, vote: Vote) -> str:

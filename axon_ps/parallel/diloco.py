@@ -64,9 +64,11 @@ class DiLoCo:
         wire_dtype: what pseudo-gradients travel as; parameters travel as f32.
         unit_types: module classes that travel as units of their own; the rest of the module is one unit.
         plan_options: how finely units are cut.
+        name: as for `FullyShardedDataParallel`.
 
     Attributes:
         outer_lr: of the coming outer step; the same on every worker.
+        name: what the job calls the model.
 
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
@@ -86,6 +88,7 @@ class DiLoCo:
         wire_dtype: torch.dtype = torch.float32,
         unit_types: Collection[type[nn.Module]] = (),
         plan_options: PlanOptions | None = None,
+        name: str | None = None,
     ) -> None:
         policy, group = LocalSteps(inner_steps=inner_steps), current_group(group)
         if nesterov and not outer_momentum:
@@ -105,7 +108,7 @@ class DiLoCo:
         self.inner_steps = inner_steps
         self.outer_lr = outer_lr
         self._outer = {"momentum": outer_momentum, "nesterov": float(nesterov)}
-        self._steps: StepClient = group.world.steps
+        self._group = group
         self._wire = dtype_from_torch(wire_dtype, "wire_dtype")
         kinds = tuple(unit_types)
         self._parts = wrap.partition(model, lambda child: isinstance(child, kinds))
@@ -124,21 +127,22 @@ class DiLoCo:
         self._synced = (-1, -1)
         self._done = 0
         self._counters = {"inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0}
-        with group.world.models.registering(self._spec.described):
-            self._register(model)
+        with group.world.models.names.claiming(name, self._spec.described) as self.name:
+            self._steps: StepClient = self._register(model)
             self.pull()
 
-    def _register(self, model: nn.Module) -> None:
+    def _register(self, model: nn.Module) -> StepClient:
         initialized = False
         while not initialized:
-            registered = self._steps.register(self._spec)
+            steps, registered = self._group.world.models.register(self._spec, self.name)
             if registered.upload:
-                materialize.upload(model, self._parts, self._steps, None)
-            initialized = self._steps.wait_initialized(registered)
+                materialize.upload(model, self._parts, steps, None)
+            initialized = steps.wait_initialized(registered)
         group_of = tuple(0 if self._parts[unit].unit.trainable else -1 for unit, _ in self._spec.layout.parameters())
         if 0 not in group_of:
             raise InvalidRequest("no parameter of the module is trainable; there is nothing to train")
-        self._steps.register_optimizer(OptimizerSpec(name="sgd", groups=(self._hyper(),), group_of=group_of))
+        steps.register_optimizer(OptimizerSpec(name="sgd", groups=(self._hyper(),), group_of=group_of))
+        return steps
 
     def _hyper(self) -> Hyper:
         return {"lr": float(self.outer_lr), **self._outer}
@@ -278,8 +282,18 @@ class DiLoCo:
 
     @property
     def spec(self) -> JobSpec:
-        """What the job was registered with."""
+        """What the model was registered with."""
         return self._spec
+
+    @property
+    def version(self) -> int:
+        """Committed outer steps, as this worker knows it."""
+        return self._steps.latest_version
+
+    def release(self) -> None:
+        """As `FullyShardedDataParallel.release`; the module keeps its values, and is a module like any other."""
+        self._group.world.barrier("axon_ps/release")
+        self._group.world.models.release(self._steps)
 
     def statistics(self) -> dict[str, float]:
         """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`."""

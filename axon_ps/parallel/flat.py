@@ -181,8 +181,8 @@ class FlatUnit:
         return self._copied is None or self._copied != self.wanted(steps)
 
     def wanted(self, steps: Steps) -> tuple[int, int]:
-        """(epoch, version) that the values must have now; a frozen unit never changes with the version."""
-        return steps.epoch, steps.version if self.trainable else 0
+        """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
+        return steps.epoch, steps.version if self.trainable else steps.copied
 
     def fresh(self, steps: Steps) -> bool:
         """Whether `flat` holds current values."""

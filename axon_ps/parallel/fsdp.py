@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.parts import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
-from axon_ps.types import DType, WirePrecision
+from axon_ps.types import DType, StepResult, WirePrecision
 
 
 class FullyShardedDataParallel(ShardedValues):
@@ -54,7 +54,8 @@ class FullyShardedDataParallel(ShardedValues):
     averaged over the replicas on the servers while backward runs; `optimizer.step()` of one of our optimizers applies
     them there. Between uses a parameter has a shape and no values, and reading it is an error (`Misuse`) outside
     `summon_full_params()`; once its gradient was sent, so is reading `param.grad`. Every worker must build the same
-    module and wrap it the same way, and a job has one such module.
+    module and wrap it the same way. A job may have several models, by name; each has its own layout, optimizer, version
+    and steps.
     Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay, and the step is local.
 
     Args:
@@ -75,11 +76,12 @@ class FullyShardedDataParallel(ShardedValues):
             compressed), as long as the largest units need to be cut evenly.
         device: where parameters compute; None = where the module is (the CPU for the meta device).
         policy: who waits for whom between steps: `Synchronous()` (None), `BoundedStaleness(...)`, `Asynchronous()`.
+        name: what the job calls the model; None = "model 0", "model 1" and so on, in the order in which this process
+            wraps models. Workers find each other's models by it.
 
     Raises:
-        LayoutMismatch: another worker wrapped another module; the message says where they differ.
-        Misuse: the job has a model already that this process wrapped; the message names both. Under NO_SHARD there may
-            be several, for nothing of them is on the servers.
+        LayoutMismatch: another worker wrapped another module by that name; the message says where they differ.
+        Misuse: this process has wrapped a model by that name already; the message names both.
         InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the group is not the
             whole world, whose servers decide each step together with all of its workers. Or the policy does not
             go with the strategy: where replicas step alone, others change the parameters between forward and backward,
@@ -105,6 +107,7 @@ class FullyShardedDataParallel(ShardedValues):
         plan_options: PlanOptions | None = None,
         device: torch.device | str | None = None,
         policy: Policy | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         group = current_group(group)
@@ -125,8 +128,11 @@ class FullyShardedDataParallel(ShardedValues):
         self._built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
         self._spec = self._make_spec(module, parts, plan_options)
         where = torch.device(device) if device is not None else _device_of(parts)
-        models = group.world.models
-        with nullcontext() if self._replicated else models.registering(self._spec.described):
+        if self._replicated:
+            self._name = name or ""
+            self._make(module, parts, where, param_init_fn)
+            return
+        with group.world.models.names.claiming(name, self._spec.described) as self._name:
             self._make(module, parts, where, param_init_fn)
 
     # ------------------------------------------------------------------ being made
@@ -180,14 +186,13 @@ class FullyShardedDataParallel(ShardedValues):
     def _register(
         self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
     ) -> list[torch.Tensor]:
-        """Give the job its layout, and the servers their first values if we are the one to do so."""
-        steps = self._group.world.steps
+        """Give the job the model's layout, and the servers first values if we are the one to do so."""
         initialized = False
         while not initialized:
-            registered = steps.register(self._spec)
+            self._steps, registered = self._group.world.models.register(self._spec, self._name)
             if registered.upload:
-                materialize.upload(module, parts, steps, init)
-            initialized = steps.wait_initialized(registered)
+                materialize.upload(module, parts, self._steps, init)
+            initialized = self._steps.wait_initialized(registered)
         return []
 
     def _broadcast_values(
@@ -259,11 +264,11 @@ class FullyShardedDataParallel(ShardedValues):
         if self._replicated:
             return ReplicatedRuntime(self._group, units, grad_wire=grad, meter=self._meter)
         world = self._group.world
-        steps: Steps = world.steps
+        steps: Steps = self._steps
         node: NodeSteps | None = None
         if self._strategy is ShardingStrategy.HYBRID_SHARD:
             steps = node = NodeSteps(
-                world.steps,
+                self._steps,
                 WorldNodeGroups(world, self._node_size),
                 self._spec,
                 self._wire_of(self._precision.compute(self._built)),
@@ -331,8 +336,71 @@ class FullyShardedDataParallel(ShardedValues):
 
     @property
     def spec(self) -> JobSpec:
-        """What the job was registered with: layout, wire dtypes, chunk sizes."""
+        """What the model was registered with: layout, wire dtypes, chunk sizes."""
         return self._spec
+
+    @property
+    def name(self) -> str:
+        """What the job calls the model; what it was given under NO_SHARD, where the job knows of none."""
+        return self._name
+
+    @property
+    def version(self) -> int:
+        """Committed steps of the model, copies from others included, as this worker knows it."""
+        return self._runtime.version if isinstance(self._runtime, ReplicatedRuntime) else self._steps.latest_version
+
+    def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
+        """Move the values towards another model's, where they lie: (1 - weight) * these + weight * the other's.
+
+        For target networks and averages of weights. It is a step of this model, of the other's version at that moment:
+        every worker calls it, all of them see it from their next forward on, and it commits or does not as a whole. The
+        optimizer's state stays as it is. Nothing but votes and decisions travels.
+
+        Args:
+            other: a model whose module is built and wrapped alike.
+            weight: above 0, at most 1.
+
+        Returns:
+            Whether it committed, as of `optimizer.step()`. When it did not (a worker left or joined) the values are
+            those of before; go on as after a step that did not commit.
+
+        Raises:
+            InvalidRequest: the weight is out of range, the other is cut otherwise, or replicas of one step alone.
+            Misuse: gradients were sent for the step under way, a forward is under way, or a model was released.
+            Timeout: no decision came in time.
+
+        After an error: it may or may not have committed; `version` tells.
+        """
+        if not 0.0 < weight <= 1.0:
+            raise InvalidRequest(f"weight is {weight}; it must be above 0 and at most 1")
+        if other is self:
+            raise InvalidRequest("copy_from was given the model itself; give another one")
+        self._check_idle("copy_from")
+        mine, theirs = self._runtime, other.runtime
+        if isinstance(mine, ReplicatedRuntime) != isinstance(theirs, ReplicatedRuntime):
+            raise InvalidRequest("copy_from needs both models on the servers, or both under NO_SHARD")
+        if difference := self._spec.cut_difference(other.spec):
+            raise InvalidRequest(f"model {self._name!r} cannot take the values of {other.name!r}: {difference}")
+        if isinstance(mine, ReplicatedRuntime) and isinstance(theirs, ReplicatedRuntime):
+            return mine.mix(theirs, weight)
+        steps = mine.steps if isinstance(mine.steps, NodeSteps) else self._steps
+        return mine.take_step(lambda: steps.copy_from(other._steps, weight))
+
+    def release(self) -> None:
+        """Have the servers forget the model and give its memory back; every worker calls it, and none uses it again.
+
+        Its name may be used for another model then. Checkpoints that have it stay as they are.
+
+        Raises:
+            Busy: a checkpoint is being written.
+            GenerationChanged, Timeout: as of `World.barrier`; nothing has changed then.
+
+        After an error: the model may be gone; releasing it again is harmless.
+        """
+        self._runtime.reset()
+        if not self._replicated:
+            self._group.world.barrier("axon_ps/release")
+            self._group.world.models.release(self._steps)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -455,7 +523,7 @@ class FullyShardedDataParallel(ShardedValues):
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker: bytes, seconds, steps; with the data plane's as `wire_*`."""
-        wire = {f"wire_{k}": v for k, v in self._group.world.steps.statistics().items()}
+        wire = {} if self._replicated else {f"wire_{k}": v for k, v in self._steps.statistics().items()}
         return {**self._runtime.statistics(), **wire}
 
     def memory_estimate(self) -> FSDPMemoryStats:

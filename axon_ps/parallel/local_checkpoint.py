@@ -150,18 +150,19 @@ def save(
     return _info(manifest)
 
 
-def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments) -> CheckpointInfo:
+def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, name: str = "") -> CheckpointInfo:
     """Read a checkpoint of any strategy into masters and moments; on every worker.
 
-    Moments are taken if they are of the same kind of optimizer.
+    Moments are taken if they are of the same kind of optimizer. `name` says which model, where it has several.
 
     Raises:
-        InvalidRequest: it lacks a parameter, or has it in another shape.
+        InvalidRequest: it lacks the model, a parameter, or has it in another shape.
         CheckpointError: it cannot be read, or is damaged; masters and moments are untouched then.
     """
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
-    restore = snapshot.prepare(engine, uri, read_manifest(uri).version)
+    section = read_manifest(uri).section(name)
+    restore = snapshot.prepare(engine, section.uri, section.version, section.name)
     snapshot.load(engine, restore)
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
     for flat in runtime.flats:

@@ -170,6 +170,11 @@ class NodeSteps:
         return self._agreed[1] if self._lost is None else self._steps.version
 
     @property
+    def copied(self) -> int:
+        """See `StepClient.copied`; a worker has heard of nothing newer than the node agreed on."""
+        return self._steps.copied
+
+    @property
     def part_bytes(self) -> int:
         """Memory of all parts of this worker."""
         return sum(p.values.nbytes for p in self._parts)
@@ -337,7 +342,7 @@ class NodeSteps:
             self._wait(unit)
 
     def _wanted(self, unit: int) -> tuple[int, int]:
-        return self.epoch, self.version if self._units[unit].trainable else 0
+        return self.epoch, self.version if self._units[unit].trainable else self.copied
 
     def _pull(self, unit: int) -> None:
         part = self._parts[unit]
@@ -493,6 +498,14 @@ class NodeSteps:
                 "they must run the same modules in the same order, since each of them holds a part of every unit"
             )
         return self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper)
+
+    def copy_from(self, source: StepClient, weight: float) -> Decision:
+        """As `StepClient.copy_from`: every worker of the node votes for it."""
+        decision = self._steps.copy_from(source, weight)
+        if decision.outcome is Outcome.COMMIT and self._lost is None:
+            self._agreed = self._agreed[0], decision.version
+            self.pull()
+        return decision
 
     def assume(self, hyper: Sequence[Hyper] | None) -> None:
         """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""

@@ -50,7 +50,7 @@ class WorldNodeGroups:
     def __init__(self, world: World, size: int) -> None:
         self._world = world
         self._size = size
-        self._grace_s = world.steps.lease_s + GRACE_S
+        self._grace_s = world.lease_s + GRACE_S
         self._ids: tuple[str, ...] = ()
         self.form()
 
@@ -66,7 +66,7 @@ class WorldNodeGroups:
         if error is not None:
             self._wait_for_a_loss(error)
         while True:
-            self._world.steps.wait_complete()
+            self._world.view.wait_complete()
             self._wait_for_all(error)
             ids = tuple(m.id for m in self._present())
             with contextlib.suppress(MemberLost):  # this worker itself, which is told soon
@@ -83,13 +83,13 @@ class WorldNodeGroups:
             raise error from None
 
     def _wait_for_change(self, ids: tuple[str, ...]) -> None:
-        self._world.steps.wait_members(
+        self._world.view.wait_members(
             lambda _: tuple(m.id for m in self._present()) != ids, self._grace_s, "the workers of this node changed"
         )
 
     def _wait_for_all(self, error: AxonError | None) -> None:
         try:
-            self._world.steps.wait_members(
+            self._world.view.wait_members(
                 lambda _: len(self._present()) == self._size, self._grace_s, "the node had all its workers"
             )
         except Timeout:
@@ -105,7 +105,7 @@ class WorldNodeGroups:
     def _present(self) -> list[Member]:
         """The workers of this worker's node; none while it is no member itself."""
         try:
-            node = self._world.steps.me.node
+            node = self._world.view.me().node
         except MemberLost:
             return []
         return [m for m in self._world.membership.workers if m.node == node]

@@ -119,7 +119,7 @@ class ReplicatedUnit(FlatUnit):
 class _Local:
     """What `Runtime` asks its steps for, when nothing is anywhere else."""
 
-    epoch = asked_epoch = 0
+    epoch = asked_epoch = copied = 0
 
     def __init__(self) -> None:
         self.version = 0
@@ -227,6 +227,15 @@ class ReplicatedRuntime(Runtime):
         """Let every worker's masters be those of the first."""
         for flat in self.flats:
             self._group.broadcast(flat.master)
+
+    def mix(self, other: ReplicatedRuntime, weight: float) -> StepResult:
+        """Move the masters towards another model's, the same on every worker; counted as a step."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.flats, other.flats, strict=True):
+                mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
+        self._local.version += 1
+        self.counters.steps_committed += 1
+        return StepResult(committed=True, version=self.version, grad_norm=0.0)
 
     def clip(self, max_norm: float) -> float:
         """Scale the gradients to a global L2 norm now; the norm before."""

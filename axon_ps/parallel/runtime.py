@@ -57,7 +57,7 @@ from axon_ps.parallel.memory import BufferPool, Meter
 from axon_ps.parallel.order import GatherOrder
 from axon_ps.parallel.sent_gradients import SentGradients
 from axon_ps.parallel.steps import Assuming, Foresight, Mapping, OnDevice, Pending, Steps
-from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
+from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
 
 _MOST_FORWARDS = 8
 """How often a forward is made before it is given up; see Note: [One version a step]."""
@@ -529,6 +529,28 @@ class Runtime:
         return StepResult(
             committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
         )
+
+    def take_step(self, decide: Callable[[], Decision]) -> StepResult:
+        """A step that needs no gradients; what `decide` gives is its decision.
+
+        Raises:
+            Misuse: gradients were sent for the step under way.
+        """
+        if self._pushes or self._ticket is not None:
+            raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
+        began = time.perf_counter()
+        try:
+            decision = decide()
+            if decision.outcome is Outcome.ABORT:
+                self._steps.wait_complete()
+        finally:
+            self._began = self._steps.latest
+            self.counters.step_wait_s += time.perf_counter() - began
+        committed = decision.outcome is Outcome.COMMIT
+        self.counters.steps_committed += committed
+        self.counters.steps_not_committed += not committed
+        self._prefetch()
+        return StepResult(committed=committed, version=decision.version, grad_norm=0.0, reason=decision.reason)
 
     def drop_unsent(self) -> None:
         """Forget the gradients that were not pushed."""

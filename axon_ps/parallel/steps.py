@@ -34,6 +34,10 @@ class Steps(Protocol):
     def version(self) -> int:
         """Committed steps."""
 
+    @property
+    def copied(self) -> int:
+        """The newest version that took another model's values, which frozen units are of; 0 = none."""
+
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
 

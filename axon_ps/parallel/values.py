@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.values import CheckpointInfo
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
@@ -33,7 +34,9 @@ class ShardedValues(ModuleWrapper):
     """The half of `FullyShardedDataParallel` that is about values; what moves when is the other half's."""
 
     _group: ProcessGroup
+    _name: str
     _spec: JobSpec
+    _steps: StepClient
     _runtime: Runtime
     _buffer_dtypes: dict[str, torch.dtype]
     _missing = 0
@@ -111,15 +114,14 @@ class ShardedValues(ModuleWrapper):
                 several versions; begin again. Where replicas step alone they may always be.
         """
         local = self._replicated_units()
-        steps = self._group.world.steps
-        began = steps.epoch, steps.latest_version
+        began = None if local else (self._steps.epoch, self._steps.latest_version)
         for index, unit in enumerate(self._spec.layout.units):
             if local:
                 values = local[index].master.detach().to("cpu", torch.float32)
             else:
                 values = torch.empty(unit.numel, dtype=torch.float32)
-                steps.gather(index, values.numpy(), exact=True).wait()
-                if (steps.epoch, steps.latest_version) != began and not self._spec.policy.alone:
+                self._steps.gather(index, values.numpy(), exact=True).wait()
+                if (self._steps.epoch, self._steps.latest_version) != began and not self._spec.policy.alone:
                     raise StepAborted(_TORN)
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
@@ -281,7 +283,7 @@ class ShardedValues(ModuleWrapper):
                     flat.master.copy_(value)
             self._runtime.broadcast()
             return
-        self._group.world.replace_parameters((index, value.numpy()) for index, value in values)
+        self._group.world.replace_parameters(((index, value.numpy()) for index, value in values), model=self._name)
 
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
@@ -306,8 +308,9 @@ class ShardedValues(ModuleWrapper):
     ) -> CheckpointInfo | None:
         """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
 
-        The format is the same for every strategy, so a job may go on with another one. With servers they write it;
-        under NO_SHARD the first worker does, which takes a second copy of both in its memory.
+        The format is the same for every strategy, so a job may go on with another one. With servers they write it, and
+        all models of the job are in it; under NO_SHARD the first worker does, which takes a second copy of both in its
+        memory.
 
         Args:
             uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
@@ -340,6 +343,8 @@ class ShardedValues(ModuleWrapper):
     def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
         """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
 
+        Of a checkpoint of several models this one alone goes back; `World.restore_checkpoint` takes all of them.
+
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
             optimizer: as for `save_checkpoint`; its hyperparameters stay what they are.
@@ -352,16 +357,16 @@ class ShardedValues(ModuleWrapper):
         if isinstance(self._runtime, ReplicatedRuntime):
             from axon_ps.parallel import local_checkpoint
 
-            info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer))
+            info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer), self._name)
             self._group.barrier()
             return info
-        before = world.steps.epoch
+        before = self._steps.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
         told: dict[str, Any] | None = None
         if world.is_main_process:
-            told = asdict(world.restore_checkpoint(uri))
+            told = asdict(world.restore_checkpoint(uri, models=[self._name]))
         told = next(t for t in world.gather_json(told, name="axon_ps/load_checkpoint") if t is not None)
-        world.steps.wait_epoch(before + 1)
+        self._steps.wait_epoch(before + 1)
         return CheckpointInfo(**told)
 
     def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:

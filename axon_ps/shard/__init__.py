@@ -2,8 +2,8 @@
 
 engine     what is held and decided, sans-IO · slices (arrays and counters of one slice) · segments (parameter groups)
            · updater (the optimizer)
-shell      waits, threads and reports around the engine · waiters · apply (threads, and snapshots past them)
-           · snapshot (slices in checkpoints)
+shell      one server's models, and what they share · model_shell (waits, threads and reports around one engine)
+           · waiters · apply (threads, and snapshots and copies past them) · snapshot (slices in checkpoints)
 servicer   the protocol        server   one server as a process runs it
 client     a worker's end · peers (who owns what, connections) · transfers (with one server)
 reach      who of one host can read whose memory · shared_copy (parameters that workers map) · shared_buffers (gradients

@@ -7,6 +7,11 @@ Note: [Apply and snapshot]
     earlier version, so neither can wait in a circle. A snapshot that does not get past a unit for `STALLED_S` while an
     apply waits for it is given up: storage that hangs must not stop the job.
 
+Note: [Apply and copy]
+    A step of another model that takes the values of version v reads the live arrays as a snapshot does, and holds them
+    likewise until all of it is copied; it waits for no storage, and is never given up. Each model has threads of its
+    own, so what waits in those of one holds up no other: whatever waits does so for what was decided before it.
+
 Note: [Runs of chunks]
     A thread updates several neighbouring chunks in one call. Chunks are as large as suits the network; for a simple
     optimizer one takes 0.1 ms, and two threads that meet at the GIL after each lose up to a quarter of their time
@@ -26,6 +31,7 @@ from functools import partial
 
 from axon_ps.errors import CheckpointError
 from axon_ps.shard.engine import ShardEngine
+from axon_ps.types import Array
 
 RUN_NUMEL = 1 << 20
 """Elements that a thread updates in one call, if chunks are not larger. See Note: [Runs of chunks]."""
@@ -33,14 +39,18 @@ RUN_NUMEL = 1 << 20
 STALLED_S = 600.0
 """How long a step waits for a snapshot that does not move. See Note: [Apply and snapshot]."""
 
+Work = Callable[[int, int, int, Array], None]
+"""Something done to chunks [first, last) of a unit, with a thread's scratch."""
+
 _logger = logging.getLogger(__name__)
 
 
 class Hold:
-    """A snapshot under way: units up to `passed` are written. Made by `SnapshotGate.hold`."""
+    """A snapshot or a copy under way: units up to `passed` are done. Made by `SnapshotGate.hold`."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, *, firm: bool = False) -> None:
         self.version = version
+        self.firm = firm
         self.passed = -1
         self.given_up = False
 
@@ -58,9 +68,9 @@ class SnapshotGate:
         self._closed = False
         self._stalled_s = stalled_s
 
-    def hold(self, version: int) -> Hold:
-        """From now on no unit leaves `version` before the snapshot has passed it."""
-        hold = Hold(version)
+    def hold(self, version: int, *, firm: bool = False) -> Hold:
+        """From now on no unit leaves `version` before the snapshot has passed it; if `firm` it is never given up."""
+        hold = Hold(version, firm=firm)
         with self._changed:
             self._holds.append(hold)
         return hold
@@ -104,7 +114,7 @@ class SnapshotGate:
         return self._closed or self._behind(unit, version) != before
 
     def _give_up(self, holds: Iterable[Hold]) -> None:
-        for hold in holds:
+        for hold in [h for h in holds if not h.firm]:
             hold.given_up = True
             self._holds.remove(hold)
             _logger.error(
@@ -161,15 +171,20 @@ class ApplyPool:
         self._lock = threading.Lock()
         self._left: Counter[int] = Counter()
 
-    def start(self, units: Sequence[int]) -> None:
-        """Apply all chunks of `units`, earlier units first; returns at once. Call it on the loop's thread."""
+    def start(self, units: Sequence[int], work: Work | None = None) -> None:
+        """Apply all chunks of `units`, earlier units first; returns at once. Call it on the loop's thread.
+
+        Args:
+            units: which.
+            work: what is done to chunks [first, last) of a unit; None = the engine's `apply`.
+        """
         loop = asyncio.get_running_loop()
         runs = [(unit, first, last) for unit in units for first, last in self._runs(unit)]
         self._left = Counter(unit for unit, _, _ in runs)
         longest = max((last - first for _, first, last in runs), default=0)
         tasks = iter(runs)
         for _ in range(min(self.threads, len(runs))):
-            self._executor.submit(self._work, tasks, longest, self._engine.version, loop)
+            self._executor.submit(self._run, work or self._engine.apply, tasks, longest, self._engine.version, loop)
 
     def _runs(self, unit: int) -> list[tuple[int, int]]:
         """The runs of a unit here, as (first chunk, one past the last)."""
@@ -182,14 +197,19 @@ class ApplyPool:
         """Wait for what runs and end the threads."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _work(
-        self, tasks: Iterator[tuple[int, int, int]], longest: int, version: int, loop: asyncio.AbstractEventLoop
+    def _run(
+        self,
+        work: Work,
+        tasks: Iterator[tuple[int, int, int]],
+        longest: int,
+        version: int,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         try:
             scratch = self._engine.scratch(longest)
             for unit, first, last in tasks:  # a list's iterator: threads may share it
                 self._gate.wait_turn(unit, version)
-                self._engine.apply(unit, first, last, scratch)
+                work(unit, first, last, scratch)
                 with self._lock:
                     self._left[unit] -= 1
                     last = self._left[unit] == 0

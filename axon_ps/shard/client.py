@@ -13,6 +13,7 @@ where the server says, a changed generation is the caller's to handle (the step 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import logging
@@ -48,7 +49,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class ShardGroup:
-    """The shard servers of a job, as one worker sees them.
+    """The shard servers of a job, as one worker sees them for one model.
 
     Args:
         security: TLS and token.
@@ -61,10 +62,26 @@ class ShardGroup:
         keep_message_memory()
         self._peers = Peers(security, lanes)
         self._reach = Servers(node)
+        self._begin(Transfers())
+
+    def _begin(self, transfers: Transfers) -> None:
+        """What is of one model."""
+        self._transfers = transfers
+        self._spec: JobSpec | None = None
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
-        self._transfers = Transfers()
         self._retries = 0
+
+    def for_another(self) -> ShardGroup:
+        """The same servers for another model, over the same connections and streams; `close` is this one's."""
+        other = copy.copy(self)
+        other._begin(self._transfers.sharing())
+        return other
+
+    def release(self) -> None:
+        """The model is the job's no more: forget what is mapped and owed."""
+        self._mapped.clear()
+        self._feedback.clear()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
         """Take the current shard servers, and our own id; calls under way go on, and retries use the new addresses."""
@@ -72,8 +89,27 @@ class ShardGroup:
         self._reach.set_members(membership, me)
 
     def set_spec(self, spec: JobSpec) -> None:
-        """Take the job's layout."""
-        self._peers.set_spec(spec)
+        """Take the model's layout."""
+        self._spec = spec
+        self._peers.wake()
+
+    async def _owners(self, unit: int, deadline: Deadline) -> tuple[JobSpec, Sequence[Slice]]:
+        """The model's spec and the slices of a unit, once layout and members are known.
+
+        Raises:
+            InvalidRequest: there is no such unit.
+            Timeout: something did not become known in time.
+            Closed: the connections were closed.
+        """
+        while self._spec is None:
+            if deadline.passed:
+                raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
+            await self._peers.wait(deadline.remaining())
+        num_servers = await self._peers.num_servers(deadline)
+        units = len(self._spec.layout.units)
+        if not 0 <= unit < units:
+            raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
+        return self._spec, self._spec.plan(num_servers).slices[unit]
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
@@ -132,7 +168,7 @@ class ShardGroup:
         After an error: `out` holds anything; nothing changed on the servers.
         """
         deadline = Deadline(timeout_s)
-        spec, slices = await self._peers.owners(unit, deadline)
+        spec, slices = await self._owners(unit, deadline)
         begin, end = _range(spec, unit, begin, end, out)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
@@ -190,7 +226,7 @@ class ShardGroup:
             StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
         """
         deadline = Deadline(timeout_s)
-        spec, slices = await self._peers.owners(unit, deadline)
+        spec, slices = await self._owners(unit, deadline)
         precision = spec.precision
         if len(slices) > 1 or spec.policy.alone or precision.param_compression or dtype is not precision.param:
             return None
@@ -260,7 +296,7 @@ class ShardGroup:
         After an error: `out` holds anything; nothing changed on the servers.
         """
         deadline = Deadline(timeout_s)
-        spec, slices = await self._peers.owners(unit, deadline)
+        spec, slices = await self._owners(unit, deadline)
         begin, end = _range(spec, unit, begin, end, out)
         transfer = Transfer(
             begin=begin,
@@ -322,7 +358,7 @@ class ShardGroup:
         generation is harmless; pushing another one is not noticed.
         """
         deadline = Deadline(timeout_s)
-        spec, slices = await self._peers.owners(unit, deadline)
+        spec, slices = await self._owners(unit, deadline)
         begin, end = _range(spec, unit, begin, end, grad)
         if grad is not None and grad.dtype != spec.precision.grad.numpy:
             raise InvalidRequest(
@@ -365,7 +401,7 @@ class ShardGroup:
         After an error: some owners may have some or all of it; uploading again is harmless.
         """
         deadline = Deadline(timeout_s)
-        spec, slices = await self._peers.owners(unit, deadline)
+        spec, slices = await self._owners(unit, deadline)
         begin, end = _range(spec, unit, 0, None, values)
         if values.dtype != np.float32:
             raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")

@@ -8,6 +8,7 @@ Invariants:
 - Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
 - Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
   finished, or at once when it is not changed.
+- An engine is of one model; it knows of no other but in `copy`, where the slices to copy are given to it.
 - A step is named by (generation, step), or by (generation, replica, clock) where replicas step alone. A chunk of
   another step is never summed: of a decided one it is a duplicate or an abort, of a later one it waits.
 
@@ -46,7 +47,7 @@ class Push(enum.Enum):
 
 
 class ShardEngine:
-    """The slices of one shard server and the step under way.
+    """The slices of one model on one shard server, and the step under way.
 
     Attributes:
         generation: of the membership, as last told; 0 before the first.
@@ -136,7 +137,7 @@ class ShardEngine:
         return self.spec is not None and self.spec.policy.alone
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
-        """Take the job's optimizer: moments are made, and parameters find their groups. Again changes nothing.
+        """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.
 
         Moments that a restore brought are kept if they are of this optimizer.
 
@@ -257,6 +258,17 @@ class ShardEngine:
                 f"the job is at version {version} and this shard server at {self.version}: it missed a commit, so its "
                 "parameters are stale; restore a checkpoint"
             )
+
+    def set_replicas(self, num_replicas: int) -> None:
+        """Take another number of replicas in the same generation, before any has pushed."""
+        self.num_replicas = num_replicas
+        self._begin_attempts()
+
+    def release(self) -> None:
+        """Give the memory of all slices back. Nothing is asked of this engine any more."""
+        for owned in self.slices.values():
+            owned.close()
+        self.slices = {}
 
     def _begin_attempts(self) -> None:
         """Forget what was summed; as many attempts as there are in this generation begin."""
@@ -423,6 +435,8 @@ class ShardEngine:
         lane, name, _ = self._attempts.decided(decision)
         attempt = self._attempts[lane]
         in_step = (decision.step, decision.version, name) == (self.step, self.version + 1, attempt.step)
+        if in_step and decision.copy is not None:
+            return self._begin_copy(decision)
         if not in_step or attempt.missing:
             raise InternalError(
                 f"step {decision.step} commits version {decision.version}, but this server is at step {self.step} and "
@@ -466,6 +480,28 @@ class ShardEngine:
         self.counters["steps_committed"] += 1
         return tuple(changed)
 
+    def _begin_copy(self, decision: Decision) -> tuple[int, ...]:
+        """A step takes another model's values: all units change, and what was summed is dropped."""
+        for owned in self.slices.values():
+            owned.begin_copy()
+        self._last_committed = decision
+        self.step = decision.step + 1
+        self.version = decision.version
+        self._assumed = None
+        self._end_attempt(decision)
+        self.counters["steps_committed"] += 1
+        self.counters["copies"] += 1
+        self.counters["encodings"] += sum(len(s.bounds) for s in self.slices.values() if s.shared is None)
+        return tuple(self.slices)
+
+    def copy(self, unit: int, first: int, last: int, source: OwnedSlice, weight: float, scratch: Array) -> None:
+        """Copy chunks [first, last) of a unit that `decide` named. Any thread; in any order, each chunk once."""
+        self.slices[unit].copy(first, last, source, weight, self.version, scratch)
+
+    def end_copy(self, unit: int) -> None:
+        """All chunks of `unit` have been copied: it is at the new version."""
+        self.slices[unit].end_copy(self.version)
+
     def scratch(self, chunks: int = 1) -> Array:
         """What a thread that calls `apply` for at most so many chunks brings along; see `OwnedSlice.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
@@ -483,7 +519,7 @@ class ShardEngine:
     # ------------------------------------------------------------------ parameters
 
     def available(self, unit: int, min_version: int) -> bool:
-        """Whether `unit` can be served at `min_version` or later. A frozen unit is at every version.
+        """Whether `unit` can be served at `min_version` or later; who asks for a frozen unit asks for that of a copy.
 
         Raises:
             Misuse: the layout is not known.
@@ -491,7 +527,7 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         there = bool(owned.frames) or not (owned.lacking or owned.applying)
-        return there and not self._restoring and (owned.reached >= min_version or not owned.trainable)
+        return there and not self._restoring and owned.reached >= min_version
 
     def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
         """The encoded chunks of elements [begin, end) of a unit in the job's wire dtype, all of one version.
@@ -592,6 +628,7 @@ _COUNTERS = (
     "bytes_out",
     "chunks_in",
     "chunks_out",
+    "copies",
     "duplicates",
     "encodings",
     "gathers",

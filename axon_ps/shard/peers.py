@@ -1,19 +1,16 @@
-"""The shard servers of a job as a worker knows them: layout, owners, addresses and connections.
+"""The shard servers of a job as a worker knows them: how many, addresses and connections.
 
-All of it runs on one event loop. What is not known yet is waited for: the layout, the members, a server that was lost.
+All of it runs on one event loop. What is not known yet is waited for: the members, a server that was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 
 import grpc
 
-from axon_ps.errors import Closed, InvalidRequest, Timeout
-from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.plan import Slice
+from axon_ps.errors import Closed, Timeout
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
@@ -25,7 +22,7 @@ _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 
 class Peers:
-    """Who owns what, and how to reach them.
+    """Who they are, and how to reach them.
 
     Args:
         security: TLS and token.
@@ -35,7 +32,6 @@ class Peers:
     def __init__(self, security: Security, lanes: int) -> None:
         self._security = security
         self._lanes = lanes
-        self._spec: JobSpec | None = None
         self._num_servers = 0
         self._members: dict[int, Member] = {}
         self._stubs: dict[tuple[int, int], tuple[str, grpc.aio.Channel, Stub]] = {}
@@ -55,30 +51,7 @@ class Peers:
                 task = asyncio.get_running_loop().create_task(channel.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
-        self._wake()
-
-    def set_spec(self, spec: JobSpec) -> None:
-        """Take the job's layout."""
-        self._spec = spec
-        self._wake()
-
-    async def owners(self, unit: int, deadline: Deadline) -> tuple[JobSpec, Sequence[Slice]]:
-        """The job's spec and the slices of a unit, once layout and members are known.
-
-        Raises:
-            InvalidRequest: there is no such unit.
-            Timeout: something did not become known in time.
-            Closed: the connections were closed.
-        """
-        while self._spec is None:
-            if deadline.passed:
-                raise Timeout(f"the job's layout did not become known within {deadline.timeout_s:g} s")
-            await self.wait(deadline.remaining())
-        num_servers = await self.num_servers(deadline)
-        units = len(self._spec.layout.units)
-        if not 0 <= unit < units:
-            raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
-        return self._spec, self._spec.plan(num_servers).slices[unit]
+        self.wake()
 
     async def num_servers(self, deadline: Deadline) -> int:
         """How many shard servers the job has, once it was complete.
@@ -115,7 +88,7 @@ class Peers:
         return self._stubs[key][2]
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for news of members or layout, at most `timeout_s`.
+        """Wait for news, at most `timeout_s`.
 
         Raises:
             Closed: the connections were closed.
@@ -133,7 +106,7 @@ class Peers:
     async def close(self) -> None:
         """Close every connection; calls under way fail. Harmless when repeated."""
         self._closed = True
-        self._wake()
+        self.wake()
         stubs, self._stubs = self._stubs, {}
         for _, channel, _ in stubs.values():
             await channel.close()
@@ -143,7 +116,8 @@ class Peers:
         if self._closed:
             raise Closed("the connections to the shard servers were closed")
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There is news for who waits."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

@@ -19,6 +19,8 @@ import numpy as np
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.shard import collective_servicer
+from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.model_shell import ModelShell
 from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
 from axon_ps.shard.shell import ShardShell
 from axon_ps.transport.direct_memory import Lender, address_of
@@ -37,7 +39,6 @@ class ShardServicer:
 
     def __init__(self, shell: ShardShell) -> None:
         self._shell = shell
-        self._engine = shell.engine
         self._idle = IdleStreams()
 
     def drain(self) -> None:
@@ -51,70 +52,71 @@ class ShardServicer:
 
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
-        shell, engine = self._shell, self._engine
-        await shell.fence(request.context)
+        shell, _ = await self._shell.fence(request.context)
+        engine = shell.engine
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
         if request.assumed:
-            await self._gather_ahead(request, context)
+            await self._gather_ahead(shell, request, context)
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
         if request.map:
-            await self._show(context, request, dtype)
+            await self._show(shell, context, request, dtype)
             return
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
             for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
-                await self._serve(context, request, some)
+                await self._serve(engine, context, request, some)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
                 await context.write(frame)
-                self._count("out", len(frame))
+                _count(engine, "out", len(frame))
 
-    async def _show(self, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType) -> None:
+    async def _show(
+        self, shell: ModelShell, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType
+    ) -> None:
         """Where the caller can map the unit; nowhere, if it must gather a copy."""
-        owned, engine = self._engine.slice_of(request.unit), self._engine
-        await self._shell.unchanging(request.unit, request.context.generation)
+        engine = shell.engine
+        owned = engine.slice_of(request.unit)
+        await shell.unchanging(request.unit, request.context.generation)
         shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
         if shared is not None:
             header.mapping.CopyFrom(shared.mapping)
         await context.write(encode_chunk(header, None))
 
-    async def _gather_ahead(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+    async def _gather_ahead(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: Context) -> None:
         """Chunks of a range as an undecided step will make them, each as soon as it is known."""
-        engine = self._engine
+        engine = shell.engine
         if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
             how = "compressed" if engine.compresses_params else engine.param_dtype.value
             raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
         hypers = hypers_from_proto(request.assumed)
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-            frame = await self._shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
-            await self._serve(context, request, (frame,))
+            frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
+            await self._serve(engine, context, request, (frame,))
 
-    async def _serve(self, context: Context, request: shard_pb2.AllGatherRequest, frames: Sequence[bytes]) -> None:
+    async def _serve(
+        self, engine: ShardEngine, context: Context, request: shard_pb2.AllGatherRequest, frames: Sequence[bytes]
+    ) -> None:
         """Send a frame that the slice keeps, or lend the payloads of several to a caller that can read our memory."""
         for frame in frames:
-            self._count("out", len(frame))
+            _count(engine, "out", len(frame))
         frame = frames[0]
         if request.lend and len(frame) >= LEAST_LENT_BYTES:
-            lender = self._engine.slice_of(request.unit).lender
+            lender = engine.slice_of(request.unit).lender
             headers, payloads = zip(*map(decode_chunk, frames), strict=True)
             header = headers[0]
             header.numel = sum(h.numel for h in headers)
-            header.loans.extend(self._lent(lender, payload) for payload in payloads)
+            header.loans.extend(_lent(engine, lender, payload) for payload in payloads)
             frame = encode_chunk(header, None)
         await context.write(frame)
-
-    def _lent(self, lender: Lender, payload: memoryview) -> memory_pb2.Loan:
-        self._engine.counters["lent_bytes_out"] += payload.nbytes
-        return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 
     async def reduce_scatter(self, context: Context) -> None:
         """Pushes, one after the other."""
@@ -123,18 +125,18 @@ class ShardServicer:
 
     async def _push(self, message: Any, context: Context) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
-        shell = self._shell
         header, payload = _first(message)
-        member = await shell.fence(header.context)
+        shell, member = await self._shell.fence(header.context)
+        engine = shell.engine
         step, unit, replica = header.step, header.unit, header.replica
         if replica != member.replica:
             raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
-        position, end = self._range_of(header)
-        self._engine.counters["pushes"] += 1
+        position, end = _range_of(engine, header)
+        engine.counters["pushes"] += 1
         summed = 0
         async with shell.pushing(header.context.generation):
             if header.numel == 0:
-                position = min(end, self._engine.resume_offset(step, unit, position, replica))
+                position = min(end, engine.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
                 message = None
             while position < end:
@@ -145,26 +147,15 @@ class ShardServicer:
                 if (header.step, header.replica) != (step, replica):
                     raise InvalidRequest("a push is of one step and one replica")
                 position += header.numel
-                self._count("in", len(message))
+                _count(engine, "in", len(message))
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
-                    for one in self._borrowed(member, header) if header.loans else (payload,):
-                        dtype, grad = self._gradient(header, one)
+                    for one in self._borrowed(engine, member, header) if header.loans else (payload,):
+                        dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
-
-    def _range_of(self, header: common_pb2.Chunk) -> tuple[int, int]:
-        """What a push or an upload is of: first element, and one past the last."""
-        owned = self._engine.slice_of(header.unit)
-        owned.index_of(header.offset)
-        if not header.offset < header.end <= owned.end:
-            raise InvalidRequest(
-                f"elements {header.offset} to {header.end} of unit {header.unit} were announced; this server has "
-                f"{owned.begin} to {owned.end}"
-            )
-        return header.offset, header.end
 
     async def upload(self, context: Context) -> None:
         """First values, a slice after the other."""
@@ -174,18 +165,18 @@ class ShardServicer:
     async def _store(self, message: Any, context: Context) -> shard_pb2.UploadReply:
         """First values of a slice, f32."""
         header, payload = _first(message)
-        await self._shell.fence(header.context)
-        epoch, unit = header.epoch, header.unit
-        position, end = self._range_of(header)
-        await self._shell.wait_withdrawn(epoch, header.context.generation)
+        shell, _ = await self._shell.fence(header.context)
+        engine, epoch, unit = shell.engine, header.epoch, header.unit
+        position, end = _range_of(engine, header)
+        await shell.wait_withdrawn(epoch, header.context.generation)
         complete = False
         while position < end:
             if message is None:
                 message = await context.read()
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
-            self._count("in", len(message))
-            complete = self._shell.upload(epoch, unit, position, _first_values(header, payload))
+            _count(engine, "in", len(message))
+            complete = shell.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
         return shard_pb2.UploadReply(complete=complete)
@@ -196,28 +187,19 @@ class ShardServicer:
 
     async def introduce(self, request: shard_pb2.IntroduceRequest, context: Context) -> shard_pb2.IntroduceReply:
         """Whether this server and a worker of its host can read each other's memory."""
-        member = await self._shell.fence(request.context)
+        _, member = await self._shell.fence(request.context)
         return self._shell.callers.introduce(member.id, request.introduction)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Context) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
         if request.context.job != self._shell.job:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
-        return shard_pb2.StatsReply(values=self._engine.statistics() | self._shell.collectives.engine.statistics())
+        return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
-    def _gradient(self, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
-        """A gradient chunk's element type (U8 when it is compressed) and elements."""
-        dtype = dtype_from_proto(header.dtype)
-        if dtype not in WIRE_DTYPES:
-            raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
-        compressor = self._engine.grad_compressor
-        sizes = None if compressor is None else compressor.compressed_bytes
-        return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
-
-    def _borrowed(self, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
+    def _borrowed(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
         """Payloads of the chunks that a gradient is, from its sender's memory; `header` becomes that of each."""
-        assert self._engine.spec is not None
-        chunk_numel = self._engine.spec.options.chunk_numel
+        assert engine.spec is not None
+        chunk_numel = engine.spec.options.chunk_numel
         loan = loan_from_proto(header.loans[0])
         element_bytes, rest = divmod(loan.size_bytes, max(1, header.numel))
         if len(header.loans) > 1 or rest:
@@ -232,17 +214,44 @@ class ShardServicer:
                 payload = self._shell.callers.read(member.id, part, chunk_numel * MOST_ELEMENT_BYTES)
             else:
                 payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
-                self._engine.counters["mapped_bytes_in"] += size_bytes
-            self._engine.counters["lent_bytes_in"] += payload.nbytes
-            self._engine.counters["bytes_in"] += payload.nbytes
+                engine.counters["mapped_bytes_in"] += size_bytes
+            engine.counters["lent_bytes_in"] += payload.nbytes
+            engine.counters["bytes_in"] += payload.nbytes
             yield payload
             loan = dataclasses.replace(loan, address=loan.address + size_bytes)
             header.offset += header.numel
 
-    def _count(self, direction: str, message_bytes: int) -> None:
-        counters = self._engine.counters
-        counters[f"chunks_{direction}"] += 1
-        counters[f"bytes_{direction}"] += message_bytes
+
+def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
+    """What a push or an upload is of: first element, and one past the last."""
+    owned = engine.slice_of(header.unit)
+    owned.index_of(header.offset)
+    if not header.offset < header.end <= owned.end:
+        raise InvalidRequest(
+            f"elements {header.offset} to {header.end} of unit {header.unit} were announced; this server has "
+            f"{owned.begin} to {owned.end}"
+        )
+    return header.offset, header.end
+
+
+def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
+    """A gradient chunk's element type (U8 when it is compressed) and elements."""
+    dtype = dtype_from_proto(header.dtype)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
+    compressor = engine.grad_compressor
+    sizes = None if compressor is None else compressor.compressed_bytes
+    return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
+
+
+def _lent(engine: ShardEngine, lender: Lender, payload: memoryview) -> memory_pb2.Loan:
+    engine.counters["lent_bytes_out"] += payload.nbytes
+    return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
+
+
+def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
+    engine.counters[f"chunks_{direction}"] += 1
+    engine.counters[f"bytes_{direction}"] += message_bytes
 
 
 def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:

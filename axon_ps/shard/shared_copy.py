@@ -4,13 +4,14 @@ Owns: where in a segment what lies, on both sides: `SharedCopy` in the server, `
 know when the copy may change; that is Note: [When a mapped unit may change].
 
 Note: [When a mapped unit may change]
-    A server changes the copy when a step commits, when parameters are replaced and at no other time. A step commits
-    when every worker has voted, and a worker votes when its backward is over; from then on, until it gathers the unit
-    again, it does not read it. So nobody reads what changes, without a lock. It does not hold where replicas step
-    alone, nor for who keeps parameters between steps (SHARD_GRAD_OP): these gather copies. A worker that the
-    coordinator gave up may read anything; nothing that it computes counts any more.
+    A server changes the copy when a step of its model commits, when parameters are replaced and at no other time. A
+    step commits when every worker has voted, and a worker votes when its backward is over; from then on, until it
+    gathers the unit again, it does not read it. So nobody reads what changes, without a lock. It does not hold where
+    replicas step alone, nor for who keeps parameters between steps (SHARD_GRAD_OP): these gather copies. A worker that
+    the coordinator gave up may read anything; nothing that it computes counts any more.
 
-    The first word says what the copy is: 0 while it changes, else the version + 1, or `ALWAYS` if no step changes it.
+    The first word says what the copy is: 0 while it changes, else the version + 1. Of a frozen unit that is the version
+    in which it last took another model's values, 0 if it never did: no other step changes it.
     A worker that finds there the version it wants need not ask. (Both see word and values in order: the server takes a
     lock between its last value and the word, a worker gives one back between the word and its first value.)
 
@@ -28,9 +29,6 @@ from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
 from axon_ps.transport.shared_memory import PAGE_BYTES, Segment
 from axon_ps.types import Array, DType
 from axon_ps.wire.v1 import memory_pb2
-
-ALWAYS = 2**64 - 1
-"""What the first word says of a frozen unit."""
 
 
 class SharedCopy:
@@ -61,9 +59,9 @@ class SharedCopy:
         """Where workers find it."""
         return mapping_to_proto(self._segment.address)
 
-    def say(self, version: int | None) -> None:
-        """`values` are those of a version; None: of every version."""
-        self._word[0] = ALWAYS if version is None else version + 1
+    def say(self, version: int) -> None:
+        """`values` are those of a version."""
+        self._word[0] = version + 1
 
     def withdraw(self) -> None:
         """`values` are about to change."""
@@ -97,7 +95,7 @@ class MappedCopy:
 
     def holds(self, version: int) -> bool:
         """Whether `values` are those of a version."""
-        return int(self._word[0]) in (version + 1, ALWAYS)
+        return int(self._word[0]) == version + 1
 
     def forget_writes(self) -> None:
         """Whatever was written to `values` here is gone."""

@@ -1,81 +1,45 @@
-"""Around the engine: waits, threads, and the way to the coordinator. Decides nothing.
+"""Around the engines of a shard server: one `ModelShell` a model, and what they share. Decides nothing.
 
-Everything here runs on one event loop, apart from what the apply pool and the snapshot thread do. Events of the
-coordinator's session come in through `on_event`, streams through the coroutines that the servicer calls, and reports go
-out through `reports`.
+Everything here runs on one event loop, apart from what threads do. Events of the coordinator's session come in through
+`on_event` and go to the model that they are about, or to all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from axon_ps.compress import cast
-from axon_ps.compress.compressor import compressor_of
-from axon_ps.coordinator.events import UPLOADED, Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, GenerationChanged, InternalError, PermissionDenied, StepAborted
-from axon_ps.shard import snapshot
-from axon_ps.shard.apply import ApplyPool, Hold, SnapshotGate
+from axon_ps.coordinator.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
+from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.shard.apply import Hold
 from axon_ps.shard.collective_shell import CollectiveShell
-from axon_ps.shard.engine import Push, ShardEngine
+from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.model_shell import Copying, ModelShell, Reports
 from axon_ps.shard.reach import Callers
 from axon_ps.shard.waiters import Waiters
-from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+from axon_ps.storage.manifest import discard
+from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
 
-
-class Reports(Protocol):
-    """What a shard server tells the coordinator; `coordinator.client.CoordinatorClient` is one.
-
-    Attributes:
-        rank: our number among the shard servers.
-        num_shards: shard servers of the job.
-    """
-
-    rank: int
-    num_shards: int
-
-    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
-        """Every slice has every replica's gradients, or those of `replica` where replicas step alone."""
-
-    def initialized(self, *, version: int, epoch: int) -> None:
-        """Every slice has its values."""
-
-    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
-        """Our files of a checkpoint are written, or why not."""
-
-    def restore_report(self, epoch: int, error: AxonError) -> None:
-        """We could not restore."""
-
-
-def warm_up(spec: JobSpec) -> None:
-    """Compile what a server needs for a layout. Any thread but the loop's: it may take seconds."""
-    precision = spec.precision
-    for dtype in (precision.param, precision.grad):
-        cast.warm_up(dtype)
-    for compression in (precision.param_compression, precision.grad_compression):
-        if compression is not None:
-            compressor_of(compression).warm_up()
+_PLACES = frozenset(("generation", "step", "version"))
+"""Statistics that are not added up: those of the first model are shown."""
 
 
 class ShardShell:
-    """One shard server's engine with what it needs to run.
+    """One shard server's models with what they need to run.
 
     Args:
         job: name of the job; calls for another one are refused.
-        threads: for applying; None = one per core this process may use.
+        threads: for applying, a model; None = one per core this process may use.
 
     Attributes:
-        engine: the state.
         collectives: what workers do together here; nothing of it concerns the parameters.
         callers: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
@@ -84,213 +48,156 @@ class ShardShell:
 
     def __init__(self, job: str, threads: int | None = None) -> None:
         self.job = job
-        self.engine = ShardEngine()
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.callers = Callers()
+        self._threads = threads
+        self._generation = 0
         self._membership: Membership | None = None
-        self._workers: dict[str, Member] = {}
+        self._models: dict[int, ModelShell] = {}
+        self._released: dict[int, str] = {}
         self._waiters = Waiters()
-        self._gate = SnapshotGate()
-        self._pool = ApplyPool(self.engine, self._gate, threads, self._finished, self._fail)
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
-        self._applying = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._pushing: set[asyncio.Task[Any]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._epoch = 0
-        self._ordered = 0  # epoch of the newest restore order, and of the newest that has room for its values
-        self._withdrawn = 0
-        self._served = 0  # epoch of the values that there are
-        self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
-        self._events: deque[Event] = deque()
+        self.model(0)
 
     async def close(self) -> None:
         """End the threads; unfinished snapshots fail."""
         self.collectives.close()
-        self._gate.close()
         if self.failure.done():
             self.failure.exception()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._pool.close)
+        for model in self._models.values():
+            model.stop()
+        for model in self._models.values():
+            await model.close()
         await asyncio.to_thread(self._files.shutdown)
+
+    # ------------------------------------------------------------------ the models
+
+    def model(self, number: int = 0) -> ModelShell:
+        """The model of a number; made when it is first heard of."""
+        if number not in self._models:
+            model = self._models[number] = ModelShell(number, self, self._threads)
+            if self._membership is not None:
+                model.on_event(self._membership)
+        return self._models[number]
+
+    @property
+    def engine(self) -> ShardEngine:
+        """That of the first model."""
+        return self.model().engine
+
+    def statistics(self) -> dict[str, float]:
+        """What `ShardEngine.statistics` says of all models together; where there are several, memory of each, too."""
+        total: Counter[str] = Counter()
+        models = sorted(self._models.items())
+        for number, model in models:
+            for name, value in model.engine.statistics().items():
+                if name not in _PLACES or number == models[0][0]:
+                    total[name] += value  # type: ignore[assignment]
+                if len(models) > 1 and (name.endswith("_bytes") or name in ("step", "version")):
+                    total[f"model/{model.name}/{name}"] = value  # type: ignore[assignment]
+        return {name: float(value) for name, value in sorted(total.items())}
 
     # ------------------------------------------------------------------ events from the coordinator
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the session, in order, on the loop's thread.
+        """Take one event of the session, in order, on the loop's thread."""
+        if isinstance(event, Membership):
+            self._membership = event
+            self._generation = event.generation
+            self.collectives.on_membership(event)
+            self.callers.set_members(event)
+            for model in self._models.values():
+                model.on_event(event)
+            self.wake()
+        elif isinstance(event, JobState) and event.released:
+            self._release(event)
+        elif isinstance(event, Decision) and event.copy is not None and event.outcome is Outcome.COMMIT:
+            self._copy(event)
+        elif isinstance(event, (JobState, Decision, RestoreOrder)):
+            if event.model not in self._released:
+                self.model(event.model).on_event(event)
+        elif isinstance(event, SnapshotOrder):
+            self._order_snapshot(event)
+        elif isinstance(event, SessionLost) and event.final:
+            self.fail(event.error)
 
-        Where replicas step alone, steps are decided while others are applied: what comes meanwhile waits for its turn.
-        There are at most as many decisions waiting as replicas, since each needs our word on its next attempt.
-        """
-        if self._applying and self.engine.alone and not isinstance(event, SessionLost):
-            self._events.append(event)
-        else:
-            self._take(event)
+    def _copy(self, decision: Decision) -> None:
+        """Have a model take another's values, which are kept as they are until it has."""
+        assert decision.copy is not None
+        source, version = self.model(decision.copy.source), decision.copy.version
+        held: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
+        source.in_order(lambda: held.set_result(source.keep(version)))
+        self.model(decision.model).on_event(Copying(decision, source, held))
 
-    def _take(self, event: Event) -> None:
-        try:
-            if isinstance(event, Membership):
-                self._on_membership(event)
-            elif isinstance(event, JobState):
-                self._on_job(event)
-            elif isinstance(event, Decision):
-                self._on_decision(event)
-            elif isinstance(event, SnapshotOrder):
-                self._start(self._snapshot(event, self._gate.hold(event.version)))
-            elif isinstance(event, RestoreOrder):
-                self.engine.begin_restore(uploaded=event.uri == UPLOADED)
-                self._ordered = event.epoch
-                self._start(self._replace(event) if event.uri == UPLOADED else self._restore(event))
-            elif isinstance(event, SessionLost) and event.final:
-                self._fail(event.error)
-        except AxonError as error:
-            self._fail(error)
+    def _release(self, event: JobState) -> None:
+        model = self._models.pop(event.model, None)
+        self._released[event.model] = event.name
+        if model is not None:
+            self.start(model.release())
+        self.wake()
 
-    def _on_membership(self, membership: Membership) -> None:
-        self._membership = membership
-        self._workers = {m.incarnation: m for m in membership.workers}
-        self.collectives.on_membership(membership)
-        self.callers.set_members(membership)
-        if membership.generation > self.engine.generation:
-            self.engine.membership(membership.generation, membership.step, membership.version, membership.num_replicas)
-            for task in self._pushing:
-                task.cancel()
-        self._waiters.wake_all()
-        self._report_ready()
+    def _order_snapshot(self, order: SnapshotOrder) -> None:
+        """Have every model hold its version at its place among the events, then write them one after the other."""
+        versions = {p.model: p.version for p in order.models}
+        if 0 in self._models and (self._models[0].configured or not versions):
+            versions[0] = order.version
+        holds: dict[int, asyncio.Future[Hold]] = {}
+        for number, version in sorted(versions.items()):
+            held = holds[number] = asyncio.get_running_loop().create_future()
+            model = self.model(number)
+            model.in_order(lambda m=model, v=version, h=held: h.set_result(m.hold(v)))  # type: ignore[misc]
+        self.start(self._snapshot(order, versions, holds))
 
-    def _on_job(self, job: JobState) -> None:
-        assert self.reports is not None
-        self._epoch = max(self._epoch, job.epoch)
-        if job.spec is not None and not self.engine.configured:
-            self.engine.configure(job.spec, self.reports.rank, self.reports.num_shards)
-            self._start(self._warm_up(partial(warm_up, job.spec)))
-            if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
-                self.reports.initialized(version=job.version, epoch=self._epoch)
-        if job.optimizer is not None and self.engine.updater is None:
-            updater = self.engine.set_optimizer(job.optimizer)
-            self._start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
-        self._waiters.wake_all()
-
-    def _on_decision(self, decision: Decision) -> None:
-        units = self.engine.decide(decision)
-        if units:
-            self._applying = len(units)
-            self._idle.clear()
-            self._pool.start(units)
-        self._waiters.wake_all()
-
-    def _finished(self, unit: int) -> None:
-        self.engine.finish(unit)
-        self._gate.notify()
-        self._waiters.wake_unit(unit)
-        self._applying -= 1
-        if self._applying == 0:
-            self._idle.set()
-            self._report_ready()
-            while self._events and not self._applying:
-                self._take(self._events.popleft())
-
-    def _report_ready(self) -> None:
-        engine = self.engine
-        for replica, step in engine.complete():
-            name = (engine.generation, step)
-            if self._reported.get(replica) == name or (total := engine.ready(replica)) is None:
-                continue
-            assert self.reports is not None
-            self._reported[replica] = name
-            whose = replica if engine.alone else None
-            self.reports.ready(generation=engine.generation, step=step, sum_of_squares=total, replica=whose)
-
-    async def _warm_up(self, *compiles: Callable[[], None]) -> None:
-        """Compile kernels before the first gradient needs them."""
-        for compile_it in compiles:
-            await asyncio.get_running_loop().run_in_executor(self._files, compile_it)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    async def _snapshot(self, order: SnapshotOrder, hold: Hold) -> None:
+    async def _snapshot(
+        self, order: SnapshotOrder, versions: dict[int, int], holds: dict[int, asyncio.Future[Hold]]
+    ) -> None:
         reports = self.reports
         assert reports is not None
+        files: list[SnapshotFile] = []
         try:
-            entry = await self._in_files_thread(
-                lambda: snapshot.write(
-                    self.engine, order.uri, order.version, reports.rank, reports.num_shards, self._gate, hold
-                )
-            )
+            for number in holds:
+                model, hold = self.model(number), await holds[number]
+                write = partial(model.write, order.uri, versions[number], hold)
+                files.append(await self.in_files_thread(write))
         except AxonError as error:
-            _logger.error("checkpoint at version %d failed: %s", order.version, error)
+            _logger.error("the checkpoint at %s failed: %s", order.uri, error)
+            for number in holds:
+                self.model(number).unhold(await holds[number])
+            if files:
+                await self._discard(order.uri, files)
             reports.snapshot_report(order.id, error=error)
         else:
-            reports.snapshot_report(order.id, (SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes),))
-        finally:
-            self._gate.release(hold)
+            reports.snapshot_report(order.id, tuple(files))
 
-    async def _restore(self, order: RestoreOrder) -> None:
-        assert self.reports is not None
-        engine = self.engine
-        await self._idle.wait()
+    async def _discard(self, uri: str, files: list[SnapshotFile]) -> None:
+        """Remove what is of no use without the other models' files; who removes the checkpoint may try again."""
         try:
-            restore = await self._in_files_thread(lambda: snapshot.prepare(engine, order.uri, order.version))
-            engine.withdraw()
-            await self._in_files_thread(lambda: snapshot.load(engine, restore))
+            await self.in_files_thread(lambda: discard(uri, [f.name for f in files]))
         except AxonError as error:
-            _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
-            engine.cancel_restore()
-            self._served = order.epoch  # what is left, if anything is, is all that this epoch has
-            self.reports.restore_report(order.epoch, error)
-        else:
-            engine.restored(order.version, restore.optimizer)
-            self._epoch, self._served = max(self._epoch, order.epoch), order.epoch
-            self.reports.initialized(version=order.version, epoch=order.epoch)
-        self._waiters.wake_all()
+            _logger.warning("files of the checkpoint that failed are left at %s: %s", uri, error)
 
-    async def _replace(self, order: RestoreOrder) -> None:
-        """Make room for the values that a worker is about to upload."""
-        await self._idle.wait()
-        self.engine.withdraw()
-        self._withdrawn = order.epoch
-        self._waiters.wake_all()
-        if self.engine.initialized:  # nothing is owned here
-            self._values_replaced()
-
-    def _values_replaced(self) -> None:
-        assert self.reports is not None
-        self.engine.replaced()
-        self._served = self._withdrawn
-        self.reports.initialized(version=self.engine.version, epoch=self._epoch)
-        self._waiters.wake_all()
-
-    async def wait_withdrawn(self, epoch: int, generation: int) -> None:
-        """Before first values are stored: wait until those that they replace, if any, are withdrawn.
-
-        The worker that brings them may have heard of the order before this server has.
-
-        Args:
-            epoch: how often the job had been restored when they were sent.
-            generation: the worker's.
+    async def in_files_thread(self, work: Callable[[], Any]) -> Any:
+        """Do something slow in the thread for that, after what was given to it before.
 
         Raises:
-            GenerationChanged: while it waited.
+            InternalError: it raised what is no error of ours.
         """
-        while self._withdrawn < epoch and self._ordered <= epoch:
-            await self._waiters.wait()
-            self.check_generation(generation)
-
-    async def _in_files_thread(self, work: Callable[[], Any]) -> Any:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._files, work)
         except AxonError:
             raise
         except Exception as error:
-            _logger.exception("a checkpoint operation failed")
+            _logger.exception("what the files' thread was given failed")
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something; if it raises, the server ends."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -298,149 +205,51 @@ class ShardShell:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """This server cannot go on."""
         if not self.failure.done():
             _logger.critical("this shard server cannot go on: %s", error)
             self.failure.set_exception(error)
 
+    def wake(self) -> None:
+        """Something about a model changed that callers wait for in `fence`."""
+        self._waiters.wake_all()
+
     # ------------------------------------------------------------------ streams
 
-    async def fence(self, context: CallContext) -> Member:
-        """The worker that calls, once our generation is the caller's and the layout is known.
+    async def fence(self, context: CallContext) -> tuple[ModelShell, Member]:
+        """The model and the worker that calls, once our generation is the caller's and the layout is known.
 
         Raises:
             PermissionDenied: another job, or not a worker of the generation it names.
             GenerationChanged: the caller's generation is over.
+            Misuse: the model was released.
         """
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        engine = self.engine
-        while engine.generation < context.generation or engine.spec is None:
-            if engine.generation > context.generation:
-                break
+        while not self._knows(context):
             await self._waiters.wait()
-        self.check_generation(context.generation)
-        member = self._workers.get(context.incarnation)
+        if context.model in self._released:
+            name = self._released[context.model]
+            raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
+        if context.generation < self._generation:
+            raise GenerationChanged(
+                f"generation {context.generation} is over; the current one is {self._generation}", self._generation
+            )
+        model = self._models[context.model]
+        model.check_generation(context.generation)
+        member = model.member(context.incarnation)
         if member is None:
             raise PermissionDenied(
-                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {engine.generation}"
+                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
             )
-        return member
+        return model, member
 
-    def check_generation(self, generation: int) -> None:
-        """Refuse a generation that is over.
-
-        Raises:
-            GenerationChanged: it is.
-        """
-        if generation != self.engine.generation:
-            raise GenerationChanged(
-                f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
-            )
-
-    @asynccontextmanager
-    async def pushing(self, generation: int) -> AsyncIterator[None]:
-        """A stream of gradients is under way in the calling task: it ends when the generation does.
-
-        Raises:
-            GenerationChanged: it did.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        self._pushing.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self.engine.generation == generation:
-                raise
-            task.uncancel()
-            self.check_generation(generation)
-        finally:
-            self._pushing.discard(task)
-
-    async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
-        """Add a gradient chunk when its turn comes; False for a duplicate. See `ShardEngine.push`."""
-        engine = self.engine
-        while (done := engine.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
-            await self._waiters.wait(unit, offset, replica)
-        if done is Push.DUPLICATE:
-            return False
-        self._waiters.wake_turn(unit, offset, replica + 1)
-        if engine.is_last(replica):
-            self._report_ready()
-        return True
-
-    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
-        """Say that a replica has no gradient for elements [offset, offset + numel); how many chunks that passed."""
-        owned = self.engine.slice_of(unit)
-        first, last = owned.range_of(offset, offset + numel)
-        dtype = self.engine.grad_dtype
-        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
-
-    async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
-        """Wait until the unit can be served at `min_version` of `epoch` or later.
-
-        Versions grow within an epoch only. Who asks may have heard of a restore before this server has, or after it.
-
-        Raises:
-            GenerationChanged: while it waited.
-            StepAborted: the parameters are of a later epoch.
-        """
-        while True:
-            if epoch < self._served:
-                raise StepAborted(
-                    f"the job was restored: the parameters are of epoch {self._served}, no longer {epoch}"
-                )
-            if epoch == self._served and self.engine.available(unit, min_version):
-                return
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-
-    async def foreseen(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
-        """One chunk as an undecided step will make it, once that is known. See `ShardEngine.foresee`.
-
-        Raises:
-            GenerationChanged: while it waited.
-        """
-        engine = self.engine
-        scratch = engine.scratch()
-        while (frame := engine.foresee(step, unit, index, hypers, scratch)) is None:
-            await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
-            self.check_generation(generation)
-        return frame
-
-    async def encoded(self, unit: int, index: int, dtype: DType, generation: int) -> bytes:
-        """One chunk in a dtype that is encoded on demand, when nothing is changing it.
-
-        Raises:
-            GenerationChanged: while it waited.
-        """
-        await self.unchanging(unit, generation)
-        return self.engine.encode(unit, index, dtype)
-
-    async def unchanging(self, unit: int, generation: int) -> None:
-        """Wait until the unit has values and no step is being applied to it; frames may be served before.
-
-        Raises:
-            GenerationChanged: while it waited.
-        """
-        while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
-            await self._waiters.wait(unit)
-            self.check_generation(generation)
-
-    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
-        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
-        if epoch < self._ordered:
-            return self.engine.initialized
-        before, replacing = self.engine.initialized, self.engine.replacing
-        complete = self.engine.upload(unit, offset, values)
-        if complete and replacing:
-            self._values_replaced()
-        elif complete and not before:
-            assert self.reports is not None
-            self.reports.initialized(version=self.engine.version, epoch=self._epoch)
-        if complete or self.engine.available(unit, 0):
-            self._waiters.wake_unit(unit)
-        return complete
+    def _knows(self, context: CallContext) -> bool:
+        """Whether it can be said what becomes of a call."""
+        if context.model in self._released or context.generation < self._generation:
+            return True
+        model = self._models.get(context.model)
+        return model is not None and model.configured and model.engine.generation >= context.generation

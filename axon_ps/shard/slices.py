@@ -83,6 +83,7 @@ class OwnedSlice:
         lender: lends `frames` and `ahead` to processes of this host; takes all back when some of them are dropped.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
+        copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         updates: optimizer updates since it was made or restored.
         applying: whether an update is under way.
         lacking: chunks that lack first values.
@@ -106,6 +107,7 @@ class OwnedSlice:
         self.lender = Lender()
         self.reached = 0
         self.changed = 0
+        self.copied = 0
         self.updates = 0
         self.applying = False
         self._layout = unit
@@ -253,6 +255,7 @@ class OwnedSlice:
     def publish(self, version: int) -> int:
         """Encode the frames of the present values, which are those of `version`; says how many frames."""
         self.changed = self.reached = version
+        self.copied = 0
         if self.residual is not None:
             self.residual.fill(0.0)
         self.lacking = 0
@@ -296,7 +299,7 @@ class OwnedSlice:
 
     def _say(self) -> None:
         if self.shared is not None:
-            self.shared.say(self.reached if self.trainable else None)
+            self.shared.say(self.reached if self.trainable else self.copied)
 
     def unchanged(self, version: int) -> None:
         """A step led to `version`, and had no gradient for this slice."""
@@ -539,6 +542,54 @@ class OwnedSlice:
         payload = values if self._param_dtype is DType.F32 else copied[: values.size]
         return self._frame(index, version, self._param_dtype, payload)
 
+    # ------------------------------------------------------------------ another model's values
+
+    def begin_copy(self) -> None:
+        """Values are about to come from a slice of another model, for `copy`."""
+        self._forget_ahead()
+        for sums in self.sums:
+            sums.restart()
+        self.applying = True
+        if self.shared is not None:
+            self.shared.withdraw()
+        self._next_frames = [] if self.shared is not None else [b""] * len(self.bounds)
+
+    def copy(self, first: int, last: int, source: OwnedSlice, weight: float, version: int, scratch: Array) -> None:
+        """Chunks [first, last) become (1 - weight) * their values + weight * those of `source`. Any thread; each once.
+
+        Args:
+            first: number of the first chunk.
+            last: one past the last.
+            source: the same elements of another model, which do not change meanwhile.
+            weight: above 0, at most 1.
+            version: the version this leads to.
+            scratch: from `scratch(last - first)`, of the calling thread.
+        """
+        begin, end = self.bounds[first][0] - self.begin, self.bounds[last - 1][1] - self.begin
+        master, other = self.master[begin:end], source.master[begin:end]
+        if weight == 1.0:
+            master[:] = other
+        else:
+            master *= np.float32(1.0 - weight)
+            master += other * np.float32(weight)
+        if self.shared is not None:
+            if self._copies:
+                cast.encode(master, self.shared.values[begin:end], self._param_dtype)
+            return
+        for index in range(first, last):
+            cut = slice(*(bound - self.begin for bound in self.bounds[index]))
+            if self._param_compressor is not None:
+                owed = None if self.residual is None else self.residual[cut]
+                self._next_frames[index] = self._compress(index, version, scratch, self.master[cut], owed)
+            else:
+                self._next_frames[index] = self._encode(index, version, self._param_dtype, scratch)
+
+    def end_copy(self, version: int) -> None:
+        """Every chunk has been copied: serve the new frames."""
+        self.updates -= 1  # it is none of the optimizer's
+        self.copied = version
+        self.end_update(version)
+
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
         self.lender.take_back()
@@ -550,6 +601,12 @@ class OwnedSlice:
         self._say()
 
     # ------------------------------------------------------------------ memory
+
+    def close(self) -> None:
+        """Give back what others may look at: what is lent, and the shared copy. Who has mapped it keeps it."""
+        self.withdraw()
+        if self.shared is not None:
+            self.shared.close()
 
     def _shared_bytes(self) -> int:
         """Memory of the shared copy, beside the master's."""

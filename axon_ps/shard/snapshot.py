@@ -118,19 +118,25 @@ class Restore:
         return self.manifest.optimizer.name if self.manifest.optimizer else ""
 
 
-def prepare(engine: ShardEngine, uri: str, version: int) -> Restore:
+def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> Restore:
     """Check that a checkpoint is whole and fits the layout; changes nothing.
+
+    Args:
+        engine: whose slices.
+        uri: the checkpoint.
+        version: the version it must hold.
+        section: what the checkpoint calls the model; empty = the only one in it.
 
     Raises:
         Misuse: no layout is registered yet.
-        InvalidRequest: it lacks a parameter of the job, or has it in another shape.
+        InvalidRequest: it lacks the model or a parameter of it, or has it in another shape.
         CheckpointNotFound: there is no complete checkpoint.
         CheckpointCorrupt: a file that we need is missing, truncated or altered, or it is of another version.
         CheckpointError: a file could not be read.
     """
     if engine.spec is None:
         raise Misuse("this shard server has no layout yet; register the job's spec before restoring")
-    manifest = read_manifest(uri)
+    manifest = read_manifest(uri).section(section, alone=not section)
     if manifest.version != version:
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"

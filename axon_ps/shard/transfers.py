@@ -10,6 +10,7 @@ of 0.88.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,6 +140,12 @@ class Transfers:
         self._gathers = KeptStreams(partial(Stub.open, method="AllGather"), MOST_IDLE)
         self._pushes = KeptStreams(partial(Stub.open, method="ReduceScatter"), MOST_IDLE)
         self._uploads = KeptStreams(partial(Stub.open, method="Upload"), MOST_IDLE)
+
+    def sharing(self) -> Transfers:
+        """Another, which keeps the same streams and counts by itself."""
+        other = copy.copy(self)
+        other.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        return other
 
     async def pull(self, stub: Stub, s: Slice, t: Transfer) -> int:
         """Copy what `s` has of the range to the array.

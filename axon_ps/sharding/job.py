@@ -1,4 +1,4 @@
-"""What a job is registered with: the layout, and how it is cut and travels. Equal on every worker."""
+"""What a model is registered with: the layout, and how it is cut and travels. Equal on every worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axon_ps.types import WIRE_DTYPES, DType, WirePrecision
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """Everything about a job's parameters that all members must agree on.
+    """Everything about a model's parameters that all members must agree on.
 
     Attributes:
         layout: units and parameters.
@@ -59,6 +59,27 @@ class JobSpec:
         if num_servers not in self._plans:
             self._plans[num_servers] = make_plan(self.layout, num_servers, self.options)
         return self._plans[num_servers]
+
+    def cut_difference(self, other: JobSpec) -> str:
+        """Why the values of another model cannot be copied to this one where they lie, in words; empty when they can.
+
+        Each server then has the same elements of both: units hold the same parameters, and are cut alike.
+        """
+        ours, theirs = self.layout.units, other.layout.units
+        if len(ours) != len(theirs):
+            return f"it has {len(ours)} units and the other {len(theirs)}; wrap both models alike"
+        for a, b in zip(ours, theirs, strict=True):
+            here, there = ([(p.name, tuple(p.shape)) for p in unit.parameters] for unit in (a, b))
+            if here != there:
+                what = next((p for p, q in zip(here, there, strict=False) if p != q), None)
+                which = f"parameter {what[0]!r} of shape {list(what[1])}" if what else f"{len(here)} parameters"
+                return (
+                    f"unit {a.name!r} has {which}, and the other model has something else there; both must be built "
+                    "and wrapped alike, and what is frozen in only a part of one must be so in the other"
+                )
+        if self.options != other.options:
+            return f"its units are cut as {self.options} and the other's as {other.options}; give both the same"
+        return ""
 
     def difference(self, job: JobSpec) -> str:
         """Say in words where this spec first differs from the one the job has; empty when they are equal."""

@@ -27,19 +27,20 @@ PIECE_NUMEL = 1 << 20
 """Elements converted at a time."""
 
 
-def export_model(uri: str, target: str, dtype: DType | None = None) -> int:
+def export_model(uri: str, target: str, dtype: DType | None = None, *, model: str = "") -> int:
     """Write the parameters of a checkpoint as one `model.safetensors`.
 
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the file to write, a path or "scheme://..."; replaced if it exists.
         dtype: F32, BF16 or F16 for every tensor; None = as the user's model had them.
+        model: name of the model, where the checkpoint has several.
 
     Returns:
         Bytes written.
 
     Raises:
-        InvalidRequest: `dtype` is none of those, or `target` is not a file name.
+        InvalidRequest: `dtype` is none of those, `target` is not a file name, or the checkpoint has no such model.
         CheckpointNotFound: there is no complete checkpoint at `uri`.
         CheckpointCorrupt: a file of it is missing, truncated or altered.
         StorageFull: no space left for the target; nothing of it remains.
@@ -48,7 +49,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None) -> int:
     if dtype is not None and dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
     store, name = _target(target)
-    manifest = verify(uri)
+    manifest = verify(uri).section(model, alone=not model)
     source = open_store(manifest.uri)
     tensors = [TensorSpec(name=p.name, dtype=dtype or p.dtype, shape=p.shape) for _, p in manifest.layout.parameters()]
     with ExitStack() as files:

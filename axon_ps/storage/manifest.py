@@ -9,6 +9,7 @@ over; then the files that are named no more are removed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from axon_ps.storage.files import FileStore, open_store
 from axon_ps.types import OptimizerSpec
 
 FORMAT_VERSION = 1
-"""Of the manifest and of the files it names."""
+"""Of the manifest of one model and of the files it names."""
+
+SEVERAL_FORMAT_VERSION = 2
+"""Of the manifest of several models: one that reads only the first must refuse it."""
 
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
@@ -34,10 +38,11 @@ _MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds: a model, and the manifests of `others` if the job had several.
 
     Attributes:
         job: name of the job that wrote it.
+        name: what the job called the model; empty where it was written before models had names.
         version: committed steps.
         layout: its parameters.
         optimizer: whose moments it has; None when the job had no optimizer yet.
@@ -47,6 +52,7 @@ class Manifest:
         extra: what the caller wanted back (sampler, schedule), JSON values.
         created: when, ISO 8601 in UTC.
         uri: where it was read from; not part of the file.
+        others: the other models, without others themselves.
     """
 
     job: str
@@ -59,6 +65,8 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
     uri: str = ""
+    name: str = ""
+    others: tuple[Manifest, ...] = ()
 
     @cached_property
     def plan(self) -> Plan:
@@ -68,7 +76,36 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
-        return sum(f.bytes for f in self.files)
+        return sum(f.bytes for f in self.all_files)
+
+    @property
+    def all_files(self) -> tuple[FileEntry, ...]:
+        """The files of all models."""
+        return tuple(f for section in self.sections for f in section.files)
+
+    @property
+    def sections(self) -> tuple[Manifest, ...]:
+        """All models, this one first."""
+        return (self, *self.others)
+
+    def section(self, name: str = "", *, alone: bool = True) -> Manifest:
+        """A model.
+
+        Args:
+            name: what it is called; empty = the only one.
+            alone: whether nothing else is wanted: then the only model there is is meant, whatever it was called.
+
+        Raises:
+            InvalidRequest: there is none of that name; the message says which there are.
+        """
+        if alone and not self.others:
+            return self
+        for section in self.sections:
+            if section.name == name:
+                return section
+        names = ", ".join(repr(section.name) for section in self.sections)
+        wanted = f"has no model {name!r}" if name else "has several models; name one"
+        raise InvalidRequest(f"the checkpoint at {self.uri} {wanted}: it has {names}")
 
     def file_of(self, server: int) -> FileEntry:
         """The file that shard server `server` wrote.
@@ -80,7 +117,8 @@ class Manifest:
         for entry in self.files:
             if entry.name.startswith(prefix):
                 return entry
-        raise CheckpointCorrupt(f"{self.uri} names no file of shard server {server} of {self.num_servers}")
+        of = f" for model {self.name!r}" if self.name else ""
+        raise CheckpointCorrupt(f"{self.uri} names no file of shard server {server} of {self.num_servers}{of}")
 
 
 def file_prefix(server: int, num_servers: int) -> str:
@@ -103,7 +141,7 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
         raise InvalidRequest(f"extra holds what JSON cannot: {error}") from error
     with store.create(MANIFEST_NAME) as sink:
         sink.write(text.encode())
-    named = {f.name for f in manifest.files}
+    named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is there; what is left over only takes space
         for name in store.names():
             if name.startswith(FILE_PREFIX) and name not in named:
@@ -142,7 +180,9 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def list_checkpoints(uri: str) -> list[Manifest]:
-    """The complete checkpoints at `uri` and in its directories, oldest version first; damaged ones are left out.
+    """The complete checkpoints at `uri` and in its directories, oldest first; damaged ones are left out.
+
+    Which is older is told by the version; where there are several models by the steps that all of them made.
 
     Raises:
         CheckpointError: the directory could not be read.
@@ -153,7 +193,7 @@ def list_checkpoints(uri: str) -> list[Manifest]:
         if MANIFEST_NAME in candidate.names():
             with contextlib.suppress(AxonError):
                 found.append(_read(candidate))
-    return sorted(found, key=lambda m: (m.version, m.created))
+    return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
 
 
 def verify(uri: str) -> Manifest:
@@ -166,7 +206,7 @@ def verify(uri: str) -> Manifest:
     """
     manifest = read_manifest(uri)
     store = open_store(manifest.uri)
-    for entry in manifest.files:
+    for entry in manifest.all_files:
         check_file(store, entry)
     return manifest
 
@@ -179,11 +219,13 @@ def _read(store: FileStore) -> Manifest:
         text = source.read(0, source.size)
     try:
         value = json.loads(text)
-        if value["format_version"] != FORMAT_VERSION:
+        if value["format_version"] not in (FORMAT_VERSION, SEVERAL_FORMAT_VERSION):
             raise CheckpointCorrupt(
-                f"{place} is of format {value['format_version']!r}; this program reads format {FORMAT_VERSION}"
+                f"{place} is of format {value['format_version']!r}; this program reads formats {FORMAT_VERSION} and "
+                f"{SEVERAL_FORMAT_VERSION}"
             )
-        return _from_json(value, store.uri)
+        others = tuple(_from_json({**value, **other, "extra": {}}, store.uri) for other in value.get("models", ()))
+        return dataclasses.replace(_from_json(value, store.uri), others=others)
     except CheckpointCorrupt:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -191,19 +233,28 @@ def _read(store: FileStore) -> Manifest:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    optimizer = manifest.optimizer
-    return {
-        "format_version": FORMAT_VERSION,
+    value = {
+        "format_version": SEVERAL_FORMAT_VERSION if manifest.others else FORMAT_VERSION,
         "job": manifest.job,
-        "version": manifest.version,
         "created": manifest.created,
         "num_servers": manifest.num_servers,
+        "extra": dict(manifest.extra),
+        **_model_to_json(manifest),
+    }
+    return value | ({"models": [_model_to_json(other) for other in manifest.others]} if manifest.others else {})
+
+
+def _model_to_json(manifest: Manifest) -> dict[str, Any]:
+    """What is of one model alone."""
+    optimizer = manifest.optimizer
+    return {
+        "name": manifest.name,
+        "version": manifest.version,
         "options": {
             "chunk_numel": manifest.options.chunk_numel,
             "min_slice_numel": manifest.options.min_slice_numel,
         },
         "files": [{"name": f.name, "sha256": f.sha256, "bytes": f.bytes} for f in manifest.files],
-        "extra": dict(manifest.extra),
         "optimizer": None
         if optimizer is None
         else {
@@ -239,6 +290,7 @@ def _from_json(value: Mapping[str, Any], uri: str) -> Manifest:
         ),
         layout=layout_from_json(value["layout"]),
         uri=uri,
+        name=str(value.get("name", "")),
     )
 
 

@@ -26,12 +26,14 @@ from axon_ps.sharding.policy import (
 from axon_ps.types import (
     NUMBERS,
     Compression,
+    CopyFrom,
     Decision,
     DType,
     Hyper,
     Int8,
     Member,
     Membership,
+    ModelProgress,
     OptimizerSpec,
     Outcome,
     Role,
@@ -190,6 +192,8 @@ def membership_to_proto(membership: Membership) -> membership_pb2.MembershipEven
         complete=membership.complete,
         waiting_for=membership.waiting_for,
         finished=[member_to_proto(m) for m in membership.finished],
+        models=map(progress_to_proto, membership.models),
+        by_node=membership.by_node,
     )
 
 
@@ -209,7 +213,35 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
         complete=message.complete,
         waiting_for=message.waiting_for,
         finished=tuple(member_from_proto(m) for m in message.finished),
+        models=tuple(map(progress_from_proto, message.models)),
+        by_node=message.by_node,
     )
+
+
+def progress_to_proto(progress: ModelProgress) -> membership_pb2.ModelProgress:
+    """Where a model is, as a message."""
+    return membership_pb2.ModelProgress(model=progress.model, step=progress.step, version=progress.version)
+
+
+def progress_from_proto(message: membership_pb2.ModelProgress) -> ModelProgress:
+    """Where a model is, from a message."""
+    return ModelProgress(model=message.model, step=message.step, version=message.version)
+
+
+def copy_to_proto(copy: CopyFrom) -> membership_pb2.CopyFrom:
+    """What a step takes from another model, as a message."""
+    return membership_pb2.CopyFrom(source=copy.source, weight=copy.weight, version=copy.version)
+
+
+def copy_from_proto(message: membership_pb2.CopyFrom) -> CopyFrom:
+    """What a step takes from another model.
+
+    Raises:
+        InvalidRequest: the weight is not above 0 and at most 1.
+    """
+    if not 0.0 < message.weight <= 1.0:
+        raise InvalidRequest(f"the weight of a copy is {message.weight}; it must be above 0 and at most 1")
+    return CopyFrom(source=message.source, weight=message.weight, version=message.version)
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
@@ -381,6 +413,8 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         reason=decision.reason,
         next_generation=decision.next_generation,
         turn=None if decision.turn is None else turn_to_proto(decision.turn),
+        model=decision.model,
+        copy=None if decision.copy is None else copy_to_proto(decision.copy),
     )
 
 
@@ -388,7 +422,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
     """A decision from the event that announces it.
 
     Raises:
-        InvalidRequest: the outcome is unknown, or a hyperparameter's name is malformed.
+        InvalidRequest: the outcome is unknown, or a hyperparameter's name or a copy's weight is malformed.
     """
     return Decision(
         step=message.step,
@@ -401,6 +435,8 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         reason=message.reason,
         next_generation=message.next_generation,
         turn=turn_from_proto(message.turn) if message.HasField("turn") else None,
+        model=message.model,
+        copy=copy_from_proto(message.copy) if message.HasField("copy") else None,
     )
 
 

@@ -62,17 +62,19 @@ class FakeReports:
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
-    def ready(self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None) -> None:
+    def ready(
+        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
+    ) -> None:
         self.ready_for.append((generation, step, sum_of_squares))
 
-    def initialized(self, *, version: int, epoch: int) -> None:
+    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         self.initialized_at.append((version, epoch))
         self.restores.put_nowait(version)
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         self.snapshots.put_nowait((id, files, error))
 
-    def restore_report(self, epoch: int, error: AxonError) -> None:
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
         self.restores.put_nowait(error)
 
 

@@ -108,7 +108,7 @@ def test_members_join_and_are_told_of_each_other(tmp_path: Path) -> None:
         assert [(w.rank, w.world_size, w.num_shards, w.lease_s) for w in workers] == [(0, 2, 1, 5.0), (1, 2, 1, 5.0)]
         assert shard.job_state is not None
         assert shard.job_state.spec == SPEC
-        assert workers[0].job_state == JobState(initialized=True)
+        assert workers[0].job_state == JobState(name="model 0", initialized=True)
         context = workers[0].context()
         assert (context.job, context.generation, context.incarnation) == ("job", 3, workers[0].incarnation)
 
@@ -474,7 +474,9 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         restored = await answered(shard, operator.restore_checkpoint(os.path.dirname(uri), SOON_S))
         assert (restored.version, json.loads(restored.extra_json)) == (1, {"epoch": 3})
         assert restored.uri.endswith("v1")
-        await workers[0].until(lambda: workers[0].job_state == JobState(initialized=True, version=1, epoch=1))
+        await workers[0].until(
+            lambda: workers[0].job_state == JobState(name="model 0", initialized=True, version=1, epoch=1)
+        )
         assert (await workers[0].hear(Decision, after=1)).outcome is Outcome.ABORT
         await workers[0].until(lambda: workers[0].context().generation == 4)
 
@@ -498,7 +500,7 @@ def test_a_job_that_resumes_is_restored_by_the_first_registration(tmp_path: Path
         order = await shard.hear(RestoreOrder)
         assert (order.epoch, order.version) == (1, 0)
         shard.initialized(version=0, epoch=1)
-        await worker.until(lambda: worker.job_state == JobState(initialized=True, version=0, epoch=1))
+        await worker.until(lambda: worker.job_state == JobState(name="model 0", initialized=True, version=0, epoch=1))
 
     async def lost(c: Coordinator) -> None:
         worker = await c.join(Role.WORKER)

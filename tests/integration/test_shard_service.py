@@ -399,7 +399,7 @@ def test_a_new_generation_ends_waits_for_values() -> None:
 
     async def run() -> None:
         async with job(SPEC) as j:
-            (shell,) = j.shells
+            shell = j.shells[0].model()
             waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 1), shell.wait_withdrawn(1, 1))]
             await asyncio.sleep(0)
             j.regenerate()
@@ -538,7 +538,7 @@ def test_calls_under_way_survive_that_their_server_moves() -> None:
             await j.upload(FIRST)
             gathering = asyncio.create_task(j.gather(1, 0, min_version=1))
             pushing = asyncio.create_task(j.push(1, 0, GRADS[1][0]))
-            await until(lambda: sum(map(len, j.shells[0]._waiters._units.values())) == 2)
+            await until(lambda: sum(map(len, j.shells[0].model()._waiters._units.values())) == 2)
             async with CuttingProxy(j.addresses[0]) as proxy:
                 j.addresses[0] = proxy.address
                 j.groups[1].set_members(j.membership)
@@ -605,7 +605,7 @@ def test_a_cancelled_call_leaves_the_server_well() -> None:
                 await j.push(rank, 1, GRADS[rank][1])
             j.commit()
             assert (await j.gather(0, 0))[0] == 1
-            await until(lambda: not any(x._waiters._units for x in j.shells))
+            await until(lambda: not any(x.model()._waiters._units for x in j.shells))
 
     run(scenario())
 
@@ -732,7 +732,7 @@ def test_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
                 await j.gather(0, unit)
             for epoch in (1, 0):
                 for shell in j.shells:
-                    shell._served = epoch
+                    shell.model()._served = epoch
                 if epoch == 1:
                     with pytest.raises(StepAborted):
                         await j.gather(0, 0)
@@ -854,7 +854,7 @@ def test_stats_over_the_wire() -> None:
             await j.upload(FIRST)
             operator = changed(j, incarnation="")
             values = await j.groups[0].stats(0, context=operator)
-            assert values == j.shells[0].engine.statistics() | j.shells[0].collectives.engine.statistics()
+            assert values == j.shells[0].statistics() | j.shells[0].collectives.engine.statistics()
             assert values["master_bytes"] == 4 * 3900
             with pytest.raises(PermissionDenied):
                 await j.groups[0].stats(0, context=changed(j, job="other"))
@@ -900,7 +900,7 @@ def test_snapshot_beside_training_and_restore(tmp_path: Path) -> None:
             await saving
             assert np.allclose((await j.gather(0, 0))[1], FIRST[0] - 3 * GRADS[0][0], atol=1e-5)
             waiting = asyncio.create_task(j.gather(0, 0, min_version=4))
-            await until(lambda: all(x._waiters._units for x in j.shells))
+            await until(lambda: all(x.model()._waiters._units for x in j.shells))
             j.tell(RestoreOrder(epoch=1, uri=uri, version=1))
             for reports in j.reports:
                 while await reports.restores.get() != 1:  # the first answer was to the upload
@@ -930,7 +930,7 @@ def test_who_has_heard_of_a_restore_first_waits_for_what_was_restored(tmp_path: 
             assert np.allclose((await j.gather(0, 0))[1], FIRST[0] - GRADS[0][0], atol=1e-5)
             j.version, j.epoch = 0, 1  # the worker has heard of it; the servers, at version 1 of before, have not
             asked = [asyncio.create_task(j.gather(0, unit)) for unit in (0, 2)]
-            await until(lambda: any(x._waiters._units for x in j.shells))
+            await until(lambda: any(x.model()._waiters._units for x in j.shells))
             j.tell(RestoreOrder(epoch=1, uri=uri, version=0))
             for task, first in zip(asked, (FIRST[0], FIRST[2]), strict=True):
                 assert (await task)[1].tobytes() == first.tobytes()
@@ -963,7 +963,7 @@ def test_replaced_values_that_come_before_the_order_wait_for_it() -> None:
             assert (await j.gather(0, 0))[0] == 1
             j.tell(JobState(version=1, epoch=1, initialized=False))
             replacing = asyncio.create_task(j.upload([2 * values for values in FIRST], epoch=1))
-            await until(lambda: bool(j.shells[0]._waiters._units))
+            await until(lambda: bool(j.shells[0].model()._waiters._units))
             assert not replacing.done()
             j.tell(RestoreOrder(epoch=1, uri=UPLOADED, version=1))
             await replacing

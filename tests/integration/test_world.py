@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from axon_ps.collectives.steps import StepClient
+from axon_ps.collectives.models import Models
 from axon_ps.coordinator.client import Event
 from axon_ps.types import Membership
 from job_services import JobServices
@@ -20,15 +20,15 @@ SOON_S = 10.0
 
 def test_a_complete_job_is_complete_for_the_default_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the thread that waited runs on before the one that told it does."""
-    tell = StepClient.on_event
+    tell = Models.on_event
     asked = threading.Semaphore(0)
 
-    def tell_and_let_them_run(self: StepClient, event: Event) -> None:
+    def tell_and_let_them_run(self: Models, event: Event) -> None:
         tell(self, event)
         if isinstance(event, Membership) and event.complete and len(event.workers) == WORKERS:
             asked.acquire(timeout=SOON_S)
 
-    monkeypatch.setattr(StepClient, "on_event", tell_and_let_them_run)
+    monkeypatch.setattr(Models, "on_event", tell_and_let_them_run)
 
     def ranks(address: str, rank: int) -> Sequence[int]:
         with joined(address, rank, WORKERS) as world:

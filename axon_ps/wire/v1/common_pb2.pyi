@@ -54,14 +54,16 @@ POLICY_KIND_BOUNDED_STALENESS: PolicyKind
 POLICY_KIND_LOCAL_STEPS: PolicyKind
 
 class CallContext(_message.Message):
-    __slots__ = ("job", "generation", "incarnation")
+    __slots__ = ("job", "generation", "incarnation", "model")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     incarnation: str
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    model: int
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Parameter(_message.Message):
     __slots__ = ("name", "shape", "offset", "dtype", "aliases")

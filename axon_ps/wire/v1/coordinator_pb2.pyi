@@ -74,28 +74,46 @@ class KVReply(_message.Message):
     def __init__(self, found: bool = ..., value: _Optional[bytes] = ..., sum: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("context", "spec", "optimizer")
+    __slots__ = ("context", "spec", "optimizer", "name")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ...) -> None: ...
+    name: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("first", "initialized", "version", "upload", "generation")
+    __slots__ = ("first", "initialized", "version", "upload", "generation", "model")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     first: bool
     initialized: bool
     version: int
     upload: bool
     generation: int
-    def __init__(self, first: bool = ..., initialized: bool = ..., version: _Optional[int] = ..., upload: bool = ..., generation: _Optional[int] = ...) -> None: ...
+    model: int
+    def __init__(self, first: bool = ..., initialized: bool = ..., version: _Optional[int] = ..., upload: bool = ..., generation: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("context", "model")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    model: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., model: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    def __init__(self, released: bool = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("context", "uri", "extra_json")
@@ -108,24 +126,35 @@ class SaveCheckpointRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
-    __slots__ = ("context", "uri")
+    __slots__ = ("context", "uri", "models")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     uri: str
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ...) -> None: ...
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CheckpointReply(_message.Message):
-    __slots__ = ("uri", "version", "bytes", "extra_json")
+    __slots__ = ("uri", "version", "bytes", "extra_json", "versions")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     URI_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     uri: str
     version: int
     bytes: int
     extra_json: str
-    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ...) -> None: ...
+    versions: _containers.ScalarMap[str, int]
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("context",)
@@ -134,7 +163,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +182,7 @@ class StatusReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     job: str
     membership: _membership_pb2.MembershipEvent
     version: int
@@ -164,4 +194,23 @@ class StatusReply(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pending: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    name: str
+    version: int
+    step: int
+    epoch: int
+    initialized: bool
+    parameters: int
+    def __init__(self, model: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., initialized: bool = ..., parameters: _Optional[int] = ...) -> None: ...

@@ -28,7 +28,7 @@ class Member(_message.Message):
     def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., local_rank: _Optional[int] = ..., replica: _Optional[int] = ..., joined: _Optional[int] = ...) -> None: ...
 
 class MembershipEvent(_message.Message):
-    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished")
+    __slots__ = ("generation", "workers", "shards", "num_replicas", "step", "version", "complete", "waiting_for", "finished", "models", "by_node")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class MembershipEvent(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    BY_NODE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[Member]
     shards: _containers.RepeatedCompositeFieldContainer[Member]
@@ -47,4 +49,26 @@ class MembershipEvent(_message.Message):
     complete: bool
     waiting_for: str
     finished: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelProgress]
+    by_node: bool
+    def __init__(self, generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., shards: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., num_replicas: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., complete: bool = ..., waiting_for: _Optional[str] = ..., finished: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., models: _Optional[_Iterable[_Union[ModelProgress, _Mapping]]] = ..., by_node: bool = ...) -> None: ...
+
+class ModelProgress(_message.Message):
+    __slots__ = ("model", "step", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    step: int
+    version: int
+    def __init__(self, model: _Optional[int] = ..., step: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class CopyFrom(_message.Message):
+    __slots__ = ("source", "weight", "version")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    source: int
+    weight: float
+    version: int
+    def __init__(self, source: _Optional[int] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...

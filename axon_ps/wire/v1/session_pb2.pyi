@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from google.protobuf.internal import containers as _containers
@@ -36,11 +37,11 @@ class SessionRequest(_message.Message):
     vote: Vote
     ready: Ready
     initialized: Initialized
-    snapshot: SnapshotReport
-    restore: RestoreReport
+    snapshot: _checkpoint_pb2.SnapshotReport
+    restore: _checkpoint_pb2.RestoreReport
     leave: Leave
     arrived: Arrived
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby")
@@ -76,74 +77,60 @@ class Heartbeat(_message.Message):
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("generation", "step", "max_norm", "hyper", "version")
+    __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_NORM_FIELD_NUMBER: _ClassVar[int]
     HYPER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     max_norm: float
     hyper: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
     version: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+    model: int
+    copy: _membership_pb2.CopyFrom
+    blocked: bool
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., max_norm: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ..., blocked: bool = ...) -> None: ...
 
 class Arrived(_message.Message):
-    __slots__ = ("generation", "step")
+    __slots__ = ("generation", "step", "model", "blocked")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    model: int
+    blocked: bool
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("generation", "step", "sum_of_squares", "replica")
+    __slots__ = ("generation", "step", "sum_of_squares", "replica", "model")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
     sum_of_squares: float
     replica: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ..., replica: _Optional[int] = ...) -> None: ...
+    model: int
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Initialized(_message.Message):
-    __slots__ = ("version", "epoch")
+    __slots__ = ("version", "epoch", "model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     version: int
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
-
-class SnapshotFile(_message.Message):
-    __slots__ = ("name", "sha256", "bytes")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    sha256: str
-    bytes: int
-    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
-
-class SnapshotReport(_message.Message):
-    __slots__ = ("id", "files", "error")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
-    error: _common_pb2.ErrorDetail
-    def __init__(self, id: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
-
-class RestoreReport(_message.Message):
-    __slots__ = ("epoch", "error")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    error: _common_pb2.ErrorDetail
-    def __init__(self, epoch: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    model: int
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "finished")
@@ -165,40 +152,50 @@ class SessionEvent(_message.Message):
     membership: _membership_pb2.MembershipEvent
     job: JobEvent
     decision: DecisionEvent
-    snapshot: SnapshotOrder
-    restore: RestoreOrder
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
+    snapshot: _checkpoint_pb2.SnapshotOrder
+    restore: _checkpoint_pb2.RestoreOrder
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., job: _Optional[_Union[JobEvent, _Mapping]] = ..., decision: _Optional[_Union[DecisionEvent, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id")
+    __slots__ = ("rank", "lease_s", "world_size", "num_shards", "state_id", "released")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     lease_s: float
     world_size: int
     num_shards: int
     state_id: str
-    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ...) -> None: ...
+    released: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch")
+    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     initialized: bool
     version: int
     epoch: int
-    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    model: int
+    name: str
+    copied: int
+    released: bool
+    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
-    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn")
+    __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy")
     STEP_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +206,8 @@ class DecisionEvent(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     NEXT_GENERATION_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
     step: int
     generation: int
     outcome: Outcome
@@ -219,24 +218,6 @@ class DecisionEvent(_message.Message):
     reason: str
     next_generation: int
     turn: _common_pb2.Turn
-    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ...) -> None: ...
-
-class SnapshotOrder(_message.Message):
-    __slots__ = ("id", "uri", "version")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    URI_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    uri: str
-    version: int
-    def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
-
-class RestoreOrder(_message.Message):
-    __slots__ = ("epoch", "uri", "version")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    URI_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    uri: str
-    version: int
-    def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    model: int
+    copy: _membership_pb2.CopyFrom
+    def __init__(self, step: _Optional[int] = ..., generation: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., version: _Optional[int] = ..., grad_norm: _Optional[float] = ..., clip_factor: _Optional[float] = ..., hyper: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ..., reason: _Optional[str] = ..., next_generation: _Optional[int] = ..., turn: _Optional[_Union[_common_pb2.Turn, _Mapping]] = ..., model: _Optional[int] = ..., copy: _Optional[_Union[_membership_pb2.CopyFrom, _Mapping]] = ...) -> None: ...

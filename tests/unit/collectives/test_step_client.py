@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axon_ps.collectives.job_view import JobView
 from axon_ps.collectives.steps import StepClient
 from axon_ps.coordinator.events import JobState
 from axon_ps.errors import StepAborted
@@ -37,8 +38,9 @@ def test_what_a_server_hears_first_is_no_error_before_the_worker_has_heard_it(as
     loop, servers = BackgroundLoop("test"), Restored()
     try:
         membership = SimpleNamespace(generation=1)
-        client = StepClient(loop, SimpleNamespace(context=None), servers, timeout_s=60.0)  # type: ignore[arg-type]
-        client._membership = membership  # type: ignore[assignment]
+        view = JobView(lambda: "me", 60.0)
+        client = StepClient(loop, SimpleNamespace(context=None), servers, view, timeout_s=60.0)  # type: ignore[arg-type]
+        view.known = membership  # type: ignore[assignment]
         client.on_event(JobState(initialized=True, version=3))
         out = np.zeros(4, np.float32)
         work: Any = client.gather(0, out) if ask == "gather" else client.map(0, DType.F32)

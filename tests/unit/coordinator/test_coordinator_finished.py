@@ -160,5 +160,5 @@ def test_barriers_go_on_without_it() -> None:
         raise d.replies[names_it]  # type: ignore[index]
     assert others not in d.replies
     later = arrive(a, "later")
-    d.call(lambda call: d.state.restore(call, a.caller, Resume(uri="/c", version=0), d.clock()))
+    d.call(lambda call: d.state.restore(call, a.caller, [Resume(uri="/c", version=0)], d.clock()))
     assert isinstance(d.replies[later], GenerationChanged)  # type: ignore[index]

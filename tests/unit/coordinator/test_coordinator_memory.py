@@ -10,7 +10,7 @@ from axon_ps.coordinator.events import JobState, Ready, RestoreOrder, SnapshotOr
 from axon_ps.coordinator.memory import Memory
 from axon_ps.coordinator.messages import initialized_to_proto, ready_to_proto, vote_to_proto
 from axon_ps.errors import InternalError
-from axon_ps.types import Decision, Membership, Outcome
+from axon_ps.types import Decision, Membership, ModelProgress, Outcome
 
 WELCOME = Welcome(rank=0, lease_s=5.0, world_size=1, num_shards=1, state_id="a")
 MEMBERS = Membership(
@@ -47,14 +47,45 @@ def test_what_is_known_is_not_news() -> None:
 def test_our_word_is_repeated_until_it_is_decided() -> None:
     m = Memory()
     m.hear(MEMBERS)
-    m.initialized = initialized_to_proto(0, 0)
+    initialized = initialized_to_proto(0, 0)
+    m.say_initialized(initialized)
     ready, vote = Ready(generation=3, step=5, sum_of_squares=1.0), Vote(generation=3, step=5)
     assert m.say(ready) == []
-    assert m.to_repeat() == [m.initialized, ready_to_proto(ready)]
+    assert m.to_repeat() == [initialized, ready_to_proto(ready)]
     assert m.say(vote) == []
-    assert m.to_repeat() == [m.initialized, vote_to_proto(vote)]
+    assert m.to_repeat() == [initialized, vote_to_proto(vote)]
     m.hear(COMMIT)
-    assert m.to_repeat() == [m.initialized]
+    assert m.to_repeat() == [initialized]
+
+
+def test_each_model_has_decisions_orders_and_words_of_its_own() -> None:
+    m = Memory()
+    m.hear(MEMBERS)
+    other = dataclasses.replace(COMMIT, step=1, version=1, model=2)
+    assert m.hear(COMMIT) == [COMMIT]
+    assert m.hear(other) == [other], "a lower step of another model is news"
+    assert m.hear(other) == []
+    orders = [RestoreOrder(epoch=1, uri="u", version=4, model=model) for model in (0, 2)]
+    assert [m.hear(order) for order in orders] == [[order] for order in orders]
+    votes = [Vote(generation=3, step=6), Vote(generation=3, step=2, model=2)]
+    for vote in votes:
+        assert m.say(vote) == []
+    m.hear(dataclasses.replace(other, step=2, version=2))
+    assert m.to_repeat() == [vote_to_proto(votes[0])]
+    m.say(dataclasses.replace(votes[1], step=3))
+    later = dataclasses.replace(next_generation(), models=(ModelProgress(model=2, step=4, version=2),))
+    aborts = [e for e in m.hear(later) if isinstance(e, Decision)]
+    assert [(a.model, a.step, a.version) for a in aborts] == [(0, 6, 4), (2, 3, 2)]
+
+
+def test_a_model_that_was_released_meanwhile_is_told_once_and_nothing_is_said_of_it_any_more() -> None:
+    m = Memory()
+    m.hear(MEMBERS)
+    m.hear(JobState(model=2, name="critic"))
+    m.say(Vote(generation=3, step=2, model=2))
+    assert m.hear(dataclasses.replace(WELCOME, released=(2,))) == [JobState(model=2, released=True)]
+    assert m.hear(JobState(model=2, name="critic", released=True)) == []
+    assert m.to_repeat() == []
 
 
 def test_a_vote_whose_generation_ended_without_a_decision_is_an_abort() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -21,8 +22,8 @@ from axon_ps.coordinator.events import (
     Welcome,
 )
 from axon_ps.errors import InvalidRequest, StorageFull
-from axon_ps.types import Decision, Member, Membership, Outcome, Role
-from axon_ps.wire.v1 import common_pb2, session_pb2
+from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
 from coordinator_driver import OPTIMIZER, SPEC
 
 MEMBERSHIP = Membership(
@@ -46,6 +47,20 @@ MEMBERSHIP = Membership(
         Decision(step=1, generation=2, outcome=Outcome.SKIP, version=3, grad_norm=math.inf, reason="r"),
         SnapshotOrder(id=1, uri="u", version=2),
         RestoreOrder(epoch=1, uri="u", version=2),
+        Welcome(rank=3, lease_s=5.0, world_size=4, num_shards=2, state_id="x", released=(0, 7)),
+        dataclasses.replace(MEMBERSHIP, models=(ModelProgress(model=2, step=9, version=8),), by_node=True),
+        JobState(model=2, name="critic", version=7, copied=6),
+        JobState(model=2, name="critic", released=True),
+        Decision(
+            step=1,
+            generation=2,
+            outcome=Outcome.COMMIT,
+            version=3,
+            model=2,
+            copy=CopyFrom(source=1, weight=0.005, version=9),
+        ),
+        SnapshotOrder(id=1, uri="u", version=2, models=(ModelProgress(model=3, step=0, version=4),)),
+        RestoreOrder(epoch=1, uri="u", version=2, model=3, section="critic"),
     ],
 )
 def test_events(event: Any) -> None:
@@ -61,9 +76,15 @@ def test_what_goes_up() -> None:
     assert m.hello_from_proto(m.hello_to_proto(hello, Role.SHARD).join) == (Role.SHARD, hello)
     vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}))
     assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
+    copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
+    assert m.vote_from_proto(m.vote_to_proto(copy).vote) == copy
+    for weight in (0.0, -1.0, 1.5, math.nan):
+        message = m.vote_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
+        with pytest.raises(InvalidRequest, match="weight of a copy"):
+            m.vote_from_proto(message)
     ready = Ready(generation=1, step=2, sum_of_squares=math.inf)
     assert m.ready_from_proto(m.ready_to_proto(ready).ready) == ready
-    report = SnapshotReport(id=4, files=(SnapshotFile(name="f", sha256="0" * 64, bytes=5),))
+    report = SnapshotReport(id=4, files=(SnapshotFile(name="f", sha256="0" * 64, bytes=5, model=2),))
     assert m.snapshot_report_from_proto(m.snapshot_report_to_proto(report).snapshot) == report
     failed = m.snapshot_report_from_proto(
         m.snapshot_report_to_proto(SnapshotReport(id=4, error=StorageFull("full"))).snapshot
@@ -99,12 +120,12 @@ def test_status() -> None:
         (m.ready_from_proto, session_pb2.Ready(sum_of_squares=-0.5), "0 or more"),
         (
             m.snapshot_report_from_proto,
-            session_pb2.SnapshotReport(files=[session_pb2.SnapshotFile(name="f", sha256="0")]),
+            checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile(name="f", sha256="0")]),
             "must be 64 hex digits",
         ),
         (
             m.snapshot_report_from_proto,
-            session_pb2.SnapshotReport(files=[session_pb2.SnapshotFile()]),
+            checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile()]),
             "file's name is empty",
         ),
     ],

@@ -17,7 +17,7 @@ from axon_ps.coordinator.events import (
     Welcome,
 )
 from axon_ps.coordinator.restores import Resume
-from axon_ps.coordinator.snapshots import Snapshot
+from axon_ps.coordinator.snapshots import SavedModel, Snapshot
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import (
     Busy,
@@ -54,8 +54,8 @@ def test_the_first_gives_and_uploads_the_others_agree() -> None:
     assert (first.first, first.upload, first.initialized, first.version) == (True, True, False, 0)
     second = d.register(b)
     assert (second.first, second.upload) == (False, False)
-    assert shard.last(JobState) == JobState(spec=SPEC, optimizer=registered_optimizer(d))
-    assert a.last(JobState) == JobState(), "a worker knows its layout"
+    assert shard.last(JobState) == JobState(name="model 0", spec=SPEC, optimizer=registered_optimizer(d))
+    assert a.last(JobState) == JobState(name="model 0"), "a worker knows its layout"
     shard.initialized()
     assert a.last(JobState).initialized
     assert shard.last(JobState).initialized
@@ -76,7 +76,9 @@ def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, diff
     d = Driver()
     a, b = d.worker(), d.worker()
     d.register(a)
-    with pytest.raises(LayoutMismatch, match=f"worker 1 registers another model than the job has: {difference}"):
+    with pytest.raises(
+        LayoutMismatch, match=f"worker 1 registers another model as 'model 0' than the job has: {difference}"
+    ):
         d.register(b, spec)
 
 
@@ -84,9 +86,7 @@ def test_models_of_one_layout_are_told_apart_by_their_class() -> None:
     d = Driver()
     a, b = d.worker(), d.worker()
     d.register(a, dataclasses.replace(SPEC, model="Teacher"))
-    with pytest.raises(
-        LayoutMismatch, match=r"worker 1 registers Student \(\d+ param.*the job has Teacher \(\d+ param"
-    ):
+    with pytest.raises(LayoutMismatch, match=r"worker 1 registers Student \(\d+ param.*that is Teacher \(\d+ param"):
         d.register(b, dataclasses.replace(SPEC, model="Student"))
     assert not d.register(b, dataclasses.replace(SPEC, model="Teacher")).first
     assert not d.register(b, SPEC).first  # of a class that it does not say
@@ -127,7 +127,7 @@ def test_an_optimizer_that_cannot_be_is_refused_and_nothing_is_kept(optimizer: O
     a = d.worker()
     with pytest.raises(InvalidRequest, match=message):
         d.register(a, SPEC, optimizer)
-    assert d.state.spec is None
+    assert d.state.specs == {}
     assert d.state.flush() == []
 
 
@@ -223,7 +223,7 @@ def test_a_server_at_another_version_is_refused() -> None:
     d = Driver()
     shard, a = d.shard(), d.worker()
     d.register(a)
-    with pytest.raises(InvalidRequest, match="holds version 3 of epoch 0; the job is at 0"):
+    with pytest.raises(InvalidRequest, match="holds version 3 of epoch 0 of 'model 0'; the job is at 0"):
         shard.initialized(version=3)
     with pytest.raises(InvalidRequest, match="only a shard may"):
         a.initialized()
@@ -258,10 +258,8 @@ def test_a_checkpoint_is_ordered_from_all_servers_and_answered_with_their_files(
     report(shards[0], order, files=(file("a"),))
     assert d.replies[call] == Snapshot(
         uri="/ckpt",
-        version=0,
         files=(file("a"), file("b")),
-        spec=SPEC,
-        optimizer=registered_optimizer(d),
+        models=(SavedModel(number=0, name="model 0", version=0, spec=SPEC, optimizer=registered_optimizer(d)),),
         num_servers=2,
     )
 
@@ -325,7 +323,7 @@ def test_there_must_be_something_to_save_and_to_restore_into() -> None:
 
 
 def restore(d: Driver, uri: str = "/ckpt", version: int = 7) -> Any:
-    return d.call(lambda call: d.state.restore(call, OPERATOR, Resume(uri=uri, version=version), d.clock()))
+    return d.call(lambda call: d.state.restore(call, OPERATOR, [Resume(uri=uri, version=version)], d.clock()))
 
 
 def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored() -> None:
@@ -338,7 +336,7 @@ def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored(
     assert [type(e) for e in shard.inbox] == [Decision, JobState, RestoreOrder, Membership]
     assert [type(e) for e in a.inbox] == [Decision, JobState, Membership]
     assert a.last(Decision).outcome is Outcome.ABORT
-    assert a.last(JobState) == JobState(initialized=False, version=7, epoch=1)
+    assert a.last(JobState) == JobState(name="model 0", initialized=False, version=7, epoch=1)
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt", version=7)
     assert (a.membership.generation, a.membership.version, a.membership.step) == (generation + 1, 7, 2)
     assert d.state.status().pending == ("the restore of /ckpt waits for the shard servers",)
@@ -368,7 +366,7 @@ def test_a_restore_goes_on_after_restarts_of_the_coordinator_and_of_a_server() -
         Membership,
     ]
     reborn.initialized(version=7, epoch=1)
-    assert a.last(JobState) == JobState(initialized=True, version=7, epoch=1)
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1)
     assert a.membership.complete
 
 
@@ -390,7 +388,7 @@ def test_a_failed_restore_breaks_the_job_until_another_succeeds() -> None:
         p.join()
     restore(d, "/older", 3)
     shard.initialized(version=3, epoch=2)
-    assert a.last(JobState) == JobState(initialized=True, version=3, epoch=2)
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=3, epoch=2)
 
 
 def test_a_newer_restore_takes_the_place_of_an_older_one_and_of_a_save() -> None:
@@ -424,17 +422,17 @@ def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None
     assert a.membership.complete
     for s in (shards[0], reborn):
         s.initialized(version=7, epoch=1)
-    assert a.last(JobState) == JobState(initialized=True, version=7, epoch=1)
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1)
 
 
 def test_a_job_that_resumes_is_restored_by_its_first_registration() -> None:
     d = Driver(resume="/ckpt")
     shard, a, b = d.shard(), d.worker(), d.worker()
-    assert d.state.wants_resume
+    assert d.state.wants_resume("model 0")
     reply = d.register(a, resume=Resume(uri="/ckpt/v9", version=9))
     assert (reply.first, reply.upload, reply.initialized, reply.version) == (True, False, False, 9)
     assert reply.generation == a.membership.generation
-    assert not d.state.wants_resume
+    assert not d.state.wants_resume("model 0")
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt/v9", version=9)
     assert shard.last(JobState).spec == SPEC
     assert not d.register(b).upload

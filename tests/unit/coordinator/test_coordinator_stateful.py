@@ -88,13 +88,13 @@ class Coordinator(RuleBasedStateMachine):
         keys = {k: v for k, v in written.items() if k in ("job", "members", "progress") or k.startswith("decision/")}
         durable = records.load({**self.kept, **keys})
         assert durable is not None
-        for decision in durable.decisions:
+        for decision in durable.models[0].decisions:
             known = self.decisions.setdefault(decision.step, decision)
             assert repr(known) == repr(decision), "one decision for one step"
         commits = sum(x.outcome is Outcome.COMMIT for x in self.decisions.values())
-        assert durable.version == commits, "the version moves by commits alone"
+        assert durable.models[0].version == commits, "the version moves by commits alone"
         assert durable.generation >= self.generation, "the generation never falls"
-        assert durable.step > max(self.decisions, default=0), "steps ascend"
+        assert durable.models[0].step > max(self.decisions, default=0), "steps ascend"
         self.generation = durable.generation
         self.kept.update(keys)
 

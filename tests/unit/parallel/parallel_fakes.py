@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.models import Models
+from axon_ps.collectives.models import Names
 from axon_ps.collectives.steps import Ticket
 from axon_ps.coordinator.client import Registered
 from axon_ps.sharding.job import JobSpec
@@ -57,6 +57,7 @@ class FakeSteps:
     max_norms: list[float] = field(default_factory=list)
 
     lease_s: ClassVar[float] = 5.0
+    copied: ClassVar[int] = 0
 
     @property
     def latest_version(self) -> int:
@@ -177,6 +178,22 @@ _SHARD = Member(role=Role.SHARD, rank=0, incarnation="1" * 32, node="here")
 
 
 @dataclass
+class FakeView:
+    """Stands for `JobView` with one worker."""
+
+    steps: FakeSteps
+
+    def me(self) -> Member:
+        return self.steps.me
+
+    def wait_complete(self) -> None:
+        self.steps.wait_complete()
+
+    def wait_members(self, ready: Callable[[Any], bool], timeout_s: float, what: str) -> None:
+        self.steps.wait_members(ready, timeout_s, what)
+
+
+@dataclass
 class FakeWorld:
     """Stands for `World` with one worker."""
 
@@ -185,17 +202,33 @@ class FakeWorld:
     num_shards: int = 1
     rank: int = 0
     is_main_process: bool = True
-    models: Models = field(default_factory=Models)
+    names: Names = field(default_factory=Names)
     membership: Membership = field(
         default_factory=lambda: Membership(
             generation=1, step=0, version=0, workers=(_WORKER,), shards=(_SHARD,), num_replicas=1, complete=True
         )
     )
 
+    @property
+    def models(self) -> FakeWorld:
+        """The one model that the fake steps are of, whatever its name."""
+        return self
+
+    def register(self, spec: JobSpec, name: str) -> tuple[FakeSteps, Registered]:
+        return self.steps, self.steps.register(spec)
+
+    @property
+    def view(self) -> FakeView:
+        return FakeView(self.steps)
+
+    @property
+    def lease_s(self) -> float:
+        return self.steps.lease_s
+
     def node_group(self) -> ProcessGroup:
         return ProcessGroup.mock()
 
-    def replace_parameters(self, units: Iterable[tuple[int, Array]]) -> None:
+    def replace_parameters(self, units: Iterable[tuple[int, Array]], *, model: str = "") -> None:
         for unit, values in units:
             self.steps.upload(unit, values)
         self.steps.epoch = self.steps.asked_epoch = self.steps.epoch + 1

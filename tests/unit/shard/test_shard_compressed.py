@@ -244,10 +244,10 @@ def test_a_restarted_coordinator_knows_the_compression(grad: Compression | None)
     records = [
         job_record("id", "test", 1, 1),
         members_record(nobody, [], was_complete=False, vacant=0),
-        progress_record(1, 0),
-        parameters_record(Parameters()),
-        spec_record(spec),
+        progress_record(0, 1, 0),
+        parameters_record(0, Parameters()),
+        spec_record(0, spec),
     ]
     durable = load({r.key: r.value for r in records if r.value is not None})
     assert durable is not None
-    assert durable.spec == spec
+    assert durable.models[0].spec == spec

@@ -124,7 +124,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.update(format_version=2), "format 2; this program reads format 1"),
+        (lambda v: v.update(format_version=3), "format 3; this program reads formats 1 and 2"),
         (lambda v: v.pop("format_version"), "damaged"),
         (lambda v: v.pop("layout"), "damaged"),
         (lambda v: v["layout"]["units"][0]["parameters"][0].update(offset=9), "damaged"),
@@ -162,3 +162,56 @@ def test_a_server_without_a_file_is_damage(tmp_path: Path) -> None:
     write_manifest(str(tmp_path), manifest())
     with pytest.raises(CheckpointCorrupt, match="names no file of shard server 0 of 1"):
         read_manifest(str(tmp_path)).file_of(0)
+
+
+def several() -> Manifest:
+    other = manifest(8, name="critic", layout=Layout(units=LAYOUT.units[:1]), extra={})
+    return manifest(3, name="policy", others=(other,))
+
+
+def test_a_manifest_of_several_models_has_a_section_of_each(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), several())
+    read = read_manifest(str(tmp_path))
+    assert [(s.name, s.version, s.layout) for s in read.sections] == [
+        ("policy", 3, LAYOUT),
+        ("critic", 8, Layout(units=LAYOUT.units[:1])),
+    ]
+    assert read.section("critic", alone=False).version == read.section("critic").version == 8
+    assert read.extra == manifest().extra
+    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == 2
+    with pytest.raises(InvalidRequest, match="has no model 'nobody': it has 'policy', 'critic'"):
+        read.section("nobody")
+    with pytest.raises(InvalidRequest, match="has several models; name one"):
+        read.section()
+
+
+def test_a_checkpoint_of_one_model_is_of_the_format_that_it_always_was(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), manifest())
+    written = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    assert written["format_version"] == 1
+    del written["name"]  # as it was before models had names
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
+    read = read_manifest(str(tmp_path))
+    assert (read.name, read.section("whatever").version) == ("", 5)
+    with pytest.raises(InvalidRequest, match="has no model 'whatever'"):
+        read.section("whatever", alone=False)
+
+
+def test_files_of_every_model_are_checked_and_kept(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    files = [put_file(uri, token=f"v1-a{n}") for n in range(3)]
+    (other,) = several().others
+    made = replace(several(), files=(files[0],), others=(replace(other, files=(files[1],)),))
+    write_manifest(uri, made)
+    assert not (tmp_path / files[2].name).exists(), "what no section names is removed"
+    assert verify(uri).bytes == files[0].bytes + files[1].bytes
+    (tmp_path / files[1].name).write_bytes(b"altered")
+    with pytest.raises(CheckpointCorrupt):
+        verify(uri)
+
+
+def test_the_newest_is_the_one_of_most_steps_of_all_models(tmp_path: Path) -> None:
+    (other,) = several().others
+    write_manifest(str(tmp_path / "late"), replace(several(), others=(replace(other, version=9),)))
+    write_manifest(str(tmp_path / "early"), several())
+    assert read_manifest(str(tmp_path)).uri.endswith("late")

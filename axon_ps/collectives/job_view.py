@@ -1,0 +1,183 @@
+"""What a worker knows of its job's members: one view a process, which every model's `StepClient` shares.
+
+Owns the lock that all of them wait under, so that an event is seen by all or by none. Refuses: models, steps, data.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
+from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout
+from axon_ps.transport.backoff import Deadline
+from axon_ps.types import Member, Membership
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+class JobView:
+    """The members, how to wait for another of them, and why the session has ended.
+
+    Args:
+        incarnation: ours, once the session knows it.
+        timeout_s: default deadline of every wait, in seconds.
+
+    Attributes:
+        changed: notified after every event; held while one is taken.
+        known: the newest membership; None before the first.
+        failure: why the session is over for good; None while it is not.
+        acknowledged: incarnations of the workers that the program knows of: those of its last step. It has not met
+            others anywhere yet.
+        models: how many models of the job this process has.
+    """
+
+    def __init__(self, incarnation: Callable[[], str], timeout_s: float) -> None:
+        self.changed = threading.Condition()
+        self.timeout_s = timeout_s
+        self.known: Membership | None = None
+        self.failure: AxonError | None = None
+        self.acknowledged: frozenset[str] = frozenset()
+        self.models = 0
+        self._incarnation = incarnation
+        self._voters: set[int] = set()
+
+    @property
+    def membership(self) -> Membership:
+        """The current members.
+
+        Raises:
+            Misuse: the session has not been told yet.
+        """
+        if self.known is None:
+            raise Misuse("the membership is not known before the session has joined; call World.init() first")
+        return self.known
+
+    def me_in(self, membership: Membership) -> Member | None:
+        """This worker, if the coordinator counts it as a member."""
+        mine = self._incarnation()
+        return next((m for m in membership.workers if m.incarnation == mine), None)
+
+    def me(self, membership: Membership | None = None) -> Member:
+        """This worker in a membership; None = the current one.
+
+        Raises:
+            MemberLost: the coordinator does not count us as a member (it lost sight of us).
+        """
+        membership = membership or self.membership
+        me = self.me_in(membership)
+        if me is None:
+            raise MemberLost(
+                f"this worker is not a member of generation {membership.generation}; the coordinator lost sight of it "
+                "and it has not been able to join again"
+            )
+        return me
+
+    def take(self, membership: Membership) -> None:
+        """The members are these now. Under `changed`."""
+        before, self.known = self.known, membership
+        if before is not None and before.complete and not membership.complete:
+            # Loudly when a shard server is gone: its parameters may be. Workers that leave are every job's end.
+            level = logging.WARNING if len(membership.shards) < len(before.shards) else logging.INFO
+            _logger.log(level, "the job is waiting for %s", membership.waiting_for)
+
+    def acknowledge(self) -> None:
+        """The program has made a step with everybody. Under `changed`."""
+        if self.known is not None:
+            self.acknowledged = frozenset(m.incarnation for m in self.known.workers)
+
+    def newcomers(self) -> list[Member]:
+        """Workers that came since the program's last step, or since it was last told of newcomers."""
+        with self.changed:
+            new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
+            self.acknowledge()
+        return new
+
+    def blocks(self) -> bool:
+        """Whether, of several models, none makes a step while the calling thread waits in one: it makes all of them."""
+        self._voters.add(threading.get_ident())
+        return self.models > 1 and len(self._voters) == 1
+
+    # ------------------------------------------------------------------ waiting
+
+    def until(
+        self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str], *, reminds: bool = False
+    ) -> T:
+        """Block until `ready` gives something, the session fails for good, or the time is over.
+
+        With `reminds` it says what is waited for, after a while and then ever more rarely.
+        """
+        deadline, pause_s = Deadline(timeout_s), FIRST_REMINDER_S if reminds else timeout_s
+        with self.changed:
+            result: list[T] = []
+
+            def check() -> bool:
+                if self.failure is not None:
+                    raise self.failure
+                value = ready()
+                if value is not None:
+                    result.append(value)
+                return value is not None
+
+            while not self.changed.wait_for(check, min(pause_s, deadline.remaining())):
+                if deadline.passed:
+                    raise Timeout(f"{what()} after {timeout_s:g} s{self.waiting_for()}")
+                _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self.waiting_for())
+                pause_s = min(2 * pause_s, MOST_REMINDER_S)
+            return result[0]
+
+    def waiting_for(self) -> str:
+        """What the job is waiting for, to be added to what timed out; empty when it has all members."""
+        if self.known is None or self.known.complete:
+            return ""
+        return f"; the job is waiting for {self.known.waiting_for}"
+
+    def wait_complete(self, timeout_s: float | None = None) -> Membership:
+        """Block until the job has the members it needs.
+
+        Raises:
+            Timeout: it has not; the message says what is missing.
+            AxonError: the session ended for good.
+        """
+        return self.until(
+            lambda: self.known if self.known is not None and self.known.complete else None,
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: "the job is not complete" if self.known else "the coordinator has said nothing",
+            reminds=True,
+        )
+
+    def wait_members(self, ready: Callable[[Membership], bool], timeout_s: float, what: str) -> None:
+        """Block until the membership is as wanted.
+
+        Args:
+            ready: whether it is; called with locks held.
+            timeout_s: how long to wait, in seconds.
+            what: what is waited for, for the error.
+
+        Raises:
+            Timeout: it is not.
+            AxonError: the session ended for good.
+        """
+        self.until(
+            lambda: True if self.known is not None and ready(self.known) else None,
+            timeout_s,
+            lambda: f"it was waited in vain that {what},",
+        )
+
+    def wait_generation(self, generation: int, timeout_s: float) -> None:
+        """Block until this worker has been told of a generation.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self.until(
+            lambda: True if self.known is not None and self.known.generation >= generation else None,
+            timeout_s,
+            lambda: f"generation {generation} has not been announced to this worker",
+        )
+
+
+__all__ = ["JobView"]

@@ -1,0 +1,67 @@
+from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SnapshotFile(_message.Message):
+    __slots__ = ("name", "sha256", "bytes", "model")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    bytes: int
+    model: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+
+class SnapshotReport(_message.Message):
+    __slots__ = ("id", "files", "error")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
+    error: _common_pb2.ErrorDetail
+    def __init__(self, id: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class RestoreReport(_message.Message):
+    __slots__ = ("epoch", "error", "model")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    error: _common_pb2.ErrorDetail
+    model: int
+    def __init__(self, epoch: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., model: _Optional[int] = ...) -> None: ...
+
+class SnapshotOrder(_message.Message):
+    __slots__ = ("id", "uri", "version", "models")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    uri: str
+    version: int
+    models: _containers.RepeatedCompositeFieldContainer[_membership_pb2.ModelProgress]
+    def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_membership_pb2.ModelProgress, _Mapping]]] = ...) -> None: ...
+
+class RestoreOrder(_message.Message):
+    __slots__ = ("epoch", "uri", "version", "model", "section")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    uri: str
+    version: int
+    model: int
+    section: str
+    def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., section: _Optional[str] = ...) -> None: ...
