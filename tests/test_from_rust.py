@@ -65,6 +65,23 @@ TESTED = {
         "unit/collectives/test_objects.py",
         "test_a_rank_that_cannot_send_its_value_tells_the_others",
     ),
+    "`MASTER_ADDR` and": ("unit/collectives/test_bootstrap.py", "test_the_store_is_torchs_where_there_is_one"),
+    "`torchrun`, `mpirun`": (
+        "e2e/test_launched_workers.py",
+        "test_workers_of_mpirun_form_a_job_which_lives_until_the_last_of_them_is_done",
+    ),
+    "NCCL joins all ranks": (
+        "unit/collectives/test_selection.py",
+        "test_device_memory_goes_over_nccl_inside_a_node_only",
+    ),
+    "HybridShard keeps": (
+        "integration/test_nccl_nodes.py",
+        "test_every_wrapper_comes_to_the_same_over_nccl_as_over_shared_memory",
+    ),
+    "every wrapper stands alone": (
+        "integration/test_several_models.py",
+        "test_five_models_in_turns_equal_torch_through_checkpoints_at_any_world_size",
+    ),
     "workers run functions of files": (
         "integration/test_local_cluster.py",
         "test_functions_in_no_file_travel_by_value",

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout
+from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.transport.backoff import Deadline
 from axon_ps.types import Member, Membership
 

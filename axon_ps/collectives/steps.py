@@ -28,7 +28,6 @@ from axon_ps.collectives.work import Awaited, LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, JobState, Registered, SessionLost
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec

@@ -373,7 +373,9 @@ def report(facts: Facts, faults: int, minutes: float) -> int:
             late = statistics.median(b for _, b in weights[-quarter:])
             grown = late > 1.05 * early + (4 << 20)
             print(f"  {name:24} {early / 2**20:7.1f} MiB, then {late / 2**20:7.1f} MiB{'  NOT FLAT' if grown else ''}")
-            facts.problems += [f"memory: {name} grew from {early / 2**20:.1f} to {late / 2**20:.1f} MiB"] * grown
+            if grown:
+                series = ", ".join(f"{fault}: {b / 2**20:.1f}" for fault, b in weights)
+                facts.problems.append(f"memory: {name} grew; MiB after each so many faults: {series}")
     if facts.not_judged:
         print(
             f"in {facts.not_judged} faults this process did not get to run for a third of a lease: not judged by time"
