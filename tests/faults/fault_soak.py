@@ -41,6 +41,7 @@ from fault_model import LR, Attempt, Chain, Mix, data
 WORKERS, SHARDS, ENOUGH = 3, 2, 2
 VERIFY_EVERY = 50
 PACE_S = 0.02
+WEIGHED_EVERY = 5
 HANG_S = PATIENCE_S + 30.0
 """After healing; a job that is merely late is counted, and the soak goes on."""
 
@@ -239,7 +240,8 @@ class Soak:
         self.facts.not_judged += stalled
         if everybody > PATIENCE_S and not stalled:
             self.facts.late.append(f"{name}: {everybody:.1f} s after healing until all had committed")
-        self._weigh()
+        if self._faults % WEIGHED_EVERY == 0:
+            self._weigh()
         return everybody < HANG_S
 
     def _all_commit_since(self, healed: float) -> float:
@@ -332,7 +334,8 @@ class Soak:
         self._told = len(self.facts.problems)
 
     def _weigh(self) -> None:
-        """Note the memory of every process."""
+        """Note the memory that every process needs."""
+        self._cluster.trim_memory()
         processes = {f"worker {r}": w.process for r, w in self._workers.items()}
         processes |= {f"shard {i}": self._cluster.process("shard", i) for i in range(SHARDS)}
         processes["coordinator"] = self._cluster.process("coordinator")

@@ -14,7 +14,7 @@ from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
-from axon_ps.testing.faults import injector, stacks
+from axon_ps.testing.faults import injector, stacks, trimming
 from axon_ps.testing.faults.injector import Moments
 from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
 from axon_ps.testing.fork_server import run_command
@@ -36,6 +36,7 @@ MODULES = (
 _COMMAND_S = 60.0
 _POLL_S = 0.005
 _SHOW_S = 1.0
+_TRIM_S = 0.2
 
 
 class FaultyCluster(LocalCluster):
@@ -136,11 +137,19 @@ class FaultyCluster(LocalCluster):
 
     def show_stacks(self) -> None:
         """Have every process that runs write its stacks to its log."""
+        self._ask_all(stacks.SHOW, _SHOW_S)
+
+    def trim_memory(self) -> None:
+        """Have every process that runs give back memory that it only keeps."""
+        self._ask_all(trimming.TRIM, _TRIM_S)
+
+    def _ask_all(self, number: int, seconds: float) -> None:
+        """Send a signal to every process that runs, and give them some time."""
         running = [fork.process for fork in self._forks if fork.process.exit_code is None]
         for process in running:
-            process.send_signal(stacks.SHOW)
+            process.send_signal(number)
         for process in running:
-            process.wait(_SHOW_S / len(running))
+            process.wait(seconds / len(running))
 
     def take_stall(self) -> float:
         """The longest time, since last asked, for which no byte passed any proxy: this process did not get to run."""
@@ -249,6 +258,7 @@ def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...
     """In the fork: a worker's function."""
     injector.install(directory, slot)
     stacks.install()
+    trimming.install()
     return target.load()(*args)
 
 
@@ -256,6 +266,7 @@ def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None
     """In the fork: the command line, as `python -m` runs it; its exit code."""
     injector.install(directory, slot)
     stacks.install()
+    trimming.install()
     if ready is not None:
         argv = [*argv, "--ready-fd", str(os.open(ready, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))]
     return run_command(argv)

@@ -157,6 +157,29 @@ asyncio.run(waits_for_ever())
 """
 
 
+_KEEPING = """
+import signal
+from pathlib import Path
+from axon_ps.shard.memory import keep_message_memory
+from axon_ps.testing.faults import trimming
+def private_kib():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+keep_message_memory()
+trimming.install()
+messages = [b"x" * (1 << 20) for _ in range(40)]
+del messages
+kept = private_kib()
+signal.raise_signal(trimming.TRIM)
+print(kept - private_kib())
+"""
+
+
+def test_a_process_gives_back_what_it_only_keeps() -> None:
+    run = subprocess.run([sys.executable, "-c", _KEEPING], capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 35 << 10
+
+
 def test_a_process_says_where_it_is() -> None:
     command = [sys.executable, "-c", _WAITING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
