@@ -17,6 +17,7 @@ from tables import shown
 WORKERS_IMPORT = (
     "torch",
     "torch.distributed.tensor",
+    "torch._dynamo",  # by torch's FSDP2 and its compiler
     "axon_ps.parallel",
     "axon_ps.collectives.world",
     *SERVICES_IMPORT,

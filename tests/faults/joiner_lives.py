@@ -24,7 +24,7 @@ MOMENTS = {
     "backward": ("axon_ps.parallel.runtime.Runtime", "grad_ready", 9),
     "vote": ("axon_ps.collectives.steps.StepClient", "vote", 2),
     "between steps": ("gpt.Block", "forward", 5),
-    "agreement": ("axon_ps.World", "agree", 4),
+    "agreement": ("axon_ps.World", "agree", 2),
     "validation": ("train_gpt", "part_loss", 1),
     "checkpoint": ("train_gpt", "save", 1),
     "finish": ("train_gpt", "finish", 1),
