@@ -143,13 +143,13 @@ class FaultyCluster(LocalCluster):
         """Have every process that runs give back memory that it only keeps."""
         self._ask_all(trimming.TRIM, _TRIM_S)
 
-    def _ask_all(self, number: int, seconds: float) -> None:
+    def _ask_all(self, number: int, grace_s: float) -> None:
         """Send a signal to every process that runs, and give them some time."""
         running = [fork.process for fork in self._forks if fork.process.exit_code is None]
         for process in running:
             process.send_signal(number)
         for process in running:
-            process.wait(seconds / len(running))
+            process.wait(grace_s / len(running))
 
     def take_stall(self) -> float:
         """The longest time, since last asked, for which no byte passed any proxy: this process did not get to run."""

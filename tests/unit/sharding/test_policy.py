@@ -34,7 +34,7 @@ def test_a_policy_survives_records_and_messages(policy: Policy) -> None:
     assert policy_from_json(policy_to_json(policy)) == policy
     spec = JobSpec(layout=LAYOUT, policy=policy)
     assert codec.job_spec_from_proto(codec.job_spec_to_proto(spec)) == spec
-    stored = {r.key: r.value for r in (records.spec_record(spec),)}
+    stored = {r.key: r.value for r in (records.spec_record(0, spec),)}
     assert records._spec(json.loads(stored["spec"] or b"")) == spec
 
 
@@ -78,7 +78,7 @@ def test_turns_survive_records_and_messages() -> None:
     assert codec.decision_from_proto(codec.decision_to_proto(decision)) == decision
     record = records.decision_record(decision)
     assert record.key == "decision/r2"
-    assert records._decision(json.loads(record.value or b"")) == decision
+    assert records._decision(json.loads(record.value or b""), 0) == decision
     vote = Vote(generation=4, step=9, version=21)
     assert vote_from_proto(vote_to_proto(vote).vote) == vote
     ready = Ready(generation=4, step=9, sum_of_squares=2.0, replica=2)
