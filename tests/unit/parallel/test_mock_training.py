@@ -189,19 +189,21 @@ def test_nothing_is_left_behind_closed_or_not() -> None:
     def ours() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name.startswith("axon-ps") and t not in before]
 
+    def end() -> None:
+        gc.collect()  # wrappers are in circles of references
+        for thread in ours():
+            thread.join(20)
+            assert not thread.is_alive()
+
     run_threads(sharded, 2, args=(ShardingStrategy.HYBRID_SHARD,))
-    gc.collect()  # the wrapper ends its own thread, and is in circles of references
-    assert not ours()
+    end()
     group = axon_ps.ProcessGroup.mock()
     assert not ours(), "a group begins a job only when it needs one"
     made = FSDP(model(), group)
     train(made, AdamW(made.parameters(), lr=1e-2), group.world, range(2))
     assert "axon-ps-mock" in [t.name for t in ours()]
     del made, group
-    gc.collect()
-    for thread in ours():
-        thread.join(20)
-        assert not thread.is_alive()
+    end()
 
 
 @pytest.mark.parametrize("strategy", [s for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD])
