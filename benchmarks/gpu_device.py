@@ -23,7 +23,7 @@ import _report
 from axon_ps.collectives import arrays, cuda
 from axon_ps.collectives.staging import Staging
 from axon_ps.parallel import device_codecs
-from axon_ps.parallel.memory import pinned_empty
+from axon_ps.parallel.memory import host_empty
 from axon_ps.types import INT8_BLOCK_NUMEL
 
 Call = Callable[[], object]
@@ -84,7 +84,7 @@ def staging(options: argparse.Namespace) -> None:
     for size_mib in (1, 16) if options.quick else (1, 4, 16, 64, 256):
         numel = size_mib * MIB // 4
         tensor = torch.ones(numel, device=device())
-        theirs = pinned_empty(numel, torch.float32)
+        theirs = host_empty(numel, torch.float32, pinned=True)
         flat = arrays.flatten(tensor).array
         host = crossing.take(flat)
         times = median_s(
@@ -190,7 +190,7 @@ def gather(options: argparse.Namespace) -> None:
             with model.summon_full_params():
                 wait()
 
-        theirs = pinned_empty(bytes_moved // 2, torch.bfloat16)
+        theirs = host_empty(bytes_moved // 2, torch.bfloat16, pinned=True)
         tensor = torch.empty(bytes_moved // 2, dtype=torch.bfloat16, device=device())
         times = median_s({"ours": summon, "copy": lambda: tensor.copy_(theirs, non_blocking=True)}, options.rounds)
     row = {"side": options.side, "mib": bytes_moved / MIB, "gb_s": bytes_moved / times["ours"] / 1e9}

@@ -214,7 +214,7 @@ class ProcessGroup(GroupBase):
             `data`; with `async_op` a `Work` that gives it.
         """
         with self.preparing("reduce", arrays.on_device(data), timeout_s, async_op):
-            is_root = self._checked_rank(root, "root") == self.rank
+            is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=is_root)
             reduction.check(op, flat.dtype)
 
@@ -234,7 +234,7 @@ class ProcessGroup(GroupBase):
             `data`; with `async_op` a `Work` that gives it.
         """
         with self.preparing("broadcast", arrays.on_device(data), timeout_s, async_op):
-            is_root = self._checked_rank(root, "root") == self.rank
+            is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=not is_root)
 
         def perform(backend: Backend, call: Call, limit_s: float) -> Any:
@@ -342,7 +342,7 @@ class ProcessGroup(GroupBase):
             async_op: return a `Work`.
         """
         with self.preparing("gather", arrays.on_device(data), timeout_s, async_op):
-            is_root = self._checked_rank(root, "root") == self.rank
+            is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=False)
             rows = shapes.counts(counts, shapes.rows(flat), self.size)
             shapes.match_rows("data", flat, rows[self.rank])
@@ -387,7 +387,7 @@ class ProcessGroup(GroupBase):
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
         with self.preparing("scatter", arrays.on_device(data), timeout_s, async_op):
-            is_root = self._checked_rank(root, "root") == self.rank
+            is_root = self.checked_rank(root, "root") == self.rank
             if data is None and (is_root or out is None):
                 raise InvalidRequest("scatter needs data on the root, and elsewhere data or out=, whose shape comes")
             source = arrays.flatten(data, writable=False) if is_root or out is None else None
@@ -470,7 +470,7 @@ class ProcessGroup(GroupBase):
         Raises:
             Disagreement: the receiver expected another size or dtype.
         """
-        if self._checked_rank(to, "to") == self.rank:
+        if self.checked_rank(to, "to") == self.rank:
             raise InvalidRequest(f"rank {to} cannot send to itself")
         flat = arrays.flatten(data, writable=False)
         limit_s = self._limit(timeout_s)
@@ -518,7 +518,7 @@ class ProcessGroup(GroupBase):
                 f"recv needs out=, or shape= (and dtype=) of the array that is to be made; {given} given"
             )
         made = None if shape is None else np.empty(shape, dtype)
-        if source != ANY_SOURCE and self._checked_rank(source, "source") == self.rank:
+        if source != ANY_SOURCE and self.checked_rank(source, "source") == self.rank:
             raise InvalidRequest(f"rank {source} cannot receive from itself")
         flat = arrays.flatten(out if made is None else made, what="out")
         limit_s = self._limit(timeout_s)
@@ -551,7 +551,7 @@ class ProcessGroup(GroupBase):
             Disagreement: the members gave different ranks; every one is told.
         """
         with self.preparing("new_group", False, None, False):
-            chosen = [self._checked_rank(r, "ranks") for r in ranks]
+            chosen = [self.checked_rank(r, "ranks") for r in ranks]
             if len(set(chosen)) != len(chosen) or not chosen:
                 raise InvalidRequest(
                     f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
@@ -575,7 +575,7 @@ class ProcessGroup(GroupBase):
         Raises:
             InvalidRequest: a rank is not of this group, or twice there, or this one is missing.
         """
-        chosen = [self._checked_rank(r, "ranks") for r in ranks]
+        chosen = [self.checked_rank(r, "ranks") for r in ranks]
         if len(set(chosen)) != len(chosen) or self.rank not in chosen:
             raise InvalidRequest(f"named_group was given the ranks {list(ranks)}; needed is {self.rank}, each once")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

@@ -438,7 +438,13 @@ class GroupBase:
             raise InvalidRequest(f"timeout_s is {timeout_s}; it must not be negative")
         return self._timeout_s if timeout_s is None else timeout_s
 
-    def _checked_rank(self, rank: int, what: str) -> int:
+    def checked_rank(self, rank: int, what: str) -> int:
+        """`rank`, if it is a position in the group.
+
+        Raises:
+            InvalidRequest: it is none; `what` names it.
+            Misuse: this worker is no member.
+        """
         self._check_member()
         if not 0 <= rank < self.world_size:
             raise InvalidRequest(f"{what} is {rank}; ranks of group {self.name!r} go from 0 to {self.world_size - 1}")

@@ -50,7 +50,7 @@ def gather_object(
     """Every rank's value, by rank, on rank `dst`; None elsewhere."""
     chosen, what = current_group(group), "gather_object"
     with chosen.preparing(what, False, timeout_s, False):
-        _check_root(chosen, dst, "dst", what)
+        chosen.checked_rank(dst, f"dst of {what}")
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
     parts = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
@@ -69,7 +69,7 @@ def broadcast_object_list(
     """
     chosen, what = current_group(group), "broadcast_object_list"
     with chosen.preparing(what, False, timeout_s, False):
-        _check_root(chosen, src, "src", what)
+        chosen.checked_rank(src, f"src of {what}")
         ours = _encoded(list(object_list), what) if chosen.rank == src else np.empty(0, np.uint8)
     told = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
     lengths = told[:, 1].tolist()
@@ -92,7 +92,7 @@ def scatter_object_list(
     """This rank's item of rank `src`'s list, which has one for each rank; elsewhere the list may be None."""
     chosen, what = current_group(group), "scatter_object_list"
     with chosen.preparing(what, False, timeout_s, False):
-        _check_root(chosen, src, "src", what)
+        chosen.checked_rank(src, f"src of {what}")
         parts = []
         if chosen.rank == src:
             if object_list is None or len(object_list) != chosen.size:
@@ -147,11 +147,6 @@ def recv_object_list(
         raise InvalidRequest(f"{what} was given a list of {len(object_list)} items; rank {sender} has sent {length}")
     object_list[:] = decode(data.tobytes(), what)
     return sender
-
-
-def _check_root(group: ProcessGroup, rank: int, what: str, call: str) -> None:
-    if not 0 <= rank < group.size:
-        raise InvalidRequest(f"{what} of {call} is {rank}; ranks of group {group.name!r} go from 0 to {group.size - 1}")
 
 
 def _encoded(value: Any, what: str) -> Bytes:

@@ -23,7 +23,7 @@ from axon_ps.host import fork
 from axon_ps.parallel import hooks, materialize, stats, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
 from axon_ps.parallel.flat import FlatUnit
-from axon_ps.parallel.memory import Meter, pinned_empty
+from axon_ps.parallel.memory import Meter, host_empty
 from axon_ps.parallel.node import NodeSteps
 from axon_ps.parallel.node_groups import WorldNodeGroups
 from axon_ps.parallel.replicated import ReplicatedRuntime, ReplicatedUnit
@@ -244,8 +244,7 @@ class FullyShardedDataParallel(ShardedValues):
             )
         host_copy = None
         if self._offload.keeps_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
-            make = pinned_empty if cuda.memory().is_device(device) else _empty
-            host_copy = make(part.unit.numel, TORCH_DTYPES[wire])
+            host_copy = host_empty(part.unit.numel, TORCH_DTYPES[wire], pinned=cuda.memory().is_device(device))
             self._meter.add(host_copy.nbytes)
         return FlatUnit(
             index,
@@ -572,10 +571,6 @@ def _device_of(parts: tuple[wrap.Part, ...]) -> torch.device:
     if len(devices) > 1:
         raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

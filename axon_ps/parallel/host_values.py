@@ -9,7 +9,7 @@ import torch
 
 from axon_ps.collectives import cuda
 from axon_ps.parallel.buckets import GradientBucket
-from axon_ps.parallel.memory import pinned_empty
+from axon_ps.parallel.memory import host_empty
 
 
 class HostValues:
@@ -26,9 +26,7 @@ class HostValues:
         flat = self._flat = bucket.flat
         device = cuda.memory().holds(flat)
         direct = flat.dtype is torch.float32 and not device
-        self._staged = None
-        if not direct:
-            self._staged = pinned_empty(flat.numel(), torch.float32) if device else torch.empty(flat.numel())
+        self._staged = None if direct else host_empty(flat.numel(), torch.float32, pinned=device)
         self.values = (flat if self._staged is None else self._staged).numpy()
 
     def read(self) -> None:

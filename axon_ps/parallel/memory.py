@@ -28,8 +28,10 @@ class Meter:
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
-def pinned_empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """T[numel] in page-locked host memory."""
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """T[numel] in host memory, page-locked if `pinned`."""
+    if not pinned:
+        return torch.empty(numel, dtype=dtype)
     return torch.from_numpy(cuda.memory().pinned(numel * dtype.itemsize)).view(dtype)
 
 

@@ -44,7 +44,7 @@ from axon_ps.collectives.work import Awaited, Lane, LoopWork
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.flat import array_of
-from axon_ps.parallel.memory import Meter, pinned_empty
+from axon_ps.parallel.memory import Meter, host_empty
 from axon_ps.parallel.node_groups import NodeGroups
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
@@ -79,8 +79,7 @@ class _Part:
     def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
         self.begin, self.end = bounds[rank], bounds[rank + 1]
         self.counts = [b - a for a, b in itertools.pairwise(bounds)]
-        numel = self.end - self.begin
-        self.values = pinned_empty(numel, dtype) if pinned else torch.empty(numel, dtype=dtype)
+        self.values = host_empty(self.end - self.begin, dtype, pinned=pinned)
         self.uploaded: torch.Tensor | None = None  # the same in device memory, if it was needed there and is kept
         self.held: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None

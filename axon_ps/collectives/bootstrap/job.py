@@ -25,7 +25,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ def _hear(store: Store, env: Mapping[str, str], rank: int, life: str, deadline: 
     key, place = _place(rank), _said_of_me(env, life)
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
-        for pause_s in _pauses():
+        for _ in _looks(deadline, lambda: what):
             if not store.check([key]) or store.get(key).decode() != place:
                 store.set(key, place)
             said: dict[str, Any] | None = _read(store, _JOB)
@@ -256,10 +256,7 @@ def _hear(store: Store, env: Mapping[str, str], rank: int, life: str, deadline: 
                 if "error" in said:
                     raise Broken(f"rank 0 could not start the job's services: {said['error']}")
                 return said
-            if deadline.passed:
-                raise Timeout(f"{what}, in vain for {deadline.timeout_s:g} s")
-            time.sleep(min(pause_s, deadline.remaining()))
-    raise AssertionError("the pauses have no end")
+    raise AssertionError("looking ends by an error")
 
 
 def _wait_for_places(
@@ -273,17 +270,14 @@ def _wait_for_places(
         return f"rank 0 is waiting for the worker{'s' * (len(ranks) > 1)} of rank {', '.join(ranks)}"
 
     with reminding(_logger, what):
-        for pause_s in _pauses():
+        for _ in _looks(deadline, what):
             for rank, key in keys.items():
                 if rank not in places and (said := _read(store, key)) is not None:
                     network, node, lives[rank] = said
                     places[rank] = network, node
             if len(places) == len(keys):
                 return [places[rank] for rank in keys]
-            if deadline.passed:
-                raise Timeout(f"{what()}, in vain for {deadline.timeout_s:g} s")
-            time.sleep(min(pause_s, deadline.remaining()))
-    raise AssertionError("the pauses have no end")
+    raise AssertionError("looking ends by an error")
 
 
 def _place(rank: int) -> str:
@@ -303,11 +297,18 @@ def _read(store: Store, key: str) -> Any:
         return None
 
 
-def _pauses() -> Iterator[float]:
-    """How long to wait between two looks into the store: ever longer."""
+def _looks(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
+    """Once for every look into the store, with ever longer pauses between them.
+
+    Raises:
+        Timeout: the time is over; the message has `what` is waited for.
+    """
     pause_s, most_s = _LOOK_S
     while True:
-        yield pause_s
+        yield
+        if deadline.passed:
+            raise Timeout(f"{what()}, in vain for {deadline.timeout_s:g} s")
+        time.sleep(min(pause_s, deadline.remaining()))
         pause_s = min(1.5 * pause_s, most_s)
 
 
