@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from axon_ps.errors import Unreachable
-from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
+from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.transport.backoff import Deadline, retry
 
 _ATTEMPT_S = 5.0
@@ -33,10 +33,12 @@ async def wait_until_listening(address: str, timeout_s: float, say: Callable[[st
         Unreachable: nobody did within `timeout_s` seconds.
     """
     waiting = asyncio.create_task(_knock(address, timeout_s))
-    waited_s, pause_s = 0.0, FIRST_REMINDER_S
+    waited_s = 0.0
     try:
-        while not (await asyncio.wait((waiting,), timeout=pause_s))[0]:
-            waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, MOST_REMINDER_S)
+        for pause_s in reminder_pauses():
+            if (await asyncio.wait((waiting,), timeout=pause_s))[0]:
+                break
+            waited_s += pause_s
             say(f"axon-ps: waiting for the coordinator at {address}, for {waited_s:.0f} s now")
         waiting.result()
     finally:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from itertools import repeat
 from typing import TypeVar
 
 from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout
-from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
+from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.transport.backoff import Deadline
 from axon_ps.types import Member, Membership
 
@@ -110,7 +111,7 @@ class JobView:
 
         With `reminds` it says what is waited for, after a while and then ever more rarely.
         """
-        deadline, pause_s = Deadline(timeout_s), FIRST_REMINDER_S if reminds else timeout_s
+        deadline, pauses = Deadline(timeout_s), reminder_pauses() if reminds else repeat(timeout_s)
         with self.changed:
             result: list[T] = []
 
@@ -122,11 +123,10 @@ class JobView:
                     result.append(value)
                 return value is not None
 
-            while not self.changed.wait_for(check, min(pause_s, deadline.remaining())):
+            while not self.changed.wait_for(check, min(next(pauses), deadline.remaining())):
                 if deadline.passed:
                     raise Timeout(f"{what()} after {timeout_s:g} s{self.waiting_for()}")
                 _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self.waiting_for())
-                pause_s = min(2 * pause_s, MOST_REMINDER_S)
             return result[0]
 
     def waiting_for(self) -> str:

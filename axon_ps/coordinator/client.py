@@ -58,7 +58,7 @@ from axon_ps.errors import (
     Misuse,
     Timeout,
 )
-from axon_ps.observe.reminders import FIRST_REMINDER_S, MOST_REMINDER_S
+from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.channels import connect
 from axon_ps.transport.security import Security
@@ -459,12 +459,11 @@ class CoordinatorClient(Calls):
         self._reminder = asyncio.create_task(self._say_what_is_waited_for())
 
     async def _say_what_is_waited_for(self) -> None:
-        began_s, pause_s = time.monotonic(), FIRST_REMINDER_S
-        while True:
+        began_s = time.monotonic()
+        for pause_s in reminder_pauses():
             await asyncio.sleep(pause_s)
             if self._attached.is_set():
                 return
-            pause_s = min(2 * pause_s, MOST_REMINDER_S)
             waited_s, why = time.monotonic() - began_s, self._last_error or "no answer"
             kept = "" if self.rank < 0 else "; what this process holds is kept"
             _logger.warning(

@@ -9,10 +9,11 @@ import pytest
 
 from axon_ps.cli import network
 from axon_ps.errors import Unreachable
+from axon_ps.observe import reminders
 
 
 def test_who_waits_for_a_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "FIRST_REMINDER_S", 0.02)
+    monkeypatch.setattr(reminders, "FIRST_REMINDER_S", 0.02)
     said: list[str] = []
     address = f"127.0.0.1:{network.free_port()}"
     with pytest.raises(Unreachable, match="waited 0.3 s"):
