@@ -30,6 +30,7 @@ from axon_ps.coordinator.shared_calls import SharedCalls
 from axon_ps.coordinator.shell import Session, Shell
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import AxonError, InvalidRequest, Timeout
+from axon_ps.transport.service import ServerStream
 from axon_ps.transport.status import error_from_detail
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
@@ -55,7 +56,7 @@ class CoordinatorServicer:
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointInfo]()
 
-    async def session(self, context: Any) -> None:
+    async def session(self, context: ServerStream) -> None:
         """A member's life."""
         try:
             async with asyncio.timeout(JOIN_S):
@@ -79,7 +80,7 @@ class CoordinatorServicer:
                 reader.cancel()
             self._shell.close_session(session)
 
-    async def _read(self, context: Any, session: Session) -> None:
+    async def _read(self, context: ServerStream, session: Session) -> None:
         """Hand on what a member says until it stops; a member that says what cannot be is broken off."""
         try:
             while (message := await context.read()) is not grpc.aio.EOF:

@@ -13,11 +13,11 @@ Note: [How an operation ends]
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest
 from axon_ps.shard.collective_shell import CollectiveShell, CollectiveStream
 from axon_ps.transport.kept_streams import IdleStreams
+from axon_ps.transport.service import ServerStream
 from axon_ps.transport.stream import EOF
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
@@ -25,7 +25,7 @@ ENDED = CollectiveChunk(ended=True).SerializeToString()
 """The last message of an operation. See Note: [How an operation ends]."""
 
 
-async def serve(shell: CollectiveShell, idle: IdleStreams, context: Any) -> None:
+async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerStream) -> None:
     """Serve operations until the client ends the stream between two of them, or this server stops."""
     message = await context.read()
     if message is EOF:
@@ -36,7 +36,7 @@ async def serve(shell: CollectiveShell, idle: IdleStreams, context: Any) -> None
         message = await idle.next(context.read())
 
 
-async def _perform(stream: CollectiveStream, context: Any) -> None:
+async def _perform(stream: CollectiveStream, context: ServerStream) -> None:
     """Serve one operation."""
     reader: asyncio.Task[None] | None = None
     try:
@@ -46,12 +46,11 @@ async def _perform(stream: CollectiveStream, context: Any) -> None:
             await context.write(message)
     finally:
         if reader is not None:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            reader.cancel()  # it ends with the call, if it is reading
         stream.close()
 
 
-async def _read(stream: CollectiveStream, context: Any) -> None:
+async def _read(stream: CollectiveStream, context: ServerStream) -> None:
     """Give the stream what comes, until all has come; what cannot be ends the call."""
     try:
         await stream.settled()

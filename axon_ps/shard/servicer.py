@@ -25,6 +25,7 @@ from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_
 from axon_ps.shard.shell import ShardShell
 from axon_ps.transport.direct_memory import Lender, address_of
 from axon_ps.transport.kept_streams import IdleStreams
+from axon_ps.transport.service import ServerStream
 from axon_ps.transport.stream import EOF
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
@@ -45,12 +46,12 @@ class ShardServicer:
         """End the streams that nothing is under way on, now and from now on: they would be waited for."""
         self._idle.drain()
 
-    async def all_gather(self, context: Context) -> None:
+    async def all_gather(self, context: ServerStream) -> None:
         """Gathers, one after the other."""
         while (request := await self._idle.next(context.read())) is not EOF:
             await self._gather(request, context)
 
-    async def _gather(self, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
         shell, _ = await self._shell.fence(request.context)
         engine = shell.engine
@@ -58,7 +59,7 @@ class ShardServicer:
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
         if request.assumed:
-            await self._gather_ahead(shell, request, context)
+            await self._foresee(shell, request, context)
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
@@ -70,7 +71,7 @@ class ShardServicer:
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
             for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
-                await self._serve(engine, context, request, some)
+                await self._serve(engine, context, request, some, engine.slice_of(request.unit).lender)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
@@ -78,7 +79,7 @@ class ShardServicer:
                 _count(engine, "out", len(frame))
 
     async def _show(
-        self, shell: ModelShell, context: Context, request: shard_pb2.AllGatherRequest, dtype: DType
+        self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
     ) -> None:
         """Where the caller can map the unit; nowhere, if it must gather a copy."""
         engine = shell.engine
@@ -90,7 +91,7 @@ class ShardServicer:
             header.mapping.CopyFrom(shared.mapping)
         await context.write(encode_chunk(header, None))
 
-    async def _gather_ahead(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: Context) -> None:
+    async def _foresee(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
         """Chunks of a range as an undecided step will make them, each as soon as it is known."""
         engine = shell.engine
         if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
@@ -100,17 +101,22 @@ class ShardServicer:
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
             frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
-            await self._serve(engine, context, request, (frame,))
+            lender = engine.slice_of(request.unit).lender_of(index, frame)
+            await self._serve(engine, context, request, (frame,), lender)
 
     async def _serve(
-        self, engine: ShardEngine, context: Context, request: shard_pb2.AllGatherRequest, frames: Sequence[bytes]
+        self,
+        engine: ShardEngine,
+        context: ServerStream,
+        request: shard_pb2.AllGatherRequest,
+        frames: Sequence[bytes],
+        lender: Lender,
     ) -> None:
         """Send a frame that the slice keeps, or lend the payloads of several to a caller that can read our memory."""
         for frame in frames:
             _count(engine, "out", len(frame))
         frame = frames[0]
         if request.lend and len(frame) >= LEAST_LENT_BYTES:
-            lender = engine.slice_of(request.unit).lender
             headers, payloads = zip(*map(decode_chunk, frames), strict=True)
             header = headers[0]
             header.numel = sum(h.numel for h in headers)
@@ -118,12 +124,12 @@ class ShardServicer:
             frame = encode_chunk(header, None)
         await context.write(frame)
 
-    async def reduce_scatter(self, context: Context) -> None:
+    async def reduce_scatter(self, context: ServerStream) -> None:
         """Pushes, one after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             await context.write(await self._push(message, context))
 
-    async def _push(self, message: Any, context: Context) -> shard_pb2.ReduceScatterReply:
+    async def _push(self, message: Any, context: ServerStream) -> shard_pb2.ReduceScatterReply:
         """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
         header, payload = _first(message)
         shell, member = await self._shell.fence(header.context)
@@ -157,12 +163,12 @@ class ShardServicer:
                 message = None
         return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
 
-    async def upload(self, context: Context) -> None:
+    async def upload(self, context: ServerStream) -> None:
         """First values, a slice after the other."""
         while (message := await self._idle.next(context.read())) is not EOF:
             await context.write(await self._store(message, context))
 
-    async def _store(self, message: Any, context: Context) -> shard_pb2.UploadReply:
+    async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
         """First values of a slice, f32."""
         header, payload = _first(message)
         shell, _ = await self._shell.fence(header.context)
@@ -181,7 +187,7 @@ class ShardServicer:
             message = None
         return shard_pb2.UploadReply(complete=complete)
 
-    async def collective(self, context: Context) -> None:
+    async def collective(self, context: ServerStream) -> None:
         """A worker's part in collectives and messages of its groups, one after the other."""
         await collective_servicer.serve(self._shell.collectives, self._idle, context)
 

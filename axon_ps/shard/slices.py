@@ -80,7 +80,8 @@ class OwnedSlice:
         frames: per chunk, its encoded message; empty when they have to be encoded first.
         ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
         shared: the wire copy that workers of this host map; None while nobody does.
-        lender: lends `frames` and `ahead` to processes of this host; takes all back when some of them are dropped.
+        lender: lends `frames` to processes of this host; takes all back when they are dropped.
+        ahead_lender: lends `ahead`; lends on when those become the frames.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
@@ -105,6 +106,7 @@ class OwnedSlice:
         self.ahead: list[bytes] = []
         self.shared: SharedCopy | None = None
         self.lender = Lender()
+        self.ahead_lender = Lender()
         self.reached = 0
         self.changed = 0
         self.copied = 0
@@ -186,8 +188,7 @@ class OwnedSlice:
             sums.restart()
 
     def _forget_ahead(self) -> None:
-        if any(self.ahead):
-            self.lender.take_back()
+        self.ahead_lender.take_back()
         self.ahead = []
 
     def takes(self, lane: int) -> bool:
@@ -416,6 +417,10 @@ class OwnedSlice:
                 self.frames = ()
         return self.ahead[index]
 
+    def lender_of(self, index: int, frame: bytes) -> Lender:
+        """What lends this frame of chunk `index`: one of `frames`, or of `ahead`."""
+        return self.ahead_lender if self.ahead and self.ahead[index] is frame else self.lender
+
     def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> int:
         """Freeze the summed gradient for `apply`; the counters start again for the next step.
 
@@ -426,10 +431,11 @@ class OwnedSlice:
         Returns:
             How many frames are yet to be made.
         """
-        ahead = self.ahead if foreseen else []
+        ahead: list[bytes] = []
         if foreseen:
-            self.ahead = []  # they live on, and whoever is reading them may go on
-        self._forget_ahead()
+            ahead, self.ahead = self.ahead, []  # they live on, and whoever is reading them may go on
+        else:
+            self._forget_ahead()
         self._applied = sums = self.sums[lane]
         for (begin, end), there in zip(self.bounds, sums.present, strict=True):
             if not there:  # some ranges of a unit had gradients and this one had none
@@ -593,6 +599,7 @@ class OwnedSlice:
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
         self.lender.take_back()
+        self.lender, self.ahead_lender = self.ahead_lender, self.lender
         self.frames = tuple(self._next_frames)
         self._next_frames = []
         self.updates += 1

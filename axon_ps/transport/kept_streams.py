@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from axon_ps.errors import Closed, Timeout
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.service import Stub
-from axon_ps.transport.stream import EOF
+from axon_ps.transport.shielded import Shielded
+from axon_ps.transport.stream import EOF, task_is_cancelled
 
 NEVER = Deadline(None)
 
@@ -90,31 +91,29 @@ class IdleStreams:
     """A server's streams that nothing is under way on: once it stops, nobody waits for them."""
 
     def __init__(self) -> None:
-        self._idle: set[asyncio.Task[Any]] = set()
-        self._ended: set[asyncio.Task[Any]] = set()
+        self._idle: set[Shielded[Any]] = set()
+        self._ended: set[Shielded[Any]] = set()
         self._draining = False
 
-    async def next(self, read: Coroutine[Any, Any, Any]) -> Any:
+    async def next(self, read: Shielded[Any]) -> Any:
         """What `read` gives, the first message of the next use, or `EOF`: the stream is over, or we are draining."""
-        task = asyncio.current_task()
-        assert task is not None
         if self._draining:
             read.close()
             return EOF
-        self._idle.add(task)
+        self._idle.add(read)
         try:
             return await read
         except asyncio.CancelledError:
-            if task not in self._ended or task.uncancel() > 0:  # gRPC cancelled it: the client has gone
+            if read not in self._ended or task_is_cancelled():  # gRPC cancelled it: the client has gone
                 raise
             return EOF
         finally:
-            self._idle.discard(task)
-            self._ended.discard(task)
+            self._idle.discard(read)
+            self._ended.discard(read)
 
     def drain(self) -> None:
         """End the idle streams, now and from now on."""
         self._draining = True
         self._ended |= self._idle
-        for task in self._idle:
-            task.cancel()
+        for read in self._idle:
+            read.drop()

@@ -40,6 +40,7 @@ from google.protobuf.message_factory import GetMessageClass
 from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest
 from axon_ps.transport import channels
 from axon_ps.transport.security import token_metadata
+from axon_ps.transport.shielded import Shielded
 from axon_ps.transport.status import error_of, status_of
 from axon_ps.transport.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
@@ -124,6 +125,25 @@ class Stub:
         return Stream(call, self.peer, method, timeout_s)
 
 
+class ServerStream:
+    """A servicer's end of a streaming call.
+
+    Args:
+        context: gRPC's.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def read(self) -> Shielded[Any]:
+        """Await it for the client's next message, or `EOF` when none will come any more."""
+        return Shielded(self._context.read())
+
+    def write(self, message: Any) -> Shielded[None]:
+        """Await it to send a message; it ends when the transport has taken it."""
+        return Shielded(self._context.write(message))
+
+
 def _timeout(timeout_s: float | None) -> float | None:
     return None if timeout_s is None or math.isinf(timeout_s) else timeout_s
 
@@ -146,7 +166,7 @@ def _method_handler(method: MethodDescriptor, behaviour: Callable[..., Awaitable
     async def perform(raw_or_iterator: Any, context: Any) -> Any:
         try:
             if streams:
-                return await behaviour(context)
+                return await behaviour(ServerStream(context))
             reply = await behaviour(parse(raw_or_iterator) if parse else raw_or_iterator, context)
             return serialize(reply) if serialize else reply
         except asyncio.CancelledError:

@@ -24,6 +24,7 @@ import grpc
 
 from axon_ps.errors import AxonError, Closed
 from axon_ps.host import fork
+from axon_ps.transport.shielded import Shielded
 from axon_ps.transport.status import error_of, error_of_status
 
 EOF: Final = grpc.aio.EOF
@@ -77,7 +78,7 @@ class Stream:
             AxonError: what ended the call, as the peer raised it; see `status.error_of` for gRPC's own.
         """
         try:
-            message = await self._call.read()
+            message = await Shielded(self._call.read(), self._call.cancel)
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error) from None
         except asyncio.CancelledError:
@@ -101,7 +102,7 @@ class Stream:
                     raise await self._ended()
                 await self._connect()
                 # See Note: [Why a write failed]
-                await self._call._cython_call.send_serialized_message(data)
+                await Shielded(self._call._cython_call.send_serialized_message(data), self._call.cancel)
         except grpc.aio.InternalError:
             raise await self._ended() from None
         except asyncio.CancelledError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
-from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import Broken, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.engine import ShardEngine
+from axon_ps.transport.direct_memory import Borrower, address_of, introduction
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
 from engine_driver import Servers, job_of, layout_of, one_group
@@ -92,6 +95,29 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
         assert engine.frames(0, 0, N) == before  # encoded again
     with pytest.raises(StepAborted, match="did not commit as assumed"):
         foresee(engine, step=step)
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_what_was_lent_ahead_stays_lent_when_it_comes_true(foreseen: bool) -> None:
+    made = servers()
+    (engine,) = made.engines
+    frame_before = engine.frames(0, 0, N)[0]
+    before = engine.slices[0].lender.lend(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
+    made.push(0, 0, grad(0))
+    made.push(0, 1, grad(1))
+    owned, frames = engine.slices[0], [f for f in foresee(engine) if f is not None]
+    loans = [owned.lender_of(i, f).lend(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
+    if foreseen:
+        made.commit([ADAMW])
+    else:
+        made.end(Outcome.ABORT)
+    here, wanted = Borrower(introduction()), np.frombuffer(b"".join(frames), np.uint8)
+    out = np.zeros_like(wanted)
+    with contextlib.nullcontext() if foreseen else pytest.raises(Broken, match="took back what it lent"):
+        here.read(loans, out)
+        np.testing.assert_array_equal(out, wanted)
+    with pytest.raises(Broken, match="took back what it lent"):
+        here.read([before], np.zeros(len(frame_before), np.uint8))
 
 
 def test_there_is_one_wire_copy_all_the_same() -> None:

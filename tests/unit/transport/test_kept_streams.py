@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import Closed, Timeout
+from axon_ps.transport import shielded
 from axon_ps.transport.backoff import Deadline
 from axon_ps.transport.kept_streams import IdleStreams, KeptStreams
+from axon_ps.transport.shielded import Shielded
 from axon_ps.transport.stream import EOF
 
 MOST_IDLE = 3
@@ -167,13 +169,13 @@ async def nothing() -> bytes:
 def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
     async def test() -> None:
         idle = IdleStreams()
-        assert await idle.next(message()) == b"first"
-        waiting = asyncio.ensure_future(idle.next(nothing()))
+        assert await idle.next(Shielded(message())) == b"first"
+        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
         await asyncio.sleep(0)
         idle.drain()
         assert await waiting is EOF
         assert waiting.cancelling() == 0
-        assert await idle.next(message()) is EOF
+        assert await idle.next(Shielded(message())) is EOF
 
     asyncio.run(test())
 
@@ -182,7 +184,7 @@ def test_a_server_that_stops_ends_idle_streams_now_and_later() -> None:
 def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(first: str) -> None:
     async def test() -> None:
         idle = IdleStreams()
-        waiting = asyncio.ensure_future(idle.next(nothing()))
+        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
         await asyncio.sleep(0)
         if first == "the client":
             waiting.cancel()
@@ -196,10 +198,12 @@ def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(f
     asyncio.run(test())
 
 
-def test_a_cancelled_stream_is_cancelled() -> None:
+def test_a_cancelled_stream_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shielded, "PATIENCE_S", 0.0)
+
     async def test() -> None:
         idle = IdleStreams()
-        waiting = asyncio.ensure_future(idle.next(nothing()))
+        waiting = asyncio.ensure_future(idle.next(Shielded(nothing())))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

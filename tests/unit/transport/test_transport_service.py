@@ -342,14 +342,14 @@ def test_a_servicer_that_writes_to_nobody_ends_silently(caplog: pytest.LogCaptur
 
 
 def test_using_the_context_wrongly_is_a_bug_not_a_lost_client(caplog: pytest.LogCaptureFixture) -> None:
-    async def reduce_scatter(context: Any) -> None:
+    async def stats(request: Any, context: Any) -> None:
         for _ in range(2):
             await context.send_initial_metadata(())
 
     async def main() -> None:
-        async with serving(reduce_scatter=reduce_scatter) as s:
+        async with serving(stats=stats) as s:
             with pytest.raises(InternalError, match="already sent"):
-                await s.stub.open("ReduceScatter").read()
+                await s.stub.call("Stats", shard_pb2.StatsRequest())
 
     run(main())
     assert len(ours(caplog)) == 1
