@@ -121,6 +121,7 @@ class FlatUnit:
         self._coming: tuple[int, int] | None = None  # of those under way
         self._ahead: tuple[Pending, torch.Tensor | None] | None = None  # of an undecided step; None: into `flat`
         self._adopted = False  # whether what is under way was begun ahead
+        self.repeated = 0  # gathers begun ahead that were of no use
 
     @property
     def trainable(self) -> bool:
@@ -270,6 +271,7 @@ class FlatUnit:
                 self.abandon(pool)
                 if not again:
                     raise
+                self.repeated += 1
                 continue
             except BaseException:
                 self.abandon(pool)

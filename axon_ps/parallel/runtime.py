@@ -582,6 +582,7 @@ class Runtime:
         """Counters and memory of this worker; bytes and seconds."""
         return {
             **{k: float(v) for k, v in vars(self.counters).items()},
+            "gathers_repeated": float(sum(flat.repeated for unit in self.units for flat in unit.flats)),
             "param_memory_bytes": float(self.meter.current_bytes),
             "peak_param_memory_bytes": float(self.meter.peak_bytes),
             "grad_buffer_bytes": float(self._grad_meter.current_bytes),

@@ -13,6 +13,7 @@ from torch import nn
 
 import axon_ps
 from axon_ps import parallel
+from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
 from parity_model import train_sharded
@@ -149,3 +150,27 @@ def test_gradients_are_added_from_where_they_lie() -> None:
     with LocalCluster(shards=1, world_size=1) as cluster:
         ((mapped, sent),) = (result.value for result in cluster.run_workers(count_gradients))
     assert mapped == sent == 3 * (WIDTH * WIDTH + WIDTH) * 4
+
+
+def count_repeated_gathers() -> Any:
+    with axon_ps.World.init() as world:
+        model = parallel.FSDP(
+            nn.Sequential(*(Layer(nn.Linear(200, 200), nn.Tanh()) for _ in range(3))),
+            world.default_group,
+            unit_types={Layer},
+            plan_options=PlanOptions(chunk_numel=10_000, min_slice_numel=5_000),
+        )
+        optimizer = parallel.SGD(model, lr=0.1)
+        for _ in range(20):
+            model(torch.ones(4, 200)).square().mean().backward()
+            assert optimizer.step().committed
+            optimizer.zero_grad()
+        return world.statistics()["lent_bytes_in"], model.statistics()["gathers_repeated"]
+
+
+def test_what_is_lent_ahead_of_a_decision_need_not_be_asked_for_again() -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        for result in cluster.run_workers(count_repeated_gathers):
+            lent_bytes, repeated = result.value
+            assert lent_bytes > 0
+            assert repeated == 0
