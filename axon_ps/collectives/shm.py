@@ -53,7 +53,7 @@ def _copy_for(size_bytes: int) -> Copy:
     """How to copy what is part of so large a result."""
     if size_bytes < _STREAM_BYTES:
         return np.copyto
-    from axon_ps.transport import stream_copy  # loading numba takes a while, and small groups need none
+    from axon_ps.kernels import stream_copy  # loading numba takes a while, and small groups need none
 
     return stream_copy.copy
 

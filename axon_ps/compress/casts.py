@@ -37,14 +37,15 @@ class CastCompressor(Compressor):
         return 2 * numel
 
     def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
-        from axon_ps.compress import cast, kernels
+        from axon_ps.compress import cast
+        from axon_ps.kernels import casts
 
         target = out.view(self.dtype.numpy)
         residual = self._moved(residual, kept)
         if residual is None:
             cast.encode(values, target, self.dtype)
         else:
-            kernels.convert_keeping(values, target.view(np.int16) if self.dtype is DType.F16 else target, residual)
+            casts.convert_keeping(values, target.view(np.int16) if self.dtype is DType.F16 else target, residual)
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
         from axon_ps.compress import cast

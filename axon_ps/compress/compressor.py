@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.compress.arrays import check_array, readonly
 from axon_ps.errors import InvalidRequest
+from axon_ps.kernels.arrays import check_array, readonly
 from axon_ps.types import Array, Compression, DType, Int8, TopK
 
 _F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)

@@ -39,19 +39,17 @@ class Int8Compressor(Compressor):
         return numel + _SCALE_BYTES * blocks_of(numel, self.block_numel)
 
     def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
-        from axon_ps.compress import int8_kernels
+        from axon_ps.kernels import int8
 
         head = out.size - values.size
         scales = np.empty(head // _SCALE_BYTES, np.float32)  # of its own: `out` may be unaligned
         kept = None if kept is residual else kept
-        int8_kernels.quantise(
-            values, residual, kept, scales, out[head:].view(np.int8), self.block_numel, self.block_numel
-        )
+        int8.quantise(values, residual, kept, scales, out[head:].view(np.int8), self.block_numel, self.block_numel)
         out[:head] = scales.view(np.uint8)
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
-        from axon_ps.compress import int8_kernels
+        from axon_ps.kernels import int8
 
         head = data.size - acc.size
         scales = data[:head].copy().view(np.float32)
-        int8_kernels.dequantise(scales, data[head:].view(np.int8), acc, self.block_numel, self.block_numel, first)
+        int8.dequantise(scales, data[head:].view(np.int8), acc, self.block_numel, self.block_numel, first)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from axon_ps.compress import int8_kernels
-from axon_ps.compress.arrays import check_array, readonly
 from axon_ps.compress.compressor import blocks_of
+from axon_ps.kernels import int8
+from axon_ps.kernels.arrays import check_array, readonly
 from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 
 BLOCK = DType.INT8_BLOCK.numpy
@@ -51,7 +51,7 @@ def encode(values: Array, blocks: Array, residual: Array | None = None) -> None:
     scales = np.empty(blocks.size, np.float32)
     if blocks.size and values.size % INT8_BLOCK_NUMEL:
         blocks["quants"][-1] = 0
-    int8_kernels.quantise(readonly(values), residual, None, scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
+    int8.quantise(readonly(values), residual, None, scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
     blocks["scale"] = scales
 
 
@@ -96,9 +96,7 @@ def encode_sums(acc: Array, blocks: Array) -> None:
     """
     _check_sums(acc, blocks)
     scales = np.empty(blocks.size, np.float32)
-    int8_kernels.quantise_at_random(
-        readonly(acc.reshape(-1)), scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize
-    )
+    int8.quantise_at_random(readonly(acc.reshape(-1)), scales, _quants(blocks), INT8_BLOCK_NUMEL, BLOCK.itemsize)
     blocks["scale"] = scales
 
 
@@ -113,7 +111,7 @@ def warm_up() -> None:
 
 def _add(blocks: Array, acc: Array, *, first: bool) -> None:
     scales = np.ascontiguousarray(blocks["scale"])
-    int8_kernels.dequantise(scales, readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
+    int8.dequantise(scales, readonly(_quants(blocks)), acc, INT8_BLOCK_NUMEL, BLOCK.itemsize, first)
 
 
 def _quants(blocks: Array) -> Array:

@@ -39,21 +39,21 @@ class TopKCompressor(Compressor):
         return _PAIR_BYTES * kept_of(numel, self.fraction)
 
     def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
-        from axon_ps.compress import top_k_kernels
+        from axon_ps.kernels import top_k
 
         if values.size >= 1 << 32:
             raise InvalidRequest(f"top-k of {values.size} numbers; at most {(1 << 32) - 1} have an index of 32 bits")
         count = out.size // _PAIR_BYTES
         indices, sent = np.empty(count, np.uint32), np.empty(count, np.float32)
-        top_k_kernels.select(values, self._moved(residual, kept), indices, sent)
+        top_k.select(values, self._moved(residual, kept), indices, sent)
         out[: 4 * count] = indices.view(np.uint8)
         out[4 * count :] = sent.view(np.uint8)
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
-        from axon_ps.compress import top_k_kernels
+        from axon_ps.kernels import top_k
 
         count = data.size // _PAIR_BYTES
         indices = data[: 4 * count].copy().view(np.uint32)
         sent = data[4 * count :].copy().view(np.float32)
-        if not top_k_kernels.scatter(indices, sent, acc, first):
+        if not top_k.scatter(indices, sent, acc, first):
             raise InvalidRequest(f"the {count} indices of a top-k do not ascend below {acc.size}; the data is corrupt")

@@ -202,9 +202,9 @@ class ServerOptimizer(ABC):
     @cached_property
     def _kernels(self) -> Any:
         """The compiled loops. Imported at the first update, because describing an optimizer needs no numba."""
-        from axon_ps.optim import kernels
+        from axon_ps.kernels import optimizers
 
-        return kernels
+        return optimizers
 
     def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
         """Whether a hyperparameter is other than 0 in some group."""

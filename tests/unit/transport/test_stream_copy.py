@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.transport import stream_copy
+from axon_ps.kernels import stream_copy
 
 
 @settings(deadline=None)  # the first one compiles

@@ -1,6 +1,6 @@
 """The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these write where told.
 
-See `compress.kernels` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
+See `kernels.casts` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
 reordering, so every machine computes the same bits.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.compress.kernels import compiled
+from axon_ps.kernels.casts import compiled
 
 F32 = np.float32
 MAGNITUDE = np.uint32(0x7FFF_FFFF)
