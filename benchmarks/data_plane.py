@@ -4,7 +4,7 @@ One worker (this process), one shard server; the raw peers are a `grpc.aio` serv
 of its own, identity serializers, the same chunk size, channel options and one connection (raw_stream.py). The raw
 streams are measured twice, with the receiver dropping what it read and copying it into its place: ours always copies
 (AllGather) or adds (ReduceScatter). The acceptance is ours over the raw stream that drops, the harder of the two. All
-of it once more with malloc set as our processes set it (`shard.memory`), which speeds the raw stream up, too: that is
+of it once more with malloc set as our processes set it (`host.malloc`), which speeds the raw stream up, too: that is
 a part of what is ours, so it is shown beside the plain one. Ours through gRPC is what the acceptance is about; by
 direct memory, as processes of one host do unless told otherwise, is shown beside it. Last, four workers gather the
 same slice, and the server counts how often it encoded a chunk.

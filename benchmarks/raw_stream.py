@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--keep-message-memory", action="store_true")
     arguments = parser.parse_args()
     if arguments.keep_message_memory:
-        from axon_ps.shard.memory import keep_message_memory
+        from axon_ps.host.malloc import keep_message_memory
 
         keep_message_memory()
     sizes = arguments.total_bytes, arguments.chunk_bytes

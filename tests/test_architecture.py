@@ -99,7 +99,7 @@ def test_nothing_is_pickled() -> None:
 def test_only_the_command_line_exits() -> None:
     exits = {"sys.exit", "os._exit", "os.abort"}
     # the fork server's children end as programs do, and `ending` only notices who exits
-    programs = ("cli/", "transport/tether.py", "collectives/ending.py", "testing/fork_server.py")
+    programs = ("cli/", "host/tether.py", "collectives/ending.py", "testing/fork_server.py")
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 

@@ -1,6 +1,6 @@
 """Starting other processes of ours and ending them: what `axon-ps run` stands on.
 
-Invariants: a process is started by `exec` (never a bare fork), dies with us even by kill -9 (`transport.children`), is
+Invariants: a process is started by `exec` (never a bare fork), dies with us even by kill -9 (`host.children`), is
 in a process group of its own, so that Ctrl-C reaches it through us and in our order, and is reaped before we return.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.cli.console import Source
 from axon_ps.errors import AxonError
-from axon_ps.transport.children import LinePipe, tethered
+from axon_ps.host.children import LinePipe, tethered
 
 PYTHON = (sys.executable, "-P")
 _READ_BYTES = 1 << 16

@@ -30,8 +30,8 @@ from axon_ps.collectives.shm_mailbox import Mailbox
 from axon_ps.collectives.shm_meeting import meet
 from axon_ps.collectives.shm_registry import registry
 from axon_ps.errors import AxonError, Closed, Disagreement, InvalidRequest
+from axon_ps.host.process_memory import address_of
 from axon_ps.reduction import ops
-from axon_ps.transport.direct_memory import address_of
 from axon_ps.types import Array, DType, ReduceOp
 
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)

@@ -34,9 +34,9 @@ from collections.abc import Callable, Sequence
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
-from axon_ps.transport import futex
-from axon_ps.transport.peer_process import PeerProcess
-from axon_ps.transport.shared_memory import Segment, pack_text, unpack_text
+from axon_ps.host import futex
+from axon_ps.host.peer_process import PeerProcess
+from axon_ps.host.shared_memory import Segment, pack_text, unpack_text
 from axon_ps.types import Array
 
 INLINE_BYTES = 64 << 10

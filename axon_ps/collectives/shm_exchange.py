@@ -47,9 +47,9 @@ from axon_ps.collectives.shm_control import (
 )
 from axon_ps.collectives.shm_registry import registry
 from axon_ps.errors import AxonError, Broken, Busy
-from axon_ps.transport.direct_memory import address_of
-from axon_ps.transport.peer_process import MemoryReader
-from axon_ps.transport.shared_memory import Segment, SegmentAddress, boot_id
+from axon_ps.host.peer_process import MemoryReader
+from axon_ps.host.process_memory import address_of
+from axon_ps.host.shared_memory import Segment, SegmentAddress, boot_id
 from axon_ps.types import Array, DType
 
 Copy = Callable[[Array, Array], object]

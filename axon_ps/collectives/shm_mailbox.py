@@ -26,9 +26,9 @@ import numpy as np
 
 from axon_ps.collectives.shm_control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
 from axon_ps.errors import Broken, Disagreement
-from axon_ps.transport import futex
-from axon_ps.transport.direct_memory import address_of
-from axon_ps.transport.peer_process import MemoryReader
+from axon_ps.host import futex
+from axon_ps.host.peer_process import MemoryReader
+from axon_ps.host.process_memory import address_of
 from axon_ps.types import Array, DType
 
 _EAGER, _OFFER, _DONE, _READY, _PIECE, _REFUSED = range(6)

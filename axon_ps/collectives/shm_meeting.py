@@ -26,9 +26,9 @@ from axon_ps.collectives.shm_control import (
     Layout,
 )
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout, Unreachable
-from axon_ps.transport import futex
-from axon_ps.transport.peer_process import MemoryReader, PeerProcess
-from axon_ps.transport.shared_memory import Segment, SegmentAddress, nonce
+from axon_ps.host import futex
+from axon_ps.host.peer_process import MemoryReader, PeerProcess
+from axon_ps.host.shared_memory import Segment, SegmentAddress, nonce
 
 _JOINED, _FAILED = 1, 2
 _PROBE_BYTES = 16

@@ -21,7 +21,7 @@ import numpy as np
 
 from axon_ps.errors import Busy
 from axon_ps.host import fork
-from axon_ps.transport.shared_memory import Segment, SegmentAddress, move_mapping
+from axon_ps.host.shared_memory import Segment, SegmentAddress, move_mapping
 from axon_ps.types import Array, DType
 
 

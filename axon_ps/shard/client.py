@@ -25,8 +25,8 @@ import numpy as np
 from axon_ps.compress.compressor import Compressor, compressor_of
 from axon_ps.compress.feedback import Feedback
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
+from axon_ps.host.malloc import keep_message_memory
 from axon_ps.shard import transfers
-from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.reach import Servers
 from axon_ps.shard.shared_buffers import shared_buffer

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
+from axon_ps.host.malloc import keep_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.shard.mailbox import EAGER_BYTES
-from axon_ps.shard.memory import keep_message_memory
 from axon_ps.shard.operation_stream import OperationStream
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.pieces import Exchange, Piece, home_of, owners_of, pieces_of, shares_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.transport.shared_memory import SegmentAddress
+from axon_ps.host.shared_memory import SegmentAddress
 from axon_ps.wire.v1 import memory_pb2
 
 

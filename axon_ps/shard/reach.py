@@ -1,7 +1,7 @@
 """Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
 
 Owns: the introductions, on both sides (`Servers` in a worker, `Callers` in a server), and loans as messages. What may
-be read and until when is `transport.direct_memory`'s. Refuses: to decide what is lent; transfers and the servicer do.
+be read and until when is `host.process_memory`'s. Refuses: to decide what is lent; transfers and the servicer do.
 
 Invariants:
 - Where an introduction fails (another host, another container, a kernel that forbids it), everything goes through gRPC
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.host import process_memory
+from axon_ps.host.process_memory import Borrower, Introduction, Lender, Loan
 from axon_ps.shard import shared_buffers
 from axon_ps.shard.shared_buffers import MappedBuffers
-from axon_ps.transport import direct_memory
-from axon_ps.transport.direct_memory import Borrower, Introduction, Lender, Loan
 from axon_ps.transport.service import Stub
 from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
@@ -183,7 +183,7 @@ def loan_from_proto(loan: memory_pb2.Loan) -> Loan:
 
 
 def _ours() -> memory_pb2.Introduction:
-    own = direct_memory.introduction()
+    own = process_memory.introduction()
     return memory_pb2.Introduction(pid=own.pid, address=own.address, secret=own.secret)
 
 

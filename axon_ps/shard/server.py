@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_ps.coordinator.client import CoordinatorClient
-from axon_ps.shard.memory import keep_message_memory
+from axon_ps.host.malloc import keep_message_memory
 from axon_ps.shard.servicer import ShardServicer
 from axon_ps.shard.shell import ShardShell
 from axon_ps.transport.channels import join_address

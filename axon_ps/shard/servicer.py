@@ -18,12 +18,12 @@ import grpc
 import numpy as np
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
+from axon_ps.host.process_memory import Lender, address_of
 from axon_ps.shard import collective_servicer
 from axon_ps.shard.engine import ShardEngine
 from axon_ps.shard.model_shell import ModelShell
 from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
 from axon_ps.shard.shell import ShardShell
-from axon_ps.transport.direct_memory import Lender, address_of
 from axon_ps.transport.kept_streams import IdleStreams
 from axon_ps.transport.service import ServerStream
 from axon_ps.transport.stream import EOF

@@ -19,9 +19,9 @@ import numpy as np
 
 from axon_ps.errors import Busy, InvalidRequest, Unreachable
 from axon_ps.host import fork
+from axon_ps.host.process_memory import address_of
+from axon_ps.host.shared_memory import Segment
 from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
-from axon_ps.transport.direct_memory import address_of
-from axon_ps.transport.shared_memory import Segment
 from axon_ps.types import Array
 from axon_ps.wire.v1 import memory_pb2
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.errors import Unreachable
+from axon_ps.host.shared_memory import PAGE_BYTES, Segment
 from axon_ps.shard.mappings import mapping_from_proto, mapping_to_proto
-from axon_ps.transport.shared_memory import PAGE_BYTES, Segment
 from axon_ps.types import Array, DType
 from axon_ps.wire.v1 import memory_pb2
 

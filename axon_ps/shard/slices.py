@@ -48,13 +48,13 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.compress.compressor import compressor_of
 from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.host.process_memory import Lender
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.segments import Segment, cut, unit_segments
 from axon_ps.shard.shared_copy import SharedCopy
 from axon_ps.shard.sums import GradientSum
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
-from axon_ps.transport.direct_memory import Lender
 from axon_ps.types import Array, DType, Hyper, WirePrecision
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk

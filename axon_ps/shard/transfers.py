@@ -21,6 +21,7 @@ import numpy as np
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
+from axon_ps.host.process_memory import Borrower, Lender, address_of
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.shard import shared_buffers
 from axon_ps.shard.reach import (
@@ -34,7 +35,6 @@ from axon_ps.shard.reach import (
 )
 from axon_ps.sharding.plan import Slice
 from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.direct_memory import Borrower, Lender, address_of
 from axon_ps.transport.kept_streams import KeptStreams
 from axon_ps.transport.service import EOF, Stream, Stub
 from axon_ps.types import Array, DType, Hyper

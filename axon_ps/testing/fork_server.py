@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from axon_ps.errors import InternalError
-from axon_ps.transport.children import tethered
-from axon_ps.transport.tether import tie
+from axon_ps.host.children import tethered
+from axon_ps.host.tether import tie
 
 _SERVE = "import sys; from axon_ps.testing.fork_server import main; sys.exit(main(sys.argv[1:]))"
 _COMMAND_LINE = "axon_ps.cli.main"

@@ -1,6 +1,6 @@
 """A child process as tests need it: tied to us, its output in a file, reaped by its own process id.
 
-Everything is started with the same programs that the command line uses, tied to us (`transport.children`), so that a
+Everything is started with the same programs that the command line uses, tied to us (`host.children`), so that a
 test run that is killed leaves nothing behind. The tie is to the *thread* that starts the process: start clusters from a
 thread that outlives them.
 """
@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from axon_ps.host.children import tethered
 from axon_ps.testing.fork_server import ForkedProcess
-from axon_ps.transport.children import tethered
 
 _SHOWN_BYTES = 16 << 10
 

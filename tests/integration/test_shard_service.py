@@ -25,10 +25,10 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
+from axon_ps.host.process_memory import Borrower, Lender, Loan
 from axon_ps.shard import reach, servicer, transfers
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
-from axon_ps.transport.direct_memory import Borrower, Lender, Loan
 from axon_ps.transport.service import Stub
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk

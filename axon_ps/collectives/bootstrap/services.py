@@ -1,7 +1,7 @@
 """`EmbeddedServices`: a coordinator and shard servers as children of a worker, for jobs that nobody started them for.
 
 They are programs of their own, started by `exec`, and are told to drain when the thread that started them is gone, even
-by kill -9 (see `transport.children`).
+by kill -9 (see `host.children`).
 
 Owns: the processes. Refuses: to tell the other workers where they are; whoever starts them does.
 """
@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
+from axon_ps.host.children import LinePipe, tethered
 from axon_ps.transport.channels import join_address
-from axon_ps.transport.children import LinePipe, tethered
 from axon_ps.transport.security import Security
 
 _DRAIN_S = 5.0

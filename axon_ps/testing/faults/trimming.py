@@ -1,6 +1,6 @@
 """How much memory a process needs: on `TRIM` it gives back what malloc has kept for later.
 
-glibc keeps freed memory, ours by intent (`shard.memory`): up to 64 MiB at the end of each heap. What a burst of
+glibc keeps freed memory, ours by intent (`host.malloc`): up to 64 MiB at the end of each heap. What a burst of
 messages once took would look like a leak of a process that is weighed from outside.
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from axon_ps.collectives.shm_registry import Registry
 from axon_ps.errors import Busy
-from axon_ps.transport.shared_memory import Segment
+from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType
 
 

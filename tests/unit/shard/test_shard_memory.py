@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from axon_ps.shard.memory import keep_message_memory
+from axon_ps.host.malloc import keep_message_memory
 from axon_ps.types import DType
 from engine_driver import Servers, job_of, layout_of, one_group
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Busy, Unreachable
+from axon_ps.host.shared_memory import PAGE_BYTES
 from axon_ps.shard import engine as engine_module
 from axon_ps.shard import slices
 from axon_ps.shard.engine import ShardEngine
 from axon_ps.shard.shared_copy import MappedCopy, SharedCopy
 from axon_ps.sharding.policy import BoundedStaleness
-from axon_ps.transport.shared_memory import PAGE_BYTES
 from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
 from axon_ps.wire.v1 import memory_pb2
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group

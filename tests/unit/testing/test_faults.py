@@ -160,7 +160,7 @@ asyncio.run(waits_for_ever())
 _KEEPING = """
 import signal
 from pathlib import Path
-from axon_ps.shard.memory import keep_message_memory
+from axon_ps.host.malloc import keep_message_memory
 from axon_ps.testing.faults import trimming
 def private_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

@@ -13,12 +13,12 @@ import pytest
 
 import axon_ps
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.transport import peer_process
-from axon_ps.transport.direct_memory import Borrower, Introduction, Lender, Loan, address_of, introduction
+from axon_ps.host import peer_process
+from axon_ps.host.process_memory import Borrower, Introduction, Lender, Loan, address_of, introduction
 
 OWNER = """
 import numpy as np
-from axon_ps.transport.direct_memory import Lender, address_of, introduction
+from axon_ps.host.process_memory import Lender, address_of, introduction
 data, lender = np.arange(1000, dtype=np.uint8), Lender()
 who, loan = introduction(), lender.lend(address_of(data), data.nbytes)
 print(who.pid, who.address, who.secret.hex(), end=' ')

@@ -18,16 +18,9 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Broken, Busy, InvalidRequest, Unreachable
-from axon_ps.transport import futex
-from axon_ps.transport.peer_process import MemoryReader, PeerProcess
-from axon_ps.transport.shared_memory import (
-    Segment,
-    SegmentAddress,
-    available_bytes,
-    move_mapping,
-    pack_text,
-    unpack_text,
-)
+from axon_ps.host import futex
+from axon_ps.host.peer_process import MemoryReader, PeerProcess
+from axon_ps.host.shared_memory import Segment, SegmentAddress, available_bytes, move_mapping, pack_text, unpack_text
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ What is lent is read later, when its owner may have taken it back. So with each 
 the owner changes the number *before* it gives the memory to other uses, and a reader that finds another number after
 reading throws away what it read.
 
-Owns: introductions, loans, and reading. Refuses: to write to another process (see `transport.peer_process`).
+Owns: introductions, loans, and reading. Refuses: to write to another process (see `host.peer_process`).
 
 Invariant: nothing here blocks on the other process; a process that is stopped or dead is read, or is not there.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.transport.peer_process import MemoryReader
+from axon_ps.host.peer_process import MemoryReader
 from axon_ps.types import Array
 
 SECRET_BYTES = 16
