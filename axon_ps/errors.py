@@ -1,6 +1,6 @@
 """The whole error tree of axon_ps, and nothing else.
 
-This module imports nothing of ours and nothing of gRPC; `transport.status` is the one place that maps these errors
+This module imports nothing of ours and nothing of gRPC; `rpc.status` is the one place that maps these errors
 to gRPC statuses and back. Blame is in the class:
 
     AxonError

@@ -76,8 +76,8 @@ def axon(numel: int) -> Side:
     from axon_ps.collectives.environment import worker_config
     from axon_ps.collectives.grpc_backend import GrpcBackend, GrpcCalls
     from axon_ps.coordinator.client import CoordinatorClient
+    from axon_ps.rpc.background_loop import BackgroundLoop
     from axon_ps.shard.collective_client import CollectiveClient
-    from axon_ps.transport.loop import BackgroundLoop
     from axon_ps.types import DType, Membership, ReduceOp, Role
 
     config, size, loop = worker_config(os.environ), int(os.environ["WORLD_SIZE"]), BackgroundLoop()

@@ -21,10 +21,10 @@ from pathlib import Path
 import _report
 from axon_ps.coordinator.client import CoordinatorClient, Event, JobState
 from axon_ps.coordinator.records import decision_record, progress_record
+from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SqliteStateStore
-from axon_ps.transport.security import Security
 from axon_ps.types import Decision, DType, OptimizerSpec, Outcome, Role
 
 _SERVER = """
@@ -32,7 +32,7 @@ import asyncio, sys
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import serve
 from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
-from axon_ps.transport.security import Security
+from axon_ps.rpc.security import Security
 
 path, workers, shards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = CoordinatorConfig(job="bench", world_size=workers, num_shards=shards)

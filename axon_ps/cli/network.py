@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from axon_ps.errors import Unreachable
 from axon_ps.observe.reminders import reminder_pauses
-from axon_ps.transport.backoff import Deadline, retry
+from axon_ps.rpc.deadlines import Deadline, retry
 
 _ATTEMPT_S = 5.0
 

@@ -23,8 +23,8 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
+    from axon_ps.rpc.security import Security
     from axon_ps.storage.state_store import StateStore
-    from axon_ps.transport.security import Security
 
 DRAIN_S = 20
 """Seconds that a service gets to finish what is under way; the alarm clock ends it after that."""
@@ -154,7 +154,7 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
 
 
 def _security(settings: Settings, host: str) -> Security:
-    from axon_ps.transport.security import is_loopback
+    from axon_ps.rpc.security import is_loopback
 
     security = settings.security()
     if not (security.insecure or is_loopback(host) or (security.cert_file and security.token)):
@@ -224,6 +224,6 @@ def _in_foreground(start: Callable[[Ready, asyncio.Event], Awaitable[None]], hos
 
 
 def _address(host: str, port: int) -> str:
-    from axon_ps.transport.channels import join_address
+    from axon_ps.rpc.channels import join_address
 
     return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)

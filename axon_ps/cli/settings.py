@@ -24,7 +24,7 @@ from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
 
 if TYPE_CHECKING:
-    from axon_ps.transport.security import Security
+    from axon_ps.rpc.security import Security
 
 PREFIX = "AXON_PS_"
 DEFAULT_JOB = "default"
@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         Raises:
             ConfigurationError: they do not go together.
         """
-        from axon_ps.transport.security import Security  # gRPC comes with it, which `run` has no use for
+        from axon_ps.rpc.security import Security  # gRPC comes with it, which `run` has no use for
 
         return Security(
             token=self.resolved_token,

@@ -68,8 +68,8 @@ def health(
     from grpc_health.v1 import health_pb2
 
     from axon_ps.cli.settings import load
-    from axon_ps.transport.channels import connect
-    from axon_ps.transport.service import Stub
+    from axon_ps.rpc.channels import connect
+    from axon_ps.rpc.service import Stub
 
     settings = load(config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token="")
 

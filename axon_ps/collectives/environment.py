@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.transport.security import Security
+from axon_ps.rpc.security import Security
 
 DEFAULT_JOB = "default"
 DEFAULT_MASTER_PORT = 29500

@@ -21,8 +21,8 @@ import numpy as np
 from axon_ps.collectives.backend import GroupContext, Operation
 from axon_ps.collectives.request import Request, RequestBackend, check_message, part_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
+from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.collective_client import Buffers, CollectiveClient, Seating
-from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, DType
 
 T = TypeVar("T")

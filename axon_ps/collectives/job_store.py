@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from axon_ps.coordinator.client import CoordinatorClient
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc.background_loop import BackgroundLoop
 
 
 class JobStore:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from axon_ps.errors import AxonError, MemberLost, Misuse, Timeout
 from axon_ps.observe.reminders import reminder_pauses
-from axon_ps.transport.backoff import Deadline
+from axon_ps.rpc.deadlines import Deadline
 from axon_ps.types import Member, Membership
 
 T = TypeVar("T")

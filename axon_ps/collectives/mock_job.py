@@ -1,6 +1,6 @@
 """A whole job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
-They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `transport.in_process`.
+They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`.
 There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
 
 Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
@@ -16,12 +16,12 @@ from typing import Any, Final
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.coordinator import server as coordinator_server
 from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.in_process import PORT, new_network
+from axon_ps.rpc.security import Security
 from axon_ps.shard import server as shard_server
 from axon_ps.shard.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.transport.in_process import PORT, new_network
-from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.transport.security import Security
 
 JOB: Final = "mock"
 START_S: Final = 30.0

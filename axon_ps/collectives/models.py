@@ -14,9 +14,9 @@ from axon_ps.collectives.job_view import JobView
 from axon_ps.collectives.steps import StepClient
 from axon_ps.coordinator.client import CoordinatorClient, Event, JobState, Registered, SessionLost
 from axon_ps.errors import Misuse
+from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
-from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Decision, Membership
 
 

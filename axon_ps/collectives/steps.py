@@ -28,11 +28,11 @@ from axon_ps.collectives.work import Awaited, LoopWork
 from axon_ps.coordinator.client import CoordinatorClient, Event, JobState, Registered, SessionLost
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, CopyFrom, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 

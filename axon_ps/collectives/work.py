@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from axon_ps.errors import Closed, Timeout
 from axon_ps.host import fork
-from axon_ps.transport.loop import CANCEL_WAIT_S, BackgroundLoop
+from axon_ps.rpc.background_loop import CANCEL_WAIT_S, BackgroundLoop
 
 T = TypeVar("T")
 

@@ -39,10 +39,10 @@ from axon_ps.coordinator.client import CoordinatorClient, Event, SessionLost
 from axon_ps.coordinator.events import UPLOADED
 from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
 from axon_ps.host import fork
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.collective_client import CollectiveClient
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.loop import BackgroundLoop
 from axon_ps.types import Array, Member, Membership, Role
 
 DEFAULT_TIMEOUT_S = 1800.0

@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 from axon_ps.coordinator.events import CheckpointInfo, Registered, Status
 from axon_ps.coordinator.messages import status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, Unreachable
+from axon_ps.rpc.deadlines import Deadline, retry
+from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
-from axon_ps.transport.backoff import Deadline, retry
-from axon_ps.transport.service import Stub
 from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
@@ -290,7 +290,7 @@ class Calls(ABC):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                return None, Closed(f"{method} was given up: its connection was closed")  # see `transport.stream`
+                return None, Closed(f"{method} was given up: its connection was closed")  # see `rpc.stream`
 
         reply, final = await retry(attempt, until=deadline, on=again if self.repeats else (), most_s=1.0)
         if final is not None:

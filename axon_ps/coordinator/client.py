@@ -59,12 +59,12 @@ from axon_ps.errors import (
     Timeout,
 )
 from axon_ps.observe.reminders import reminder_pauses
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
-from axon_ps.transport.status import error_to_detail
-from axon_ps.transport.stream import Stream
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.rpc.status import error_to_detail
+from axon_ps.rpc.stream import Stream
 from axon_ps.types import CopyFrom, Hyper, Membership, Role
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
 
@@ -157,7 +157,7 @@ class CoordinatorClient(Calls):
         self._memory = Memory()
         self._outbox: asyncio.Queue[session_pb2.SessionRequest] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._channel: Any = None  # of `transport.channels.connect`
+        self._channel: Any = None  # of `rpc.channels.connect`
         self._stub: Stub | None = None
         self._retiring: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None

@@ -24,7 +24,7 @@ from axon_ps.coordinator.events import (
     Welcome,
 )
 from axon_ps.errors import InvalidRequest
-from axon_ps.transport.status import error_from_detail, error_to_detail
+from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, session_pb2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from axon_ps.coordinator.calls import Calls
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

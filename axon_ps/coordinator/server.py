@@ -13,10 +13,10 @@ from axon_ps.coordinator.operator import SERVICE
 from axon_ps.coordinator.servicer import CoordinatorServicer
 from axon_ps.coordinator.shell import Shell
 from axon_ps.coordinator.state import CoordinatorState
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import listen
+from axon_ps.rpc.service import service_handler
 from axon_ps.storage.state_store import StateStore
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import listen
-from axon_ps.transport.service import service_handler
 
 GRACE_S: Final = 1.0
 """How long calls under way may take when it stops."""
@@ -35,7 +35,7 @@ async def serve(
 
     Args:
         config: the job.
-        host: address to listen on, or a host of this process (see `transport.in_process`).
+        host: address to listen on, or a host of this process (see `rpc.in_process`).
         port: port to listen on; 0 = any free one.
         security: TLS and token.
         store: durable state; a job found in it goes on. Not closed here.

@@ -1,6 +1,6 @@
 """The coordinator's protocol: messages in, messages out. What they mean is the state machine's business.
 
-See "An end of input is not a goodbye" in `transport.service`: a stream that ends without a Leave is a lost member.
+See "An end of input is not a goodbye" in `rpc.service`: a stream that ends without a Leave is a lost member.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from axon_ps.coordinator.shared_calls import SharedCalls
 from axon_ps.coordinator.shell import Session, Shell
 from axon_ps.coordinator.state import Caller
 from axon_ps.errors import AxonError, InvalidRequest, Timeout
-from axon_ps.transport.service import ServerStream
-from axon_ps.transport.status import error_from_detail
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.status import error_from_detail
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
 

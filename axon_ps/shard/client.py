@@ -26,6 +26,9 @@ from axon_ps.compress.compressor import Compressor, compressor_of
 from axon_ps.compress.feedback import Feedback
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
 from axon_ps.host.malloc import keep_message_memory
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.shard import transfers
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.reach import Servers
@@ -34,9 +37,6 @@ from axon_ps.shard.shared_copy import MappedCopy
 from axon_ps.shard.transfers import MakeContext, Transfer, Transfers
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
 from axon_ps.types import Array, Compression, DType, Hyper, Membership
 from axon_ps.wire.v1 import memory_pb2, shard_pb2
 

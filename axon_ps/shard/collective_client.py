@@ -22,15 +22,15 @@ from typing import Any, TypeVar
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
 from axon_ps.host.malloc import keep_message_memory
 from axon_ps.reduction.call import Call, Operation
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.stream_pool import KeptStreams
 from axon_ps.shard.mailbox import EAGER_BYTES
 from axon_ps.shard.operation_stream import OperationStream
 from axon_ps.shard.peers import Peers
 from axon_ps.shard.pieces import Exchange, Piece, home_of, owners_of, pieces_of, shares_of
 from axon_ps.shard.shares_in_step import SharesInStep
 from axon_ps.shard.transfers import MakeContext
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.kept_streams import KeptStreams
-from axon_ps.transport.security import Security
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto

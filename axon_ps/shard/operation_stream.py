@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from axon_ps.errors import AxonError, Broken
-from axon_ps.transport.stream import EOF, Stream
+from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.types import Array
 from axon_ps.wire.frames import decode_bulk, encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk

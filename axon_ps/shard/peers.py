@@ -11,10 +11,10 @@ import math
 import grpc
 
 from axon_ps.errors import Closed, Timeout
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import shard_pb2
 

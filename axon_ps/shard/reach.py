@@ -23,9 +23,9 @@ import numpy as np
 from axon_ps.errors import AxonError, Broken, InvalidRequest
 from axon_ps.host import process_memory
 from axon_ps.host.process_memory import Borrower, Introduction, Lender, Loan
+from axon_ps.rpc.service import Stub
 from axon_ps.shard import shared_buffers
 from axon_ps.shard.shared_buffers import MappedBuffers
-from axon_ps.transport.service import Stub
 from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 

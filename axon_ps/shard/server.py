@@ -11,12 +11,12 @@ from typing import Any
 
 from axon_ps.coordinator.client import CoordinatorClient
 from axon_ps.host.malloc import keep_message_memory
+from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import listen
+from axon_ps.rpc.service import service_handler
 from axon_ps.shard.servicer import ShardServicer
 from axon_ps.shard.shell import ShardShell
-from axon_ps.transport.channels import join_address
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import listen
-from axon_ps.transport.service import service_handler
 from axon_ps.types import Role
 from axon_ps.wire.v1 import shard_pb2
 
@@ -31,7 +31,7 @@ class ShardConfig:
     Attributes:
         coordinator: "host:port" of the coordinator.
         job: name of the job.
-        host: address to listen on, or a host of this process (see `transport.in_process`).
+        host: address to listen on, or a host of this process (see `rpc.in_process`).
         port: port to listen on; 0 = any free one.
         advertise: "host" or "host:port" where workers reach us; empty = `host`, or our host name if that is a wildcard.
         node: host or container we run on; empty = our host name.

@@ -1,6 +1,6 @@
 """The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
 
-All streams are kept: each is for one gather, push, upload or collective after the other. See `transport.kept_streams`.
+All streams are kept: each is for one gather, push, upload or collective after the other. See `rpc.stream_pool`.
 
 Note: [Two kinds of first message]
     The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
@@ -19,14 +19,14 @@ import numpy as np
 
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.host.process_memory import Lender, address_of
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard import collective_servicer
 from axon_ps.shard.engine import ShardEngine
 from axon_ps.shard.model_shell import ModelShell
 from axon_ps.shard.reach import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
 from axon_ps.shard.shell import ShardShell
-from axon_ps.transport.kept_streams import IdleStreams
-from axon_ps.transport.service import ServerStream
-from axon_ps.transport.stream import EOF
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
@@ -36,7 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ShardServicer:
-    """What `transport.service.service_handler` calls."""
+    """What `rpc.service.service_handler` calls."""
 
     def __init__(self, shell: ShardShell) -> None:
         self._shell = shell

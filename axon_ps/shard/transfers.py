@@ -2,7 +2,7 @@
 
 Payloads are copied once, between the message and the caller's array. Nothing here is retried; that is `shard.client`'s.
 
-Streams are kept (`transport.kept_streams`): ten units on four servers are eighty of them a step. A gather is over when
+Streams are kept (`rpc.stream_pool`): ten units on four servers are eighty of them a step. A gather is over when
 its last chunk has come, a push or an upload with the reply. *Measured*, four workers and four servers at 500 Mbit/s,
 17M parameters as int8, against a stream for each: SHARD_GRAD_OP 0.62 s a step instead of 0.67, FULL_SHARD 0.77 instead
 of 0.88.
@@ -23,6 +23,9 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.host.process_memory import Borrower, Lender, address_of
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.service import EOF, Stream, Stub
+from axon_ps.rpc.stream_pool import KeptStreams
 from axon_ps.shard import shared_buffers
 from axon_ps.shard.reach import (
     LEAST_LENT_BYTES,
@@ -34,9 +37,6 @@ from axon_ps.shard.reach import (
     loan_from_proto,
 )
 from axon_ps.sharding.plan import Slice
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.kept_streams import KeptStreams
-from axon_ps.transport.service import EOF, Stream, Stub
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk

@@ -21,9 +21,9 @@ from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import LinePipe
+from axon_ps.rpc.security import Security
 from axon_ps.testing.processes import ChildProcess
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
-from axon_ps.transport.security import Security
 from axon_ps.types import Role
 
 _DRAIN_S = 10.0

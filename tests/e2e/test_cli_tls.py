@@ -8,8 +8,8 @@ import pytest
 import trustme
 
 import axon_ps
+from axon_ps.rpc.security import Security
 from axon_ps.testing import LocalCluster
-from axon_ps.transport.security import Security
 from command_line import axon_ps as run_cli
 
 

@@ -23,12 +23,12 @@ from torch import nn
 from axon_ps import errors, parallel
 from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.collectives.world import World
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing import LocalCluster
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 

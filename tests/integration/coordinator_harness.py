@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.client import CoordinatorClient, Event, OperatorClient
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import serve
+from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SqliteStateStore
-from axon_ps.transport.security import Security
 from axon_ps.types import DType, Membership, OptimizerSpec, Role
 
 T = TypeVar("T")

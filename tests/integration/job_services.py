@@ -10,12 +10,12 @@ from types import TracebackType
 
 from axon_ps.coordinator import server as coordinator_server
 from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server
 from axon_ps.shard import server as shard_server
 from axon_ps.shard.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.transport.loop import BackgroundLoop
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
 
 TOKEN = "test-token"
 

@@ -16,7 +16,7 @@ import torch
 
 import axon_ps
 from axon_ps.collectives.environment import WorkerConfig
-from axon_ps.transport.security import Security
+from axon_ps.rpc.security import Security
 from job_services import TOKEN
 
 

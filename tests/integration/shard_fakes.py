@@ -11,16 +11,16 @@ import numpy as np
 
 from axon_ps.coordinator.events import Event, JobState, SnapshotFile
 from axon_ps.errors import AxonError
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server
+from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.servicer import ShardServicer
 from axon_ps.shard.shell import ShardShell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
-from axon_ps.transport.service import Stub, service_handler
 from axon_ps.types import (
     Array,
     Decision,

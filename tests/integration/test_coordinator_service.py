@@ -45,14 +45,14 @@ from axon_ps.errors import (
     Timeout,
     Unreachable,
 )
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.rpc.stream import Stream
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import read_manifest
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
-from axon_ps.transport.stream import Stream
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
 from axon_ps.wire.v1 import session_pb2
 from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator
@@ -644,7 +644,7 @@ import asyncio, sys
 from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.server import serve
 from axon_ps.storage.state_store import SqliteStateStore
-from axon_ps.transport.security import Security
+from axon_ps.rpc.security import Security
 
 config = CoordinatorConfig(job="job", world_size=2, num_shards=1)
 with SqliteStateStore(sys.argv[1]) as store:

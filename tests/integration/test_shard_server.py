@@ -20,11 +20,11 @@ from axon_ps.coordinator.config import CoordinatorConfig
 from axon_ps.coordinator.events import Event, JobState
 from axon_ps.coordinator.server import serve as serve_coordinator
 from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDenied, StorageFull, Unreachable
+from axon_ps.rpc.security import Security
 from axon_ps.shard.client import ShardGroup
 from axon_ps.shard.server import ShardConfig, serve
 from axon_ps.storage.manifest import list_checkpoints, verify
 from axon_ps.storage.state_store import MemoryStateStore
-from axon_ps.transport.security import Security
 from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Role
 from shard_fakes import spec_of
 

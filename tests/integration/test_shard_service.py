@@ -26,10 +26,10 @@ from axon_ps.errors import (
     Timeout,
 )
 from axon_ps.host.process_memory import Borrower, Lender, Loan
+from axon_ps.rpc.service import Stub
 from axon_ps.shard import reach, servicer, transfers
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
-from axon_ps.transport.service import Stub
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
@@ -833,8 +833,8 @@ def test_the_clients_own_refusals() -> None:
 
 def test_a_client_that_knows_no_members_times_out() -> None:
     async def scenario() -> None:
+        from axon_ps.rpc.security import Security
         from axon_ps.shard.client import ShardGroup
-        from axon_ps.transport.security import Security
 
         group = ShardGroup(Security())
         call: dict[str, Any] = {"context": common_pb2.CallContext, "timeout_s": 0.05, "min_version": 0}

@@ -45,8 +45,8 @@ from axon_ps.collectives.environment import (
 from axon_ps.coordinator.operator import OperatorClient
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout
 from axon_ps.observe.reminders import reminding
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.security import is_loopback
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import is_loopback
 
 ALL_HOSTS = "0.0.0.0"
 LOOPBACK = "127.0.0.1"

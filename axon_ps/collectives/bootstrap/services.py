@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
 from axon_ps.host.children import LinePipe, tethered
-from axon_ps.transport.channels import join_address
-from axon_ps.transport.security import Security
+from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.security import Security
 
 _DRAIN_S = 5.0
 _DROPPED = ("AXON_PS_COORDINATOR", "AXON_PS_TOKEN", "AXON_PS_TOKEN_FILE", "AXON_PS_CONFIG")

@@ -17,7 +17,7 @@ from axon_ps.collectives.bootstrap.local_store import LocalStore
 from axon_ps.collectives.bootstrap.torch_store import torch_store
 from axon_ps.collectives.environment import SLURM, Place, port_of
 from axon_ps.errors import ConfigurationError
-from axon_ps.transport.channels import join_address
+from axon_ps.rpc.channels import join_address
 
 _SLURM_PORTS = range(20000, 28000)
 """A step's store listens at one of these, by the job's number, as long as MASTER_PORT does not say where."""

@@ -28,7 +28,7 @@ from axon_ps.collectives.group import ProcessGroup
 from axon_ps.collectives.world import World
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.host import fork
-from axon_ps.transport.backoff import Deadline
+from axon_ps.rpc.deadlines import Deadline
 
 GOODBYE_S = 10.0
 """How long the end waits for the other ranks to be done, too."""

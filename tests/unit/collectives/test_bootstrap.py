@@ -19,7 +19,7 @@ from axon_ps.collectives.bootstrap.stores import first_host, master_of, open_sto
 from axon_ps.collectives.environment import place_of
 from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout, Unreachable
 from axon_ps.observe import reminders
-from axon_ps.transport.backoff import Deadline
+from axon_ps.rpc.deadlines import Deadline
 
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
 SRUN = {

@@ -13,7 +13,7 @@ from axon_ps.collectives.job_view import JobView
 from axon_ps.collectives.steps import StepClient
 from axon_ps.coordinator.events import JobState
 from axon_ps.errors import StepAborted
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import DType
 
 

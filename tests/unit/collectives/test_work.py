@@ -9,7 +9,7 @@ import pytest
 from axon_ps.collectives import work as work_module
 from axon_ps.collectives.work import LoopWork
 from axon_ps.errors import Closed, Timeout
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc.background_loop import BackgroundLoop
 
 
 def test_cancelling_waits_until_it_has_stopped() -> None:

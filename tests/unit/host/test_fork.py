@@ -13,7 +13,7 @@ from axon_ps.host.fork import VARIABLE
 
 LOOP = """
 import os
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc.background_loop import BackgroundLoop
 with BackgroundLoop():
     try:
         pid = os.fork()
@@ -60,7 +60,7 @@ def test_forking_is_refused_where_grpc_was_loaded_with_its_handlers() -> None:
 
 def test_without_a_loop_a_fork_may_do_everything() -> None:
     out, _ = output(
-        "import axon_ps, os; from axon_ps.transport.loop import BackgroundLoop; import asyncio\n"
+        "import axon_ps, os; from axon_ps.rpc.background_loop import BackgroundLoop; import asyncio\n"
         "pid = os.fork()\n"
         "if pid == 0: print(BackgroundLoop().run(asyncio.sleep(0, 'done')), flush=True)\n"
         "else: os.waitpid(pid, 0)"

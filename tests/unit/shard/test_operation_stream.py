@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import Broken
+from axon_ps.rpc.stream import EOF
 from axon_ps.shard.operation_stream import OperationStream
-from axon_ps.transport.stream import EOF
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 ENDED = CollectiveChunk(ended=True)
@@ -18,7 +18,7 @@ DATA = CollectiveChunk(source=1, offset=7)
 
 
 class ScriptedStream:
-    """A `transport.stream.Stream` whose peer has sent `messages`."""
+    """A `rpc.stream.Stream` whose peer has sent `messages`."""
 
     def __init__(self, *messages: Any) -> None:
         self.messages = deque(messages)

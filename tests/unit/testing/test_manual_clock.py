@@ -7,8 +7,8 @@ import math
 import pytest
 
 from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.rpc.deadlines import Deadline
 from axon_ps.testing.clock import ManualClock
-from axon_ps.transport.backoff import Deadline
 
 
 def test_it_stands_still_until_it_is_told_to_go_on() -> None:

@@ -14,10 +14,10 @@ import test_transport_service as service
 import test_transport_stream as stream
 import transport_fakes
 from axon_ps.errors import InvalidRequest, Misuse, Unreachable
-from axon_ps.transport.channels import connect
-from axon_ps.transport.in_process import MOST_BYTES, SUFFIX, InProcessServer, new_network
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.in_process import MOST_BYTES, SUFFIX, InProcessServer, new_network
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
 from transport_fakes import SHARD, run, serving
 

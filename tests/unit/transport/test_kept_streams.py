@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import Closed, Timeout
-from axon_ps.transport import shielded
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.kept_streams import IdleStreams, KeptStreams
-from axon_ps.transport.shielded import Shielded
-from axon_ps.transport.stream import EOF
+from axon_ps.rpc import shielded
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.shielded import Shielded
+from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream_pool import IdleStreams, KeptStreams
 
 MOST_IDLE = 3
 

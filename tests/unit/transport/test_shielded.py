@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from axon_ps.transport import shielded
-from axon_ps.transport.service import ServerStream
-from axon_ps.transport.shielded import Shielded
+from axon_ps.rpc import shielded
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.shielded import Shielded
 from transport_fakes import run, serving
 
 MESSAGE = bytes(1 << 20)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from axon_ps.errors import InvalidRequest, Timeout, Unreachable
-from axon_ps.transport.backoff import Deadline, retry
+from axon_ps.rpc.deadlines import Deadline, retry
 from transport_fakes import run
 
 

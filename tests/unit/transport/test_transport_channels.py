@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.transport import channels
-from axon_ps.transport.channels import address_of, connect, join_address, split_address
-from axon_ps.transport.security import Security
+from axon_ps.rpc import channels
+from axon_ps.rpc.channels import address_of, connect, join_address, split_address
+from axon_ps.rpc.security import Security
 from transport_fakes import run
 
 

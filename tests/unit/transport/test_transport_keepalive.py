@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import Broken
+from axon_ps.rpc import channels, server
+from axon_ps.rpc.channels import connect, split_address
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.testing.faults.proxy import Disturbance, Kind, Proxies
-from axon_ps.transport import channels, server
-from axon_ps.transport.channels import connect, split_address
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
 from axon_ps.wire.v1 import shard_pb2
 from transport_fakes import SHARD, run, serving
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from axon_ps.errors import Broken, Closed, InvalidRequest, Misuse, Timeout
-from axon_ps.transport import loop as loop_module
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc import background_loop as loop_module
+from axon_ps.rpc.background_loop import BackgroundLoop
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_coroutine_that_ends_the_thread_leaves_a_closed_loop(caplog: pytest.Lo
 
 CTRL_C = """
 import asyncio, os, signal, sys, threading
-from axon_ps.transport.loop import BackgroundLoop
+from axon_ps.rpc.background_loop import BackgroundLoop
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.transport import channels
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security, is_loopback
+from axon_ps.rpc import channels
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security, is_loopback
 from transport_fakes import run, serving
 
 TOKEN = "very-secret-token"

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
-from axon_ps.transport.service import Stub
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server
+from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import coordinator_pb2, session_pb2, shard_pb2
 from transport_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers
 

@@ -23,10 +23,10 @@ from axon_ps.errors import (
     Timeout,
     Unreachable,
 )
-from axon_ps.transport import channels
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub, method_name, service_handler
+from axon_ps.rpc import channels
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub, method_name, service_handler
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, shard_pb2
 from transport_fakes import COORDINATOR, SHARD, FakeServicer, run, serving, write_forever
@@ -241,7 +241,7 @@ def test_a_bug_in_a_servicer_is_logged_and_answered(caplog: pytest.LogCaptureFix
 
     run(main())
     (record,) = ours(caplog)
-    assert record.name == "axon_ps.transport.service"
+    assert record.name == "axon_ps.rpc.service"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], KeyError)
 
@@ -338,7 +338,7 @@ def test_a_servicer_that_writes_to_nobody_ends_silently(caplog: pytest.LogCaptur
 
     ended = asyncio.Event()
     run(main())
-    assert {r.name for r in ours(caplog)} == {"axon_ps.transport.server"}
+    assert {r.name for r in ours(caplog)} == {"axon_ps.rpc.server"}
 
 
 def test_using_the_context_wrongly_is_a_bug_not_a_lost_client(caplog: pytest.LogCaptureFixture) -> None:

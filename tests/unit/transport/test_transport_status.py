@@ -7,7 +7,7 @@ import pytest
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, GenerationChanged, InvalidRequest, PermissionDenied, Timeout, Unreachable
-from axon_ps.transport import status
+from axon_ps.rpc import status
 
 
 def tree(root: type[AxonError] = AxonError) -> list[type[AxonError]]:

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from axon_ps.errors import Broken, Closed, Unreachable
-from axon_ps.transport import channels
-from axon_ps.transport.backoff import Deadline, retry
-from axon_ps.transport.channels import connect
-from axon_ps.transport.security import Security
-from axon_ps.transport.service import Stub
+from axon_ps.rpc import channels
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline, retry
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import coordinator_pb2, session_pb2, shard_pb2
 from transport_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers, write_forever
 
@@ -223,9 +223,9 @@ def test_a_server_that_stops_breaks_its_streams() -> None:
 SERVER = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server
-from axon_ps.transport.service import service_handler
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server
+from axon_ps.rpc.service import service_handler
 from transport_fakes import COORDINATOR, FakeServicer
 from axon_ps.wire.v1 import session_pb2
 

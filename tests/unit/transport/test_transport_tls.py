@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from axon_ps.errors import AxonError, ConfigurationError, PermissionDenied, Unreachable
-from axon_ps.transport.security import Security
+from axon_ps.rpc.security import Security
 from axon_ps.wire.v1 import shard_pb2
 from transport_fakes import run, serving
 

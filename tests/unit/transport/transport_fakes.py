@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import Broken, Unreachable
-from axon_ps.transport.channels import connect
-from axon_ps.transport.in_process import InProcessServer, is_in_process, new_network
-from axon_ps.transport.security import Security
-from axon_ps.transport.server import Server, listen
-from axon_ps.transport.service import Stream, Stub, method_name, service_handler
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.in_process import InProcessServer, is_in_process, new_network
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import Server, listen
+from axon_ps.rpc.service import Stream, Stub, method_name, service_handler
 from axon_ps.wire.v1 import coordinator_pb2, shard_pb2
 
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]

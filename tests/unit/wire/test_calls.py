@@ -9,7 +9,7 @@ import pytest
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction.call import Call, Operation
-from axon_ps.transport.service import RAW_MESSAGES
+from axon_ps.rpc.service import RAW_MESSAGES
 from axon_ps.types import DType, ReduceOp
 from axon_ps.wire.calls import call_from_proto, call_to_proto
 from axon_ps.wire.frames import decode_bulk, elements, encode_chunk

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.transport.channels import SERVER_OPTIONS, join_address
-from axon_ps.transport.in_process import InProcessServer, is_in_process
-from axon_ps.transport.security import Security, TokenInterceptor
+from axon_ps.rpc.channels import SERVER_OPTIONS, join_address
+from axon_ps.rpc.in_process import InProcessServer, is_in_process
+from axon_ps.rpc.security import Security, TokenInterceptor
 
 _logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def listen(
     services: Sequence[grpc.GenericRpcHandler],
     service_names: Sequence[str],
 ) -> Server | InProcessServer:
-    """What serves at `host`: a `Server`, or at a host of this process (`transport.in_process`) one that needs no port.
+    """What serves at `host`: a `Server`, or at a host of this process (`rpc.in_process`) one that needs no port.
 
     Args:
         host, port, security, services, service_names: as of `Server`.

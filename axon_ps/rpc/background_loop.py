@@ -27,7 +27,7 @@ import grpc
 
 from axon_ps.errors import AxonError, Closed, Misuse, Timeout
 from axon_ps.host import fork
-from axon_ps.transport.status import error_of
+from axon_ps.rpc.status import error_of
 
 CANCEL_WAIT_S: Final = 5.0
 """How long a cancelled coroutine is waited for."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 import grpc
 
 from axon_ps.errors import ConfigurationError, PermissionDenied
-from axon_ps.transport.status import status_of
+from axon_ps.rpc.status import status_of
 
 TOKEN_KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "

@@ -16,10 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from axon_ps.errors import Closed, Timeout
-from axon_ps.transport.backoff import Deadline
-from axon_ps.transport.service import Stub
-from axon_ps.transport.shielded import Shielded
-from axon_ps.transport.stream import EOF, task_is_cancelled
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.service import Stub
+from axon_ps.rpc.shielded import Shielded
+from axon_ps.rpc.stream import EOF, task_is_cancelled
 
 NEVER = Deadline(None)
 

@@ -38,11 +38,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest
-from axon_ps.transport import channels
-from axon_ps.transport.security import token_metadata
-from axon_ps.transport.shielded import Shielded
-from axon_ps.transport.status import error_of, status_of
-from axon_ps.transport.stream import EOF, Stream, task_is_cancelled
+from axon_ps.rpc import channels
+from axon_ps.rpc.security import token_metadata
+from axon_ps.rpc.shielded import Shielded
+from axon_ps.rpc.status import error_of, status_of
+from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
 
 __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"]

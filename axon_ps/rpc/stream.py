@@ -24,8 +24,8 @@ import grpc
 
 from axon_ps.errors import AxonError, Closed
 from axon_ps.host import fork
-from axon_ps.transport.shielded import Shielded
-from axon_ps.transport.status import error_of, error_of_status
+from axon_ps.rpc.shielded import Shielded
+from axon_ps.rpc.status import error_of, error_of_status
 
 EOF: Final = grpc.aio.EOF
 """What `Stream.read` and a servicer's `context.read` give when no message will come any more."""
@@ -137,7 +137,7 @@ class Stream:
         return bool(self._call.done())
 
     async def is_free(self) -> bool:
-        """Whether it can still be used. See `transport.kept_streams`."""
+        """Whether it can still be used. See `rpc.stream_pool`."""
         return not self.done()
 
     @property

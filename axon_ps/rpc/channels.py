@@ -19,8 +19,8 @@ import grpc
 
 from axon_ps.errors import ConfigurationError
 from axon_ps.host import fork
-from axon_ps.transport.in_process import InProcessChannel, is_in_process
-from axon_ps.transport.security import Security, is_loopback
+from axon_ps.rpc.in_process import InProcessChannel, is_in_process
+from axon_ps.rpc.security import Security, is_loopback
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Longest message accepted. Chunks are 1 to 4 MiB; a layout of a hundred thousand parameters is about 10 MiB."""
@@ -91,7 +91,7 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
-        address: "host:port"; an IPv6 host stands in brackets. One of this process (`transport.in_process`) is called
+        address: "host:port"; an IPv6 host stands in brackets. One of this process (`rpc.in_process`) is called
             without gRPC's core.
         security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
         lane: channels of different lanes are different connections.
