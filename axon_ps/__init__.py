@@ -15,7 +15,29 @@ from axon_ps.types import BackendName as Backend
 from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
-    from axon_ps.collectives.group import ProcessGroup
+    from axon_ps.collectives.functional import all_gather as all_gather
+    from axon_ps.collectives.functional import all_reduce_max as all_reduce_max
+    from axon_ps.collectives.functional import all_reduce_mean as all_reduce_mean
+    from axon_ps.collectives.functional import all_reduce_min as all_reduce_min
+    from axon_ps.collectives.functional import all_reduce_product as all_reduce_product
+    from axon_ps.collectives.functional import all_reduce_sum as all_reduce_sum
+    from axon_ps.collectives.functional import all_reduce_sum_group as all_reduce_sum_group
+    from axon_ps.collectives.functional import all_to_all as all_to_all
+    from axon_ps.collectives.functional import barrier as barrier
+    from axon_ps.collectives.functional import broadcast as broadcast
+    from axon_ps.collectives.functional import broadcast_from as broadcast_from
+    from axon_ps.collectives.functional import empty_shared as empty_shared
+    from axon_ps.collectives.functional import gather_tensor as gather_tensor
+    from axon_ps.collectives.functional import is_main_process as is_main_process
+    from axon_ps.collectives.functional import rank as rank
+    from axon_ps.collectives.functional import recv as recv
+    from axon_ps.collectives.functional import reduce_scatter_mean as reduce_scatter_mean
+    from axon_ps.collectives.functional import reduce_scatter_sum as reduce_scatter_sum
+    from axon_ps.collectives.functional import scatter_tensor as scatter_tensor
+    from axon_ps.collectives.functional import send as send
+    from axon_ps.collectives.functional import sync_gradient as sync_gradient
+    from axon_ps.collectives.functional import sync_gradients as sync_gradients
+    from axon_ps.collectives.functional import world_size as world_size
     from axon_ps.collectives.objects import (
         all_gather_object as all_gather_object,
     )
@@ -34,75 +56,6 @@ if TYPE_CHECKING:
     from axon_ps.collectives.objects import (
         send_object_list as send_object_list,
     )
-    from axon_ps.collectives.ops import (
-        all_gather as all_gather,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_max as all_reduce_max,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_mean as all_reduce_mean,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_min as all_reduce_min,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_product as all_reduce_product,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_sum as all_reduce_sum,
-    )
-    from axon_ps.collectives.ops import (
-        all_reduce_sum_group as all_reduce_sum_group,
-    )
-    from axon_ps.collectives.ops import (
-        all_to_all as all_to_all,
-    )
-    from axon_ps.collectives.ops import (
-        barrier as barrier,
-    )
-    from axon_ps.collectives.ops import (
-        broadcast as broadcast,
-    )
-    from axon_ps.collectives.ops import (
-        broadcast_from as broadcast_from,
-    )
-    from axon_ps.collectives.ops import (
-        empty_shared as empty_shared,
-    )
-    from axon_ps.collectives.ops import (
-        gather_tensor as gather_tensor,
-    )
-    from axon_ps.collectives.ops import (
-        is_main_process as is_main_process,
-    )
-    from axon_ps.collectives.ops import (
-        rank as rank,
-    )
-    from axon_ps.collectives.ops import (
-        recv as recv,
-    )
-    from axon_ps.collectives.ops import (
-        reduce_scatter_mean as reduce_scatter_mean,
-    )
-    from axon_ps.collectives.ops import (
-        reduce_scatter_sum as reduce_scatter_sum,
-    )
-    from axon_ps.collectives.ops import (
-        scatter_tensor as scatter_tensor,
-    )
-    from axon_ps.collectives.ops import (
-        send as send,
-    )
-    from axon_ps.collectives.ops import (
-        sync_gradient as sync_gradient,
-    )
-    from axon_ps.collectives.ops import (
-        sync_gradients as sync_gradients,
-    )
-    from axon_ps.collectives.ops import (
-        world_size as world_size,
-    )
     from axon_ps.collectives.p2p import (
         P2POp as P2POp,
     )
@@ -118,9 +71,10 @@ if TYPE_CHECKING:
     from axon_ps.collectives.p2p import (
         sendrecv as sendrecv,
     )
-    from axon_ps.collectives.values import CheckpointInfo
+    from axon_ps.collectives.process_group import ProcessGroup
     from axon_ps.collectives.work import Work
-    from axon_ps.collectives.world import World
+    from axon_ps.worker.checkpoints import CheckpointInfo
+    from axon_ps.worker.world import World
 
 __version__ = "0.1.0"
 __all__ = [
@@ -170,11 +124,11 @@ _OBJECTS = (
 )
 _MESSAGES = ("P2POp", "batch_isend_irecv", "irecv", "isend", "sendrecv")
 _LAZY = {
-    "World": "axon_ps.collectives.world",
-    "ProcessGroup": "axon_ps.collectives.group",
-    "CheckpointInfo": "axon_ps.collectives.values",
+    "World": "axon_ps.worker.world",
+    "ProcessGroup": "axon_ps.collectives.process_group",
+    "CheckpointInfo": "axon_ps.worker.checkpoints",
     "Work": "axon_ps.collectives.work",
-    **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.ops"),
+    **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.functional"),
     **dict.fromkeys(_OBJECTS, "axon_ps.collectives.objects"),
     **dict.fromkeys(_MESSAGES, "axon_ps.collectives.p2p"),
 }

@@ -72,13 +72,13 @@ def axon(numel: int) -> Side:
     """The gRPC backend of axon_ps, without a World: its calls and nothing else."""
     from itertools import count
 
-    from axon_ps.collectives.backend import Call, GroupContext, Operation
-    from axon_ps.collectives.environment import worker_config
-    from axon_ps.collectives.grpc_backend import GrpcBackend, GrpcCalls
-    from axon_ps.coordinator.client import CoordinatorClient
+    from axon_ps.aggregation.client.client import CollectiveClient
+    from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+    from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
+    from axon_ps.coordinator.client.session import CoordinatorClient
     from axon_ps.rpc.background_loop import BackgroundLoop
-    from axon_ps.shard.collective_client import CollectiveClient
     from axon_ps.types import DType, Membership, ReduceOp, Role
+    from axon_ps.worker.environment import worker_config
 
     config, size, loop = worker_config(os.environ), int(os.environ["WORLD_SIZE"]), BackgroundLoop()
 

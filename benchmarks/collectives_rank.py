@@ -28,8 +28,8 @@ class AxonRank:
         import torch
         import torch.distributed
 
-        from axon_ps.collectives.backend import GroupContext
-        from axon_ps.collectives.shm import SharedMemoryBackend
+        from axon_ps.collectives.backends.base import GroupContext
+        from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
         from axon_ps.types import Member, Role
 
         dist: Any = torch.distributed  # does not say that it exports its stores
@@ -46,8 +46,8 @@ class AxonRank:
 
     def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
         """What can be measured with a full buffer of that size, by system and operation."""
-        from axon_ps.collectives.backend import Call
-        from axon_ps.collectives.backend import Operation as Op
+        from axon_ps.collectives.backends.base import Call
+        from axon_ps.collectives.backends.base import Operation as Op
         from axon_ps.types import DType, ReduceOp
 
         torch, dist, n, backend = self.torch, self.dist, self.n, self.backend
@@ -89,7 +89,7 @@ class AxonRank:
 
     def barrier(self) -> None:
         """All ranks are here."""
-        from axon_ps.collectives.backend import Call, Operation
+        from axon_ps.collectives.backends.base import Call, Operation
 
         self.sequence += 1
         self.backend.barrier(Call(sequence=self.sequence - 1, operation=Operation.BARRIER), TIMEOUT_S)

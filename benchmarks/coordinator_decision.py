@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import _report
-from axon_ps.coordinator.client import CoordinatorClient, Event, JobState
-from axon_ps.coordinator.records import decision_record, progress_record
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
+from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import _report
 from axon_ps.collectives import arrays, cuda
 from axon_ps.collectives.staging import Staging
-from axon_ps.parallel import device_codecs
-from axon_ps.parallel.memory import host_empty
+from axon_ps.parallel.comm_hooks import device_codecs
+from axon_ps.parallel.fsdp.memory import host_empty
 from axon_ps.types import INT8_BLOCK_NUMEL
 
 Call = Callable[[], object]

@@ -37,7 +37,7 @@ import _report
 from axon_ps.compress import cast
 from axon_ps.host.malloc import keep_message_memory
 from axon_ps.optim import create
-from axon_ps.shard.apply import RUN_NUMEL
+from axon_ps.shard.server.apply import RUN_NUMEL
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import encode_chunk

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from axon_ps.collectives.steps import StepClient
 from axon_ps.collectives.work import LoopWork, Work
-from axon_ps.parallel.memory import BufferPool
+from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.worker.step_client import StepClient
 
 Span = tuple[float, float]
 KINDS = {"gathering": "gather", "pushing": "push"}

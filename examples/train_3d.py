@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.pipeline import Pipeline, PipelineSchedule
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, clip_grad_norm, full_state_dict

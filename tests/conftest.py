@@ -19,7 +19,7 @@ WORKERS_IMPORT = (
     "torch.distributed.tensor",
     "torch._dynamo",  # by torch's FSDP2 and its compiler
     "axon_ps.parallel",
-    "axon_ps.collectives.world",
+    "axon_ps.worker.world",
     *SERVICES_IMPORT,
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""

@@ -18,22 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for p in (ROOT / "axon_ps").rglob("*.py") if p.parent.name != "v1")  # v1 is generated
 PURE_ROOMS = ("errors.py", "types.py", "sharding/", "optim/", "compress/", "data/", "wire/")
-SANS_IO = (
-    "coordinator/state.py",
-    "coordinator/assembly.py",
-    "coordinator/attempts.py",
-    "coordinator/barriers.py",
-    "coordinator/kv.py",
-    "coordinator/registration.py",
-    "coordinator/roster.py",
-    "coordinator/snapshots.py",
-    "coordinator/steps.py",
-    "shard/attempts.py",
-    "shard/engine.py",
-    "shard/segments.py",
-    "shard/slices.py",
-    "shard/sums.py",
-)
+CORES = tuple(name for p in SOURCES if "/core/" in (name := p.relative_to(ROOT / "axon_ps").as_posix()))
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -99,7 +84,7 @@ def test_nothing_is_pickled() -> None:
 def test_only_the_command_line_exits() -> None:
     exits = {"sys.exit", "os._exit", "os.abort"}
     # the fork server's children end as programs do, and `ending` only notices who exits
-    programs = ("cli/", "host/tether.py", "collectives/ending.py", "testing/fork_server.py")
+    programs = ("cli/", "host/tether.py", "worker/ending.py", "testing/fork_server.py")
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 
@@ -108,14 +93,14 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
     # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby is
     # told the environment of the worker that it becomes.
-    readers = ("cli/settings.py", "collectives/environment.py", "collectives/world.py", "testing/cluster.py")
+    readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/cluster.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
     readers += ("cli/standby.py",)
     reading = {"os.environ", "os.getenv", "os.environb"}
     assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []
 
 
-@pytest.mark.parametrize("name", SANS_IO)
+@pytest.mark.parametrize("name", CORES)
 def test_sans_io_cores_have_no_threads_sockets_or_clocks(name: str) -> None:
     found = set(imports(ast.parse((ROOT / "axon_ps" / name).read_text(encoding="utf-8"))))
     assert not found & {"asyncio", "threading", "socket", "time", "datetime", "grpc", "concurrent", "random", "os"}

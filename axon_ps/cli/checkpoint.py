@@ -17,8 +17,8 @@ from axon_ps.cli import options as o
 from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.events import CheckpointInfo
-    from axon_ps.coordinator.operator import OperatorClient
+    from axon_ps.coordinator.client.operator import OperatorClient
+    from axon_ps.coordinator.core.events import CheckpointInfo
     from axon_ps.storage.manifest import Manifest
 
 app = o.Commands(help="Write, list, load, export and check checkpoints.")

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from axon_ps.cli.settings import Settings
-from axon_ps.collectives.watch import key_of
 from axon_ps.errors import AxonError
+from axon_ps.worker.hang_report import key_of
 
 _TIMEOUT_S = 5.0
 
 Reports = Mapping[int, Mapping[str, Any]]
-"""By worker rank, what `collectives.watch` told."""
+"""By worker rank, what `worker.hang_report` told."""
 
 
 async def hanging(settings: Settings) -> list[str]:

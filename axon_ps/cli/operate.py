@@ -9,7 +9,7 @@ from axon_ps.cli.settings import Settings, load
 from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.operator import OperatorClient
+    from axon_ps.coordinator.client.operator import OperatorClient
 
 
 def settings_for(config: Path | None, **flags: Any) -> Settings:
@@ -26,6 +26,6 @@ def settings_for(config: Path | None, **flags: Any) -> Settings:
 
 def client(settings: Settings) -> OperatorClient:
     """A client for the coordinator that the settings name; make and use it on one event loop."""
-    from axon_ps.coordinator.operator import OperatorClient
+    from axon_ps.coordinator.client.operator import OperatorClient
 
     return OperatorClient(settings.coordinator, security=settings.security(), job=settings.job)

@@ -73,8 +73,8 @@ def coordinator(
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
-    from axon_ps.coordinator.config import CoordinatorConfig
-    from axon_ps.coordinator.server import serve
+    from axon_ps.coordinator.core.config import CoordinatorConfig
+    from axon_ps.coordinator.server.server import serve
 
     configuration = CoordinatorConfig(
         job=settings.job,
@@ -126,7 +126,7 @@ def shard(
     security = _security(settings, host)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
-    from axon_ps.shard.server import ShardConfig, serve
+    from axon_ps.shard.server.server import ShardConfig, serve
 
     configuration = ShardConfig(
         coordinator=_coordinator_address(settings),

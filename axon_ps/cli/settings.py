@@ -1,6 +1,6 @@
 """Every setting of the command line, composed from flags, environment, a file and defaults, in that order.
 
-This module and `collectives.environment` (what a worker learns from its launcher) are the only readers of environment
+This module and `worker.environment` (what a worker learns from its launcher) are the only readers of environment
 variables; the names here are `AXON_PS_` plus the field's name, the same that workers read. The file is TOML with the
 same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
 """

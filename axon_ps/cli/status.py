@@ -15,7 +15,7 @@ from axon_ps.cli import options as o
 from axon_ps.cli.options import leave
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.events import Status
+    from axon_ps.coordinator.core.events import Status
 
 _OLD_S = 10.0
 """What was reported longer ago is shown with its age."""
@@ -41,7 +41,7 @@ def status(
         tls_cert=tls_cert, tls_key=tls_key,
     )  # fmt: skip
 
-    from axon_ps.collectives.progress import progress_of
+    from axon_ps.worker.progress import progress_of
 
     async def ask() -> tuple[Status, dict[str, Any] | None]:
         async with client(settings) as operator:
@@ -65,26 +65,13 @@ def health(
     config: o.Config = None,
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
-    from grpc_health.v1 import health_pb2
-
     from axon_ps.cli.settings import load
-    from axon_ps.rpc.channels import connect
-    from axon_ps.rpc.service import Stub
+    from axon_ps.rpc.health import SERVING, health_of
 
     settings = load(config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token="")
-
-    async def ask() -> Any:
-        channel = connect(address, settings.security())
-        try:
-            stub = Stub(channel, health_pb2.DESCRIPTOR.services_by_name["Health"], peer=address)
-            return await stub.call("Check", health_pb2.HealthCheckRequest(service=service), timeout_s=timeout_s)
-        finally:
-            await channel.close()
-
-    reply = asyncio.run(ask())
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-    print(name)
-    leave(0 if reply.status == health_pb2.HealthCheckResponse.SERVING else 1)
+    said = asyncio.run(health_of(address, settings.security(), service=service, timeout_s=timeout_s))
+    print(said)
+    leave(0 if said == SERVING else 1)
 
 
 def doctor(
@@ -139,7 +126,7 @@ def progress_line(said: Mapping[str, Any], now: float) -> str:
     """What the training script reported last, in words.
 
     Args:
-        said: as `collectives.progress` stores it.
+        said: as `worker.progress` stores it.
         now: the time, as seconds since 1970.
     """
     step, steps, pace = said.get("step", 0), said.get("steps"), said.get("steps_per_s") or 0.0

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from axon_ps.cli.console import Console
+from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.processes import PYTHON, Process
-from axon_ps.cli.run import Launch
 
 MOST_PAUSE_S = 30.0
 STEADY_S = 60.0

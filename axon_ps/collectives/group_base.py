@@ -7,7 +7,7 @@ Invariants:
 - One collective of a group runs at a time, in the order of the calls; sends and receives run beside them.
 - Every collective has a number, also one that is refused; the n-th call of one rank meets the n-th of every other.
 - After an error other than `Disagreement` and `InvalidRequest` the group is over: every rank has aborted it or will
-  (see `collectives.backend`, Note: [After an error]).
+  (see `collectives.backends.base`, Note: [After an error]).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
-from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.recorder import Recorder
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
 from axon_ps.collectives.work import Lane, Work
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
@@ -30,8 +30,7 @@ from axon_ps.host import fork
 from axon_ps.types import DType, Member, ReduceOp
 
 if TYPE_CHECKING:
-    from axon_ps.collectives.group import ProcessGroup
-    from axon_ps.collectives.world import World
+    from axon_ps.collectives.current_world import JobWorld
 
 CLOSE_TIMEOUT_S = 5.0
 """How long `close` waits for calls under way, once they were ended."""
@@ -70,7 +69,7 @@ class GroupBase:
         recorder: Recorder,
         backend: str = "auto",
         member: bool = True,
-        world: World | Callable[[], World] | None = None,
+        world: JobWorld | Callable[[], JobWorld] | None = None,
     ) -> None:
         self.name = context.name
         self.ranks = context.ranks
@@ -80,15 +79,15 @@ class GroupBase:
         self._recorder = recorder
         self._wanted = backend
         self._member = member
-        self._world: World | None = None if callable(world) else world
-        self._find_world: Callable[[], World] | None = world if callable(world) else None
+        self._world: JobWorld | None = None if callable(world) else world
+        self._find_world: Callable[[], JobWorld] | None = world if callable(world) else None
         self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None
         self._lane = Lane(f"axon-ps-{context.name}"[:60])
         self._p2p_lanes: dict[tuple[str, int, int], Lane] = {}
         self._sequence = 0
-        self._children: list[ProcessGroup] = []
+        self._children: list[GroupBase] = []
         self._numbered = 0
         self._error: AxonError | None = None
         self._departed: AxonError | None = None
@@ -96,7 +95,7 @@ class GroupBase:
     # ------------------------------------------------------------------ who is in it
 
     @property
-    def world(self) -> World:
+    def world(self) -> JobWorld:
         """The world it belongs to.
 
         Raises:
@@ -366,7 +365,7 @@ class GroupBase:
             raise
 
     def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
-        """Take part in a call that this rank cannot make. See Note: [Agreement] of `collectives.backend`."""
+        """Take part in a call that this rank cannot make. See Note: [Agreement] of `collectives.backends.base`."""
         entry = self._recorder.begin(self.name, self.ranks, refusal)
         try:
             backend_for(limit_s).barrier(refusal, limit_s)
@@ -385,7 +384,7 @@ class GroupBase:
             raise self._error or error from None
 
     def _failed(self, error: BaseException) -> None:
-        """See Note: [After an error] of `collectives.backend`."""
+        """See Note: [After an error] of `collectives.backends.base`."""
         if isinstance(error, (Disagreement, InvalidRequest)) or self._error is not None:
             return
         cause = error if isinstance(error, AxonError) else Broken(f"a call was broken off: {type(error).__name__}")

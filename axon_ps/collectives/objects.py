@@ -3,7 +3,7 @@
 Owns: the functions with torch.distributed's names. They are for settings, metrics and file names; arrays have
 collectives that copy less. What can be sent says `collectives.encoding`; nothing is ever pickled.
 
-Every function takes `group` and `timeout_s` and raises as those of `collectives.ops`, and also
+Every function takes `group` and `timeout_s` and raises as those of `collectives.functional`, and also
 
     InvalidRequest: a value cannot be sent, or is larger than `MAX_OBJECT_BYTES`; the other ranks of a collective get a
         `Disagreement` that says so. The group can go on.
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from axon_ps.collectives.encoding import decode, encode
-from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
-from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from axon_ps.collectives.world import World
+    from axon_ps.collectives.current_world import JobWorld
 
 MAX_OBJECT_BYTES = 64 << 20
 """How large an encoded value, or list of values, may be."""
@@ -33,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def all_gather_object(
-    obj: Any, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+    obj: Any, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
 ) -> list[Any]:
     """Every rank's value, by rank, on every rank."""
     chosen, what = current_group(group), "all_gather_object"
@@ -45,7 +45,7 @@ def all_gather_object(
 
 
 def gather_object(
-    obj: Any, dst: int = 0, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+    obj: Any, dst: int = 0, group: ProcessGroup | JobWorld | None = None, *, timeout_s: float | None = None
 ) -> list[Any] | None:
     """Every rank's value, by rank, on rank `dst`; None elsewhere."""
     chosen, what = current_group(group), "gather_object"
@@ -58,7 +58,11 @@ def gather_object(
 
 
 def broadcast_object_list(
-    object_list: list[Any], src: int = 0, group: ProcessGroup | World | None = None, *, timeout_s: float | None = None
+    object_list: list[Any],
+    src: int = 0,
+    group: ProcessGroup | JobWorld | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> list[Any]:
     """The items of `object_list` become those of rank `src`'s; returns it.
 
@@ -85,7 +89,7 @@ def broadcast_object_list(
 def scatter_object_list(
     object_list: Sequence[Any] | None,
     src: int = 0,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     *,
     timeout_s: float | None = None,
 ) -> Any:
@@ -112,7 +116,7 @@ def scatter_object_list(
 def send_object_list(
     object_list: Sequence[Any],
     dst: int,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     *,
     tag: int = 0,
     timeout_s: float | None = None,
@@ -127,7 +131,7 @@ def send_object_list(
 def recv_object_list(
     object_list: list[Any],
     src: int = ANY_SOURCE,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     *,
     tag: int = 0,
     timeout_s: float | None = None,

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from axon_ps.collectives import arrays, shapes
-from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
-from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, InvalidRequest
 
 if TYPE_CHECKING:
-    from axon_ps.collectives.world import World
+    from axon_ps.collectives.current_world import JobWorld
 
 
 def isend(
     tensor: Any,
     dst: int,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     tag: int = 0,
     *,
     timeout_s: float | None = None,
@@ -39,7 +39,7 @@ def isend(
 def irecv(
     tensor: Any,
     src: int = ANY_SOURCE,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     tag: int = 0,
     *,
     timeout_s: float | None = None,
@@ -67,7 +67,7 @@ class P2POp:
     op: Callable[..., Work[Any]]
     tensor: Any
     peer: int
-    group: ProcessGroup | World | None = None
+    group: ProcessGroup | JobWorld | None = None
     tag: int = 0
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ def sendrecv(
     data: Any,
     dst: int,
     src: int | None = None,
-    group: ProcessGroup | World | None = None,
+    group: ProcessGroup | JobWorld | None = None,
     *,
     out: Any = None,
     tag: int = 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from axon_ps.collectives.backend import GroupContext
+from axon_ps.collectives.backends.base import GroupContext
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
 
 WAIT_S = 0.5

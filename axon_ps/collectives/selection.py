@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.types import BackendName, Member
 
@@ -86,32 +86,32 @@ class BackendMaker:
     def _for_device(self, context: GroupContext) -> Backend:
         if select_for_device(context.members) == "nccl":
             return self._named(context, "nccl")
-        from axon_ps.collectives.hierarchical import HierarchicalBackend, name_of_part
+        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_part
 
         own = replace(context, name=name_of_part(context.name, DEVICE))  # the host's backend may be hierarchical, too
         return HierarchicalBackend.create(own, intra=lambda c: self._named(c, "nccl"), inter=self._grpc)
 
     def _named(self, context: GroupContext, name: str) -> Backend:
         if name == "shm":
-            from axon_ps.collectives.shm import SharedMemoryBackend
+            from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 
             return SharedMemoryBackend(context)
         if name == "grpc":
             return self._grpc(context)
         if name == "hierarchical":
-            from axon_ps.collectives.hierarchical import HierarchicalBackend
+            from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
 
             return HierarchicalBackend.create(context, intra=lambda c: self._named(c, "shm"), inter=self._grpc)
         if name == "gloo":
-            from axon_ps.collectives.torch_gloo import GlooBackend
+            from axon_ps.collectives.backends.gloo import GlooBackend
 
             return GlooBackend(context)
         if name == "nccl":
-            from axon_ps.collectives.nccl import NcclBackend
+            from axon_ps.collectives.backends.nccl.backend import NcclBackend
 
             return NcclBackend.create(context)
         if name == "mock":
-            from axon_ps.collectives.mock import MockBackend
+            from axon_ps.collectives.backends.mock import MockBackend
 
             return MockBackend(context)
         if name in _registered:

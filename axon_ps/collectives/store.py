@@ -1,6 +1,6 @@
 """Stores that groups meet in: `MemoryStore` for threads, and `AbortableStore` around any, for whoever must not wait on.
 
-The store across processes is the coordinator's (`collectives.world`).
+The store across processes is the coordinator's (`worker.world`).
 
 Invariant: a value is there for every thread as soon as `put` returned; nobody waits for what was deleted.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from axon_ps.collectives.backend import Store
+from axon_ps.collectives.backends.base import Store
 from axon_ps.errors import AxonError, InvalidRequest, Timeout
 
 MAX_VALUE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class MemoryStore:
-    """A `collectives.backend.Store` in the memory of this process."""
+    """A `collectives.backends.base.Store` in the memory of this process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,7 +1,7 @@
 """What every compressor is: f32 numbers in, fewer bytes out, and what was lost kept for the next time.
 
-Owns: the `Compressor` seam, the checks between a caller's arrays and loops that do not look where they write, and the
-registry. Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
+Owns: the `Compressor` seam, and the checks between a caller's arrays and loops that do not look where they write.
+Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
 Refuses: to keep anything. A compressor object has no state, so one serves every array from as many threads as there
 are; residuals are the caller's (see `compress.feedback`).
 
@@ -23,13 +23,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 
-from axon_ps.errors import InvalidRequest
 from axon_ps.kernels.arrays import check_array, readonly
-from axon_ps.types import Array, Compression, DType, Int8, TopK
+from axon_ps.types import Array
 
 _F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
@@ -126,44 +124,6 @@ class Compressor(ABC):
     @abstractmethod
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
         """acc = data if `first`, else acc += data, after the checks; `data` is read-only."""
-
-
-def compressor(name: str, **options: Any) -> Compressor:
-    """The compressor of that name.
-
-    Args:
-        name: "int8" (option `block_numel`), "top_k" (option `fraction`), "bf16" or "fp16".
-        options: see `types.Int8` and `types.TopK`.
-
-    Raises:
-        InvalidRequest: there is no such compressor, or it has no such option, or the value cannot be.
-    """
-    from axon_ps.compress.casts import CastCompressor
-
-    kinds: dict[str, Any] = {
-        "int8": lambda **given: compressor_of(Int8(**given)),
-        "top_k": lambda **given: compressor_of(TopK(**given)),
-        "bf16": lambda: CastCompressor(DType.BF16),
-        "fp16": lambda: CastCompressor(DType.F16),
-    }
-    if name not in kinds:
-        raise InvalidRequest(f"compressor {name!r} is unknown; use one of {', '.join(kinds)}")
-    try:
-        made: Compressor = kinds[name](**options)
-    except TypeError as error:
-        raise InvalidRequest(f"compressor {name!r} does not take {', '.join(options)}: {error}") from error
-    return made
-
-
-def compressor_of(compression: Compression) -> Compressor:
-    """The compressor that does what `compression` says."""
-    if isinstance(compression, Int8):
-        from axon_ps.compress.int8 import Int8Compressor
-
-        return Int8Compressor(compression.block_numel)
-    from axon_ps.compress.top_k import TopKCompressor
-
-    return TopKCompressor(compression.fraction)
 
 
 def blocks_of(numel: int, block_numel: int) -> int:

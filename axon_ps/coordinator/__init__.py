@@ -1,5 +1,7 @@
 """The coordinator: who is alive, who has which rank, what the job is made of, and which training steps count.
 
-`state` and the modules beside it decide (pure, no clock, no I/O); `shell` performs what they decided; `servicer` speaks
-the protocol; `server` puts it on a port; `client` is the member's end of a session, `operator` the command line's.
+core       decides: state machines without clock, threads or I/O
+server     performs what they decided: sessions, calls, time, durable state; speaks the protocol on a port
+client     a member's end of its session, calls, and the operator's end
+messages   between the session's messages and the values of the core, for both ends
 """

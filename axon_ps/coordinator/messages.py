@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 
-from axon_ps.coordinator.events import (
+from axon_ps.coordinator.core.events import (
     Hello,
     JobState,
     ModelStatus,

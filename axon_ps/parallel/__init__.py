@@ -13,21 +13,22 @@ except ModuleNotFoundError as _error:
     ) from None
 
 from axon_ps.data import DistributedSampler
-from axon_ps.parallel.buckets import GradientBucket
 from axon_ps.parallel.c10d.register import register as _register
-from axon_ps.parallel.comm_hooks import CommunicationHook, comm_hook
-from axon_ps.parallel.ddp import DistributedDataParallel
+from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
+from axon_ps.parallel.comm_hooks.registry import comm_hook
+from axon_ps.parallel.ddp.buckets import GradientBucket
+from axon_ps.parallel.ddp.ddp import DistributedDataParallel
+from axon_ps.parallel.ddp.sync_batch_norm import SyncBatchNorm
+from axon_ps.parallel.ddp.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_ps.parallel.diloco import DiLoCo, LocalSGD
 from axon_ps.parallel.dtypes import MixedPrecision
-from axon_ps.parallel.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.parallel.grad_scaler import GradScaler
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
-from axon_ps.parallel.stats import FSDPMemoryStats, MemoryStats
-from axon_ps.parallel.strategy import CPUOffload, ShardingStrategy
-from axon_ps.parallel.sync_batch_norm import SyncBatchNorm
-from axon_ps.parallel.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous
 from axon_ps.types import Int8, TopK

@@ -28,19 +28,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.ops import current_group
-from axon_ps.collectives.steps import StepClient
-from axon_ps.collectives.world import World
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, StepAborted
-from axon_ps.parallel import materialize, wrap
 from axon_ps.parallel.dtypes import TORCH_DTYPES, dtype_from_torch
-from axon_ps.parallel.flat import array_of
-from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp import materialize, wrap
+from axon_ps.parallel.fsdp.flat_unit import array_of
+from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult, WirePrecision
+from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.world import World, world_of
 
 _BUFFERS = 2
 """How many of the largest unit the pushes under way may hold."""
@@ -96,9 +96,9 @@ class DiLoCo:
                 f"outer_momentum is {outer_momentum}, and Nesterov's momentum (nesterov=True) needs one above 0; for "
                 "plain averaging give outer_momentum=0, nesterov=False"
             )
-        if len(group.ranks) != group.world.world_size:
+        if len(group.ranks) != (world_size := world_of(group).world_size):
             raise InvalidRequest(
-                f"the group has {len(group.ranks)} of the world's {group.world.world_size} workers; all of them meet "
+                f"the group has {len(group.ranks)} of the world's {world_size} workers; all of them meet "
                 "at an outer step, pass world.default_group"
             )
         if meta := [name for name, p in model.named_parameters() if p.is_meta]:
@@ -127,14 +127,14 @@ class DiLoCo:
         self._synced = (-1, -1)
         self._done = 0
         self._counters = {"inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0}
-        with group.world.models.names.claiming(name, self._spec.described) as self.name:
+        with world_of(group).models.names.claiming(name, self._spec.described) as self.name:
             self._steps: StepClient = self._register(model)
             self.pull()
 
     def _register(self, model: nn.Module) -> StepClient:
         initialized = False
         while not initialized:
-            steps, registered = self._group.world.models.register(self._spec, self.name)
+            steps, registered = world_of(self._group).models.register(self._spec, self.name)
             if registered.upload:
                 materialize.upload(model, self._parts, steps, None)
             initialized = steps.wait_initialized(registered)
@@ -292,8 +292,8 @@ class DiLoCo:
 
     def release(self) -> None:
         """As `FullyShardedDataParallel.release`; the module keeps its values, and is a module like any other."""
-        self._group.world.barrier("axon_ps/release")
-        self._group.world.models.release(self._steps)
+        world_of(self._group).barrier("axon_ps/release")
+        world_of(self._group).models.release(self._steps)
 
     def statistics(self) -> dict[str, float]:
         """Inner and outer steps, pulls, bytes of the copy at the last sync; the data plane's counters as `wire_*`."""

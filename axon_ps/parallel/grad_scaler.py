@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from axon_ps.errors import Misuse
-from axon_ps.parallel.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.types import StepResult
 
 

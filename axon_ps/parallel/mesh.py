@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from axon_ps.collectives.backend import disagreement
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.backends.base import disagreement
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.redistribute import Placements, redistribute
 

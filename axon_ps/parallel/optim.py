@@ -17,9 +17,9 @@ from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.optim.registry import create
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.fsdp import FullyShardedDataParallel
-from axon_ps.parallel.runtime import Runtime
-from axon_ps.parallel.sent_gradients import Home
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp.sent_gradients import Home
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 Params: TypeAlias = FullyShardedDataParallel | Iterable[Any]

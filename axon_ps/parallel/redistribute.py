@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.chunks import counts_of
 from axon_ps.parallel.compile import uncompiled

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from axon_ps.compress.compressor import compressor_of
-from axon_ps.shard import transfers
+from axon_ps.compress.registry import compressor_of
+from axon_ps.shard.client import transfers
 from axon_ps.types import Int8
 
 

@@ -1,11 +1,12 @@
 """How calls travel: channels, servers, security, deadlines, and the one map between our errors and gRPC statuses.
 
-    security    who may bind where, TLS and the job token
-    channels    connections to an address        server    a listening server with health and reflection
-    service     servicers and stubs built from the schema's descriptors, without generated gRPC code
-    stream      a client's end of a streaming call, which raises our errors · kept_streams (open between uses)
-    status      the map between errors and statuses
-    loop        the SDK's background event loop  backoff   deadlines and retries
+security    who may bind where, TLS and the job token
+channels    connections to an address         server     a listening server with health and reflection
+service     servicers and stubs built from the schema's descriptors, without generated gRPC code
+stream      a client's end of a streaming call, which raises our errors · stream_pool (open between uses) · shielded
+status      the map between errors and statuses          health   asks a server for its own
+in_process  calls without sockets
+background_loop   the SDK's event loop        deadlines  deadlines and retries
 
-No other room but the servicers imports `grpc`. Nothing here knows what a job is.
+No other room imports `grpc`. Nothing here knows what a job is.
 """

@@ -1,6 +1,6 @@
 """The coordinator's durable state: records by key, written in batches that happen entirely or not at all.
 
-A store knows nothing of what the records mean; `coordinator.records` does. One coordinator owns a store at a time.
+A store knows nothing of what the records mean; `coordinator.core.records` does. One coordinator owns a store at a time.
 
 Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
 of the batch is visible to a later `load`.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from axon_ps.collectives.world import World
 from axon_ps.errors import Broken, GenerationChanged, MemberLost, Timeout
+from axon_ps.worker.world import World
 
 T = TypeVar("T")
 

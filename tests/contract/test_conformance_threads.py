@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Backend, Call, GroupContext
-from axon_ps.collectives.hierarchical import HierarchicalBackend
-from axon_ps.collectives.mock import MockBackend
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext
+from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.testing.conformance import Report, run_conformance, run_in_threads
 from axon_ps.types import Array
 
@@ -42,7 +42,7 @@ def test_hierarchical_takes_small_calls_through_one_stage() -> None:
 
 @pytest.mark.parametrize("n", [1, 7])
 def test_gloo(n: int) -> None:
-    from axon_ps.collectives.torch_gloo import GlooBackend
+    from axon_ps.collectives.backends.gloo import GlooBackend
 
     assert failures(run_in_threads(n, GlooBackend, exact_order=False)) == []
 

@@ -20,7 +20,7 @@ from axon_ps.testing.workers import WorkerProcess
 from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
 from fault_model import Attempt, Values, attempts_in, expected, train
 
-MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.collectives.world")
+MODULES = ("torch", "torch.distributed.tensor", "torch._dynamo", "axon_ps.parallel", "axon_ps.worker.world")
 PRELOADED = (*MODULES, *SERVICE_MODULES)
 
 STEPS, FATAL = 7, 3

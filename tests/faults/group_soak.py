@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.testing import LocalCluster
 from axon_ps.types import ReduceOp, Role
 

@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=loader_worker.KINDS, action="append", help="only this one; may be repeated")
     parser.add_argument("--method", choices=loader_worker.METHODS, action="append", help="the same of start methods")
     options = parser.parse_args()
-    with preloaded(("torch", "torch.distributed.tensor", "axon_ps.parallel", "axon_ps.collectives.world")):
+    with preloaded(("torch", "torch.distributed.tensor", "axon_ps.parallel", "axon_ps.worker.world")):
         good = refusals()
         for kind in options.kind or loader_worker.KINDS:
             methods = options.method or loader_worker.METHODS

@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 
-from axon_ps.collectives.backend import Operation
-from axon_ps.collectives.shm import SharedMemoryBackend
+from axon_ps.collectives.backends.base import Operation
+from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError
 from axon_ps.types import DType, ReduceOp
 from shm_worker import DirectoryStore, Rank, context

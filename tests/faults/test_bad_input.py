@@ -21,8 +21,6 @@ import torch
 from torch import nn
 
 from axon_ps import errors, parallel
-from axon_ps.collectives.environment import WorkerConfig
-from axon_ps.collectives.world import World
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -31,6 +29,8 @@ from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing import LocalCluster
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
+from axon_ps.worker.environment import WorkerConfig
+from axon_ps.worker.world import World
 
 SHARD = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 NUMEL = 300

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, MemberLost
 from axon_ps.testing import LocalCluster
 from axon_ps.types import ReduceOp

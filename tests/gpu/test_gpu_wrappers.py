@@ -15,7 +15,7 @@ from axon_ps import parallel
 from axon_ps.collectives import arrays, cuda
 from axon_ps.collectives.staging import Staging
 from axon_ps.errors import AxonError
-from axon_ps.parallel import device_codecs
+from axon_ps.parallel.comm_hooks import device_codecs
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.types import INT8_BLOCK_NUMEL
 from job_services import JobServices

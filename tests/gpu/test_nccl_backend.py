@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.nccl.backend import NcclBackend
 from axon_ps.collectives.cuda import flat_view
-from axon_ps.collectives.nccl import NcclBackend
 from axon_ps.errors import AxonError
 from axon_ps.testing.conformance import DeviceBackend, run_in_threads
 from axon_ps.types import DType, ReduceOp

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from axon_ps.coordinator.client import CoordinatorClient, Event, OperatorClient
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.server import serve
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, OperatorClient
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server.server import serve
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.shm_registry import registry
-from axon_ps.compress.compressor import compressor
+from axon_ps.collectives.backends.shm.registry import registry
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.compress.registry import compressor
 from axon_ps.parallel import DDP, GradientSynchronizer, GradSyncStrategy
 from axon_ps.reduction import ops as reduction
 from axon_ps.types import DType, ReduceOp

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
-from axon_ps.coordinator import server as coordinator_server
-from axon_ps.coordinator.config import CoordinatorConfig
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import server as coordinator_server
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
-from axon_ps.shard import server as shard_server
-from axon_ps.shard.server import ShardConfig
+from axon_ps.shard.server import server as shard_server
+from axon_ps.shard.server.server import ShardConfig
 from axon_ps.storage.state_store import MemoryStateStore
 
 TOKEN = "test-token"

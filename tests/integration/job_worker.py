@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import axon_ps
-from axon_ps.collectives.environment import WorkerConfig
 from axon_ps.rpc.security import Security
+from axon_ps.worker.environment import WorkerConfig
 from job_services import TOKEN
 
 

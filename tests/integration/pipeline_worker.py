@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from axon_ps import World
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Broken
 from axon_ps.parallel.pipeline import OptimizerState, Pipeline, PipelineSchedule
 

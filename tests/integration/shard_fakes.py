@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.coordinator.events import Event, JobState, SnapshotFile
+from axon_ps.coordinator.core.events import Event, JobState, SnapshotFile
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler
-from axon_ps.shard.client import ShardGroup
-from axon_ps.shard.servicer import ShardServicer
-from axon_ps.shard.shell import ShardShell
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.server.servicer import ShardServicer
+from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions

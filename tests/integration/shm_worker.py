@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.collectives.backend import Call, GroupContext, Operation
-from axon_ps.collectives.shm import SharedMemoryBackend
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError, MemberLost, Timeout
 from axon_ps.reduction import ops
 from axon_ps.testing.conformance import oracle

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel import (
     DDP,
     ColumnParallelLinear,

@@ -14,7 +14,7 @@ import axon_ps
 from axon_ps import parallel
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import Asynchronous, BoundedStaleness, Policy
-from axon_ps.parallel.strategy import CPUOffload
+from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from parity_model import Block, batch, build

@@ -14,11 +14,11 @@ import torch
 import axon_ps
 import tables
 from axon_ps import parallel
-from axon_ps.collectives.steps import StepClient
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.parts import part_bounds
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
+from axon_ps.worker.step_client import StepClient
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
 from tables import Record
 

@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from axon_ps.coordinator.client import (
+from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.coordinator.client.session import (
     JobState,
     RestoreOrder,
     SessionLost,
@@ -23,10 +24,9 @@ from axon_ps.coordinator.client import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.events import Hello
+from axon_ps.coordinator.core.events import Hello
 from axon_ps.coordinator.messages import hello_to_proto
-from axon_ps.coordinator.operator import SERVICE
-from axon_ps.coordinator.shell import QUEUE_EVENTS, Session
+from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
     AxonError,
     Broken,

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Call, Operation
-from axon_ps.collectives.environment import worker_config
-from axon_ps.collectives.grpc_backend import GrpcBackend
+from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.grpc import GrpcBackend
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, MemberLost, Timeout
 from axon_ps.reduction import ops
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import NUMBERS, Array, DType, ReduceOp, Role
+from axon_ps.worker.environment import worker_config
 from grpc_ranks import Rank, Ranks
 
 N = 4

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel import DDP, FSDP, SGD, Mesh, SyncBatchNorm
 from axon_ps.testing import LocalCluster, preloaded

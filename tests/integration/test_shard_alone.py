@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.events import SnapshotOrder
+from axon_ps.coordinator.core.events import SnapshotOrder
 from axon_ps.errors import GenerationChanged, Misuse
 from axon_ps.sharding.policy import Asynchronous
 from axon_ps.types import Array, Decision, Membership, Outcome, Turn

@@ -15,14 +15,14 @@ import grpc
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.client import CoordinatorClient
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import Event, JobState
-from axon_ps.coordinator.server import serve as serve_coordinator
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import Event, JobState
+from axon_ps.coordinator.server.server import serve as serve_coordinator
 from axon_ps.errors import AxonError, Broken, ConfigurationError, PermissionDenied, StorageFull, Unreachable
 from axon_ps.rpc.security import Security
-from axon_ps.shard.client import ShardGroup
-from axon_ps.shard.server import ShardConfig, serve
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.server.server import ShardConfig, serve
 from axon_ps.storage.manifest import list_checkpoints, verify
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.types import Decision, Membership, OptimizerSpec, Outcome, Role
@@ -242,7 +242,7 @@ def test_a_coordinator_that_stays_away_ends_the_server_with_the_reason() -> None
     ],
 )
 def test_where_workers_are_told_to_find_it(advertise: str, host: str, expected: str) -> None:
-    from axon_ps.shard.server import _advertised
+    from axon_ps.shard.server.server import _advertised
 
     config = ShardConfig(coordinator="", job="j", host=host, advertise=advertise)
     assert _advertised(config, 5) == expected.format(port=5)

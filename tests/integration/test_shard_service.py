@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shard_fakes
-from axon_ps.coordinator.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
+from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, SnapshotOrder
 from axon_ps.errors import (
     CheckpointNotFound,
     Closed,
@@ -25,9 +25,12 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
-from axon_ps.host.process_memory import Borrower, Lender, Loan
+from axon_ps.host.leases import Lender, Loan
+from axon_ps.host.process_memory import Borrower
 from axon_ps.rpc.service import Stub
-from axon_ps.shard import reach, servicer, transfers
+from axon_ps.shard.client import transfers
+from axon_ps.shard.same_host import access
+from axon_ps.shard.server import servicer
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
@@ -95,7 +98,7 @@ def test_lent_chunks_go_through_no_socket() -> None:
 @LENT
 @pytest.mark.parametrize("what", ["gather", "push"])
 def test_what_was_taken_back_before_it_was_read_is_asked_for_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, lend, lenders = Borrower.read, reach.lend, []
+    read, lend, lenders = Borrower.read, access.lend, []
 
     def remember(lender: Lender, address: int, size_bytes: int) -> memory_pb2.Loan:
         lenders.append(lender)
@@ -834,7 +837,7 @@ def test_the_clients_own_refusals() -> None:
 def test_a_client_that_knows_no_members_times_out() -> None:
     async def scenario() -> None:
         from axon_ps.rpc.security import Security
-        from axon_ps.shard.client import ShardGroup
+        from axon_ps.shard.client.client import ShardGroup
 
         group = ShardGroup(Security())
         call: dict[str, Any] = {"context": common_pb2.CallContext, "timeout_s": 0.05, "min_version": 0}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from axon_ps.collectives.shm_meeting import joined_key, offer_key
+from axon_ps.collectives.backends.shm.rendezvous import joined_key, offer_key
 from axon_ps.host.shared_memory import SegmentAddress, boot_id
 from axon_ps.types import DType, ReduceOp
 from shm_worker import DirectoryStore

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from axon_ps.collectives.models import Models
-from axon_ps.coordinator.client import Event
+from axon_ps.coordinator.client.session import Event
 from axon_ps.types import Membership
+from axon_ps.worker.models import Models
 from job_services import JobServices
 from job_worker import joined
 

@@ -13,7 +13,7 @@ import yaml
 
 from axon_ps.cli.serve import DRAIN_S
 from axon_ps.cli.settings import PREFIX, Settings
-from axon_ps.collectives.environment import worker_config
+from axon_ps.worker.environment import worker_config
 from parsed_commands import entry_point, understood
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as C10dWork
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.parallel.c10d.tensors import Finish, nothing
 from axon_ps.parallel.c10d.work import AxonWork, Together

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, BarrierOptions, Store, Work
 
-from axon_ps.collectives.group import ANY_SOURCE, ProcessGroup
+from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import Closed
 from axon_ps.parallel.c10d.calls import Plan, seconds
 from axon_ps.parallel.c10d.coalesced import CoalescedCollectives

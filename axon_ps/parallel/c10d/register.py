@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from axon_ps.collectives.environment import worker_config
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.world import World
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.parallel.c10d.identity import BACKEND
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.session import Session, join, lives_of
 from axon_ps.parallel.c10d.store import KVStore
+from axon_ps.worker.environment import worker_config
+from axon_ps.worker.world import World
 
 _JOIN_TIMEOUT = timedelta(seconds=300)
 

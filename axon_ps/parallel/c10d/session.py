@@ -4,7 +4,7 @@ Owns: joining a job that exists, making one that does not, and closing what it m
 closed. A process has one session at a time.
 
 How it begins, in this order: a `World` the user has made is used; `AXON_PS_COORDINATOR` is joined; else the ranks form
-a job of their own over c10d's store (`collectives.bootstrap`).
+a job of their own over c10d's store (`worker.bootstrap`).
 
 How it ends: whoever is done says so in the key-value store and waits a while for the others, because a worker that
 leaves ends what the others still do with it.
@@ -21,14 +21,14 @@ from collections.abc import Mapping
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from axon_ps.collectives.bootstrap.job import Formed, form_job
-from axon_ps.collectives.ending import process_went_well
-from axon_ps.collectives.environment import WorkerConfig, worker_config
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.world import World
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.host import fork
 from axon_ps.rpc.deadlines import Deadline
+from axon_ps.worker.bootstrap.job import Formed, form_job
+from axon_ps.worker.ending import process_went_well
+from axon_ps.worker.environment import WorkerConfig, worker_config
+from axon_ps.worker.world import World
 
 GOODBYE_S = 10.0
 """How long the end waits for the other ranks to be done, too."""

@@ -17,8 +17,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from axon_ps.collectives.world import World
 from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.worker.world import World
 
 _VALUE = b"="
 _COUNT = "#keys"

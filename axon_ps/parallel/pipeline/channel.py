@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from axon_ps.collectives import arrays
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Lane
 from axon_ps.parallel.pipeline.exchange import HEADER_BYTES, pack, unpack
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
 from axon_ps.parallel.pipeline.timeline import Span, Timeline
 

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.ops import as_group
-from axon_ps.collectives.world import World
+from axon_ps.collectives.functional import as_group
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Misuse
 from axon_ps.parallel.pipeline.channel import Channel, PeerFailed
 from axon_ps.parallel.pipeline.division import chain, cut, even, single
@@ -36,6 +35,7 @@ from axon_ps.parallel.pipeline.schedule import PipelineSchedule, actions, check,
 from axon_ps.parallel.pipeline.stage import Chain, LossFunction, PipelineStage, split_backward
 from axon_ps.parallel.pipeline.ties import Tie, TiedParameters, find_ties
 from axon_ps.parallel.pipeline.timeline import Timeline
+from axon_ps.worker.world import World
 
 _ERROR_CHARACTERS = 800
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 
 Tie = tuple[tuple[int, str], ...]
 """The places of one parameter: stage, and name in the stage's module."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from axon_ps.parallel.tensor.module import TensorParallelModule

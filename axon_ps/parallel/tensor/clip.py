@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.tensor.state import split_parameters

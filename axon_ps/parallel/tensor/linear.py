@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.tensor.functions import (
     copy_to_group,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.ops import current_group
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel.held import Held
 from axon_ps.parallel.tensor.partition import Partition
 

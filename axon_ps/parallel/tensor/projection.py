@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel.compile import uncompiled
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None]

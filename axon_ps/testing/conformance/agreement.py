@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from axon_ps.collectives.backend import Call, Operation
-from axon_ps.collectives.request import Request, perform
+from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.request import Request, perform
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.testing.conformance.trial import Trial
 from axon_ps.types import DType, ReduceOp

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.collectives import ops
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives import functional
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement
 
 PROMPT_S = 10.0
@@ -65,52 +65,61 @@ def _scattering(reduce: _Call) -> Mistake:
 
 def _mistakes() -> Mapping[str, Mistake]:
     return {
-        "all_reduce_sum": _reducing(ops.all_reduce_sum),
-        "all_reduce_mean": _reducing(ops.all_reduce_mean),
-        "all_reduce_min": _reducing(ops.all_reduce_min),
-        "all_reduce_max": _reducing(ops.all_reduce_max),
-        "all_reduce_product": _reducing(ops.all_reduce_product),
-        "reduce_scatter_sum": _scattering(ops.reduce_scatter_sum),
-        "reduce_scatter_mean": _scattering(ops.reduce_scatter_mean),
+        "all_reduce_sum": _reducing(functional.all_reduce_sum),
+        "all_reduce_mean": _reducing(functional.all_reduce_mean),
+        "all_reduce_min": _reducing(functional.all_reduce_min),
+        "all_reduce_max": _reducing(functional.all_reduce_max),
+        "all_reduce_product": _reducing(functional.all_reduce_product),
+        "reduce_scatter_sum": _scattering(functional.reduce_scatter_sum),
+        "reduce_scatter_mean": _scattering(functional.reduce_scatter_mean),
         "integers have no average": Mistake(
-            lambda g: ops.all_reduce_mean(np.ones(3), group=g),
-            lambda g: ops.all_reduce_mean(np.ones(3, np.int32), group=g),
+            lambda g: functional.all_reduce_mean(np.ones(3), group=g),
+            lambda g: functional.all_reduce_mean(np.ones(3, np.int32), group=g),
         ),
         "reduce": Mistake(lambda g: g.reduce(np.ones(3)), lambda g: g.reduce(np.ones(3), root=g.size)),
-        "broadcast": Mistake(lambda g: ops.broadcast(np.ones(3), group=g), lambda g: ops.broadcast(None, group=g)),
+        "broadcast": Mistake(
+            lambda g: functional.broadcast(np.ones(3), group=g), lambda g: functional.broadcast(None, group=g)
+        ),
         "broadcast_from": Mistake(
-            lambda g: ops.broadcast_from(np.ones(3), 0, group=g),
-            lambda g: ops.broadcast_from(np.ones(3), -1, group=g),
-            lambda g: ops.broadcast_from(np.ones(3), _NOBODY, group=g),
+            lambda g: functional.broadcast_from(np.ones(3), 0, group=g),
+            lambda g: functional.broadcast_from(np.ones(3), -1, group=g),
+            lambda g: functional.broadcast_from(np.ones(3), _NOBODY, group=g),
         ),
         "all_gather": Mistake(
-            lambda g: ops.all_gather(_rows(g), group=g),
-            lambda g: ops.all_gather(_rows(g), counts=[1] * g.size, group=g),
-            lambda g: ops.all_gather(_rows(g), out=np.ones(2), group=g),
+            lambda g: functional.all_gather(_rows(g), group=g),
+            lambda g: functional.all_gather(_rows(g), counts=[1] * g.size, group=g),
+            lambda g: functional.all_gather(_rows(g), out=np.ones(2), group=g),
         ),
         "gather_tensor": Mistake(
-            lambda g: ops.gather_tensor(_rows(g), group=g),
-            lambda g: ops.gather_tensor(_rows(g), dst=99, group=g),
-            lambda g: ops.gather_tensor(_rows(g), counts=[-1] * g.size, group=g),
+            lambda g: functional.gather_tensor(_rows(g), group=g),
+            lambda g: functional.gather_tensor(_rows(g), dst=99, group=g),
+            lambda g: functional.gather_tensor(_rows(g), counts=[-1] * g.size, group=g),
         ),
         "scatter_tensor": Mistake(
-            lambda g: ops.scatter_tensor(_rows(g), group=g),
-            lambda g: ops.scatter_tensor(None, group=g),
-            lambda g: ops.scatter_tensor(_rows(g)[1:], group=g) if g.size > 1 else ops.scatter_tensor(None, group=g),
-            lambda g: ops.scatter_tensor(None, out=_FROZEN, group=g),
+            lambda g: functional.scatter_tensor(_rows(g), group=g),
+            lambda g: functional.scatter_tensor(None, group=g),
+            lambda g: (
+                functional.scatter_tensor(_rows(g)[1:], group=g)
+                if g.size > 1
+                else functional.scatter_tensor(None, group=g)
+            ),
+            lambda g: functional.scatter_tensor(None, out=_FROZEN, group=g),
         ),
         "all_to_all": Mistake(
-            lambda g: ops.all_to_all(_rows(g), group=g),
-            lambda g: ops.all_to_all(_rows(g), input_counts=[1] * g.size, group=g),
-            lambda g: ops.all_to_all(_rows(g), output_counts=[1] * (g.size + 1), group=g),
+            lambda g: functional.all_to_all(_rows(g), group=g),
+            lambda g: functional.all_to_all(_rows(g), input_counts=[1] * g.size, group=g),
+            lambda g: functional.all_to_all(_rows(g), output_counts=[1] * (g.size + 1), group=g),
         ),
-        "barrier": Mistake(lambda g: ops.barrier(group=g), lambda g: ops.barrier(timeout_s=-1.0, group=g)),
+        "barrier": Mistake(
+            lambda g: functional.barrier(group=g), lambda g: functional.barrier(timeout_s=-1.0, group=g)
+        ),
         "sync_gradient": Mistake(
-            lambda g: ops.sync_gradient(np.ones(3), group=g), lambda g: ops.sync_gradient(_STRANGE, group=g)
+            lambda g: functional.sync_gradient(np.ones(3), group=g),
+            lambda g: functional.sync_gradient(_STRANGE, group=g),
         ),
         "sync_gradients": Mistake(
-            lambda g: ops.sync_gradients([np.ones(3), np.ones(3, np.float32)], group=g),
-            lambda g: ops.sync_gradients([np.ones(3), _STRANGE], group=g),
+            lambda g: functional.sync_gradients([np.ones(3), np.ones(3, np.float32)], group=g),
+            lambda g: functional.sync_gradients([np.ones(3), _STRANGE], group=g),
         ),
     }
 
@@ -141,6 +150,6 @@ def check_arguments(group: ProcessGroup) -> list[str]:
                 wrong.append(f"{what} was told after {took_s:.1f} s")
             if not (odd and group.world_size == 1):
                 mistake.right(group)
-            if ops.all_reduce_sum(np.ones(1), group=group).item() != group.world_size:
+            if functional.all_reduce_sum(np.ones(1), group=group).item() != group.world_size:
                 wrong.append(f"the group adds up wrongly after {what}")
     return wrong

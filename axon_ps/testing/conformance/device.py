@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from axon_ps.collectives.backend import Backend
-from axon_ps.collectives.request import Request, RequestBackend, perform
+from axon_ps.collectives.backends.base import Backend
+from axon_ps.collectives.backends.request import Request, RequestBackend, perform
 from axon_ps.errors import AxonError
 from axon_ps.types import Array, DType
 

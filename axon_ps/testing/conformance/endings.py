@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from axon_ps.collectives.backend import Operation
+from axon_ps.collectives.backends.base import Operation
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
 from axon_ps.testing.conformance.trial import Trial
 from axon_ps.types import DType

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from axon_ps.collectives.backend import Operation
+from axon_ps.collectives.backends.base import Operation
 from axon_ps.errors import Disagreement
 from axon_ps.testing.conformance import oracle
 from axon_ps.testing.conformance.trial import SEED, Trial

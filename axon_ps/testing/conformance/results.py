@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from axon_ps.collectives.backend import Operation
-from axon_ps.collectives.request import Request
+from axon_ps.collectives.backends.base import Operation
+from axon_ps.collectives.backends.request import Request
 from axon_ps.testing.conformance import oracle
 from axon_ps.testing.conformance.trial import SEED, Trial
 from axon_ps.types import Array, DType, ReduceOp

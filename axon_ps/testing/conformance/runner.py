@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from axon_ps.collectives.backend import Backend, GroupContext
-from axon_ps.collectives.mock import mock_contexts
-from axon_ps.collectives.world import World
+from axon_ps.collectives.backends.base import Backend, GroupContext
+from axon_ps.collectives.backends.mock import mock_contexts
 from axon_ps.errors import AxonError
 from axon_ps.testing.conformance import agreement, endings, messages, results
 from axon_ps.testing.conformance.arguments import check_arguments
 from axon_ps.testing.conformance.trial import Skip, Trial
+from axon_ps.worker.world import World
 
 SIZES = (1, 2, 3, 4, 7)
 """How many ranks the groups have that the suite is usually run on."""
@@ -60,7 +60,7 @@ def run_conformance(
 
     Args:
         backend: the group's backend, fresh. It can be used afterwards if nothing failed.
-        exact_order: whether it promises to reduce in rank order (see `collectives.backend`, Note: [Rank order]); else
+        exact_order: whether it promises to reduce in rank order (see `backends.base`, Note: [Rank order]); else
             results may differ from that by rounding.
         spares: `SPARES` further backends of the same ranks, for the cases that end a group; without them those are
             skipped. They are of no use afterwards, and yours to close.

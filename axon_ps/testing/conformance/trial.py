@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from axon_ps.collectives.backend import Backend, Call, Operation
-from axon_ps.collectives.request import Request, perform
+from axon_ps.collectives.backends.base import Backend, Call, Operation
+from axon_ps.collectives.backends.request import Request, perform
 from axon_ps.errors import Disagreement
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp

@@ -26,8 +26,8 @@ from axon_ps.types import Role
 MODULES = (
     "axon_ps.cli.main",
     "axon_ps.cli.settings",
-    "axon_ps.coordinator.server",
-    "axon_ps.shard.server",
+    "axon_ps.coordinator.server.server",
+    "axon_ps.shard.server.server",
     "axon_ps.testing.faults.cluster",
     "axon_ps.testing.faults.warm",
 )

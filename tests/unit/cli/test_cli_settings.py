@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from axon_ps.cli.settings import PREFIX, environment_report, load
-from axon_ps.collectives.environment import worker_config
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
+from axon_ps.worker.environment import worker_config
 
 
 @pytest.fixture(autouse=True)

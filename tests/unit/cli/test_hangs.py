@@ -7,10 +7,10 @@ import json
 import numpy as np
 
 from axon_ps.cli.hangs import explain
-from axon_ps.collectives.backend import Call, Operation
-from axon_ps.collectives.recorder import Recorder
-from axon_ps.collectives.watch import HANGS_AFTER_S, report
+from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.types import DType, ReduceOp
+from axon_ps.worker.hang_report import HANGS_AFTER_S, report
 
 ALL_REDUCE = Call(sequence=17, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(12,), op=ReduceOp.SUM)
 BARRIER = Call(sequence=3, operation=Operation.BARRIER)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import axon_ps
-from axon_ps.collectives import ops
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives import functional
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.store import AbortableStore, MemoryStore
 from axon_ps.errors import Closed, Disagreement, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import ReduceOp
@@ -318,7 +318,11 @@ def test_the_recorder_keeps_what_happened() -> None:
 def test_functions_take_a_group() -> None:
     def body(group: ProcessGroup) -> None:
         rank = group.rank
-        assert (ops.rank(group), ops.world_size(group), ops.is_main_process(group)) == (rank, 2, rank == 0)
+        assert (functional.rank(group), functional.world_size(group), functional.is_main_process(group)) == (
+            rank,
+            2,
+            rank == 0,
+        )
         ones = np.full(2, 1.0 + rank)
         assert axon_ps.all_reduce_sum(ones.copy(), group=group).tolist() == [3.0, 3.0]
         assert axon_ps.all_reduce_mean(ones.copy(), group=group).tolist() == [1.5, 1.5]
@@ -347,7 +351,7 @@ def test_functions_take_a_group() -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_gradients_are_averaged_in_buckets(async_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(functional, "BUCKET_BYTES", 40)
 
     def body(group: ProcessGroup) -> None:
         model = torch.nn.Linear(3, 4).to(torch.float32)

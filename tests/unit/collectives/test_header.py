@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from axon_ps.collectives import header
-from axon_ps.collectives.backend import Call, Operation
-from axon_ps.collectives.mock import mock_contexts
-from axon_ps.collectives.request import Request
+from axon_ps.collectives.backends import header
+from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.mock import mock_contexts
+from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import Disagreement
 from axon_ps.types import DType, ReduceOp
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.hierarchical import HierarchicalBackend
-from axon_ps.collectives.mock import MockBackend, mock_contexts
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.errors import Disagreement, MemberLost, Timeout, Unreachable
 from axon_ps.testing.device import DeviceArray, StandIn, asarray, stand_in
 from axon_ps.types import Array, DType, ReduceOp

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Call, Operation
-from axon_ps.collectives.mock import MockBackend, mock_contexts
+from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.collectives.store import MAX_VALUE_BYTES, MemoryStore
 from axon_ps.errors import Broken, Closed, InvalidRequest, Timeout
 from axon_ps.types import DType, ReduceOp

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backend import Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.mock import mock_contexts
+from axon_ps.collectives.backends.nccl.backend import NcclBackend
+from axon_ps.collectives.backends.nccl.symbols import AVERAGE, MAX, MIN, SUM, NcclUniqueId, nccl_op, version_of
 from axon_ps.collectives.cuda import flat_view
-from axon_ps.collectives.mock import mock_contexts
-from axon_ps.collectives.nccl import NcclBackend
-from axon_ps.collectives.nccl_symbols import AVERAGE, MAX, MIN, SUM, NcclUniqueId, nccl_op, version_of
 from axon_ps.errors import InvalidRequest, NcclError
 from axon_ps.testing.conformance import DeviceBackend, run_in_threads
 from axon_ps.testing.device import StandIn, asarray, stand_in

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import axon_ps
 from axon_ps.collectives.encoding import SENDABLE, decode, encode
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

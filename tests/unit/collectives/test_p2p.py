@@ -12,7 +12,7 @@ import torch
 
 import axon_ps
 from axon_ps import P2POp, batch_isend_irecv, irecv, isend, sendrecv
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from axon_ps.collectives import selection
-from axon_ps.collectives.backend import Backend, GroupContext
-from axon_ps.collectives.mock import MockBackend
+from axon_ps.collectives.backends.base import Backend, GroupContext
+from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.collectives.selection import BackendMaker, register_backend, select, select_for_device
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.errors import ConfigurationError

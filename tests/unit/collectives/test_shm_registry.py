@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from axon_ps.collectives.shm_registry import Registry
+from axon_ps.collectives.backends.shm.registry import Registry
 from axon_ps.errors import Busy
 from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from axon_ps.compress.compressor import Compressor, compressor, kept_of
+from axon_ps.compress.compressor import Compressor, kept_of
+from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
@@ -214,5 +215,5 @@ def test_options_are_checked() -> None:
 
 
 def test_importing_compressors_imports_no_numba() -> None:
-    code = "import sys; from axon_ps.compress.compressor import compressor; compressor('int8'); compressor('top_k')"
+    code = "import sys; from axon_ps.compress.registry import compressor; compressor('int8'); compressor('top_k')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'numba' not in sys.modules"], check=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from axon_ps.compress.compressor import Compressor, compressor
+from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.feedback import Feedback
+from axon_ps.compress.registry import compressor
 from axon_ps.types import Array
 
 COMPRESSORS = [compressor("int8", block_numel=16), compressor("top_k", fraction=0.1)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_ps.compress import int8_block
-from axon_ps.compress.compressor import compressor
+from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.reduction import ops
 from axon_ps.testing.conformance import oracle

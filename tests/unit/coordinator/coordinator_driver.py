@@ -9,11 +9,11 @@ import json
 import uuid
 from typing import Any, TypeVar
 
-from axon_ps.coordinator import records
-from axon_ps.coordinator.actions import Action, CloseSession, Persist, Push, Reply
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import Hello, Ready, Vote
-from axon_ps.coordinator.state import Caller, CoordinatorState
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import Hello, Ready, Vote
+from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import MemoryStateStore

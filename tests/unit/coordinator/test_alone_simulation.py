@@ -15,19 +15,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.collectives.pace import Pace, View
-from axon_ps.coordinator.actions import Action, Push
-from axon_ps.coordinator.events import JobState, Ready, Vote
-from axon_ps.coordinator.memory import Memory
+from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.core.actions import Action, Push
+from axon_ps.coordinator.core.events import JobState, Ready, Vote
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import StepAborted
-from axon_ps.shard import engine as engines
-from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.core import engine as engines
+from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy
 from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.worker.staleness import Pace, View
 from coordinator_driver import Driver, Peer
 
 LAYOUT = Layout(units=(build_unit("a", [("a", (12,), DType.F32)]), build_unit("b", [("b", (8,), DType.F32)])))
@@ -79,7 +79,7 @@ class Client:
 
 
 class Server(Client):
-    """A shard server, as `shard.shell` runs its engine."""
+    """A shard server, as `shard.server.shell` runs its engine."""
 
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         super().__init__(sim, peer)
@@ -130,7 +130,7 @@ class Server(Client):
 
 
 class Worker(Client):
-    """A worker, as `collectives.steps` makes its steps."""
+    """A worker, as `worker.step_client` makes its steps."""
 
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         super().__init__(sim, peer)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.coordinator.events import Ready, Vote
+from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.errors import LayoutMismatch
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
@@ -148,7 +148,7 @@ def test_a_worker_with_another_policy_is_told(ours: Policy) -> None:
 def test_whatever_the_order_the_bound_holds_and_somebody_can_always_go_on(
     bound: int, replicas: int, data: st.DataObject
 ) -> None:
-    """Workers that begin a step only when they may, and say at any moment; Note: [Clocks] of `coordinator.attempts`."""
+    """Workers that begin a step only when they may, and say at any moment; Note: [Clocks] of `attempts`."""
     d, workers, servers = assembled(BoundedStaleness(max_staleness=bound), workers=replicas, shards=2)
     clocks, read = [0] * replicas, [0] * replicas
     busy = [False] * replicas

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator import barriers
-from axon_ps.coordinator.state import Caller
+from axon_ps.coordinator.core import barriers
+from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Busy, Disagreement, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from coordinator_driver import Driver, Peer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from axon_ps.coordinator.restores import Resume
+from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.errors import GenerationChanged, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.policy import BoundedStaleness

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from axon_ps.coordinator import manifests
-from axon_ps.coordinator.restores import Resume
+from axon_ps.coordinator.core.checkpoints.restores import Resume
+from axon_ps.coordinator.server import manifests
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import JobState, Welcome
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import JobState, Welcome
 from axon_ps.errors import (
     Broken,
     Busy,

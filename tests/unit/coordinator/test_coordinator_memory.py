@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from axon_ps.coordinator.events import JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
-from axon_ps.coordinator.memory import Memory
+from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.core.events import JobState, Ready, RestoreOrder, SnapshotOrder, Vote, Welcome
 from axon_ps.coordinator.messages import initialized_to_proto, ready_to_proto, vote_to_proto
 from axon_ps.errors import InternalError
 from axon_ps.types import Decision, Membership, ModelProgress, Outcome

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator import messages as m
-from axon_ps.coordinator.events import (
+from axon_ps.coordinator.core.events import (
     Hello,
     JobState,
     Ready,

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator.events import (
+from axon_ps.coordinator.core.checkpoints.restores import Resume
+from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshot
+from axon_ps.coordinator.core.events import (
     CheckpointInfo,
     JobState,
     RestoreOrder,
@@ -16,9 +18,7 @@ from axon_ps.coordinator.events import (
     SnapshotReport,
     Welcome,
 )
-from axon_ps.coordinator.restores import Resume
-from axon_ps.coordinator.snapshots import SavedModel, Snapshot
-from axon_ps.coordinator.state import Caller
+from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import (
     Busy,
     CheckpointCorrupt,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator import shell as shell_module
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.events import Hello
-from axon_ps.coordinator.shell import Session, Shell
-from axon_ps.coordinator.state import Caller, CoordinatorState
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import Hello
+from axon_ps.coordinator.core.state import Caller, CoordinatorState
+from axon_ps.coordinator.server import shell as shell_module
+from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import Broken, Busy, InternalError, InvalidRequest, StorageFull
 from axon_ps.storage.state_store import MemoryStateStore, Record
 from axon_ps.types import Role

@@ -1,7 +1,7 @@
 """Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
 hold through all of them.
 
-Members have the memory that `coordinator.client.CoordinatorClient` has; what is simulated is the network between.
+Members have the memory that `CoordinatorClient` has; what is simulated is the network between.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from axon_ps.coordinator import records
-from axon_ps.coordinator.actions import Action, Persist
-from axon_ps.coordinator.events import Ready, Vote, Welcome
-from axon_ps.coordinator.memory import Memory
+from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Action, Persist
+from axon_ps.coordinator.core.events import Ready, Vote, Welcome
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Decision, Membership, Outcome, Role

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator.actions import Persist, Push
-from axon_ps.coordinator.events import Ready, Vote
+from axon_ps.coordinator.core.actions import Persist, Push
+from axon_ps.coordinator.core.events import Ready, Vote
+from axon_ps.coordinator.core.steps.decision import Tally
 from axon_ps.coordinator.messages import ready_from_proto
-from axon_ps.coordinator.steps import Tally
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.coordinator import waiting
-from axon_ps.coordinator.kv import MAX_WAITERS
-from axon_ps.coordinator.waiting import Deadlines, Waiting
+from axon_ps.coordinator.core import waiting
+from axon_ps.coordinator.core.kv import MAX_WAITERS
+from axon_ps.coordinator.core.waiting import Deadlines, Waiting
 from axon_ps.errors import Busy, Timeout
 from coordinator_driver import Driver
 

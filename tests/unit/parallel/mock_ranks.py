@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 
 
 def on_ranks(world_size: int, body: Callable[[ProcessGroup], Any]) -> list[Any]:

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from axon_ps.collectives.group import ProcessGroup
-from axon_ps.collectives.models import Names
-from axon_ps.collectives.steps import Ticket
-from axon_ps.coordinator.client import Registered
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.coordinator.client.session import Registered
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.worker.models import Names
+from axon_ps.worker.step_client import Ticket
 
 _VIEWS = {np.dtype(np.float32): torch.float32, np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16}
 

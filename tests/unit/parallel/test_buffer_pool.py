@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from axon_ps.parallel.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.types import Array
 
 F32, BF16 = torch.float32, torch.bfloat16

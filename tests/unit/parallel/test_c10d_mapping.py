@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GatherOptions, HashStore, ScatterOptions
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel.c10d import coalesced
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup

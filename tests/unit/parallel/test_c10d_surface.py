@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 
 _NO_BACKEND = "needs a backend of C++'s, and says so"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, LayoutMismatch, MemberLost, Misuse
 from axon_ps.parallel import DDP, CommunicationHook, comm_hook
 from mock_ranks import on_ranks

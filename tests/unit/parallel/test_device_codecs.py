@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from axon_ps.compress import int8_block
-from axon_ps.compress.compressor import compressor
-from axon_ps.parallel import device_codecs
+from axon_ps.compress.registry import compressor
+from axon_ps.parallel.comm_hooks import device_codecs
 from axon_ps.types import INT8_BLOCK_NUMEL, Array
 
 SIZES = [1, 255, 256, 1000, 4096 + 17]

@@ -10,7 +10,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest, StepAborted
 from axon_ps.parallel import FSDP, Asynchronous, BoundedStaleness, DiLoCo, LocalSGD, ShardingStrategy
-from axon_ps.parallel.strategy import CPUOffload
+from axon_ps.parallel.fsdp.strategy import CPUOffload
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.types import Outcome
 from parallel_fakes import FakeGroup, FakeSteps

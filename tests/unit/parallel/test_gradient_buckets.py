@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import GradientBucket, GradientSynchronizer, GradSyncStrategy
-from axon_ps.parallel.buckets import assign
+from axon_ps.parallel.ddp.buckets import assign
 from mock_ranks import on_ranks
 
 

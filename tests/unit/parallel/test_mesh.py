@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel.mesh import Mesh
 from mock_ranks import on_ranks

@@ -15,8 +15,8 @@ from torch import nn
 
 import axon_ps
 from axon_ps import World
-from axon_ps.collectives.mock import MockBackend, mock_contexts
-from axon_ps.collectives.shm import SharedMemoryBackend
+from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
+from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import DDP, FSDP, SGD, AdamW, Mesh, ShardingStrategy
 from axon_ps.testing import run_threads

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, Broken, Disagreement, MemberLost, Timeout
-from axon_ps.parallel.memory import Meter
-from axon_ps.parallel.node import NodeSteps
+from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
+from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Broken, Disagreement, InvalidRequest, Misuse
 from axon_ps.parallel.pipeline import (
     Pipeline,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.parallel.mesh import Mesh
 from mock_ranks import close, on_ranks, rand

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from axon_ps import World
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest, Misuse
 from axon_ps.parallel import DDP, FSDP, SGD, SyncBatchNorm
 from axon_ps.testing import run_threads

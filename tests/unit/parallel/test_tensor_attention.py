@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import TensorParallelAttention
 from axon_ps.parallel.tensor import full_state_dict, gather_from_group, load_full_state_dict, scatter_to_group

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.tensor import (
     copy_to_group,

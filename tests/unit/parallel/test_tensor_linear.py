@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import axon_ps
-from axon_ps.collectives.group import ProcessGroup
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement, InvalidRequest, LayoutMismatch, MemberLost
 from axon_ps.parallel import ColumnParallelLinear, RowParallelLinear, clip_grad_norm
 from axon_ps.parallel.chunks import counts_of

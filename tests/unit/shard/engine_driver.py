@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.shard.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import Push, ShardEngine
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions

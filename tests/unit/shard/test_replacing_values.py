@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Misuse
-from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Broken, InvalidRequest, Misuse, StepAborted
-from axon_ps.host.process_memory import Borrower, address_of, introduction
-from axon_ps.shard.engine import ShardEngine
+from axon_ps.host.leases import address_of
+from axon_ps.host.process_memory import Borrower, introduction
+from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
 from engine_driver import Servers, job_of, layout_of, one_group

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from axon_ps.compress.compressor import Compressor, compressor_of
-from axon_ps.coordinator.records import (
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.registry import compressor_of
+from axon_ps.coordinator.core.records import (
     Parameters,
     job_record,
     load,
@@ -18,7 +19,7 @@ from axon_ps.coordinator.records import (
     spec_record,
 )
 from axon_ps.errors import InvalidRequest
-from axon_ps.shard.engine import Push
+from axon_ps.shard.core.engine import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.types import Array, Compression, DType, Int8, Membership, Outcome, TopK, WirePrecision

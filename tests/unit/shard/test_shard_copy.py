@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.coordinator.events import JobState, SnapshotOrder
+from axon_ps.coordinator.core.events import JobState, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
-from axon_ps.shard.engine import Push
-from axon_ps.shard.shell import ShardShell
+from axon_ps.shard.core.engine import Push
+from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
 from axon_ps.types import (
     Array,

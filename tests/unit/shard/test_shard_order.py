@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.compress import cast
-from axon_ps.shard.engine import Push
+from axon_ps.shard.core.engine import Push
 from axon_ps.types import Array, DType
 from engine_driver import Servers, cast_to, commit_of, job_of, layout_of, one_group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.shard.segments import Segment, cut, unit_segments
+from axon_ps.shard.core.segments import Segment, cut, unit_segments
 from axon_ps.sharding.layout import build_unit
 from axon_ps.types import DType
 

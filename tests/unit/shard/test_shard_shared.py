@@ -9,10 +9,10 @@ import pytest
 
 from axon_ps.errors import Busy, Unreachable
 from axon_ps.host.shared_memory import PAGE_BYTES
-from axon_ps.shard import engine as engine_module
-from axon_ps.shard import slices
-from axon_ps.shard.engine import ShardEngine
-from axon_ps.shard.shared_copy import MappedCopy, SharedCopy
+from axon_ps.shard.core import engine as engine_module
+from axon_ps.shard.core import slices
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
 from axon_ps.wire.v1 import memory_pb2

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
-from axon_ps.shard import snapshot
-from axon_ps.shard.apply import ApplyPool, SnapshotGate
-from axon_ps.shard.engine import ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.server import snapshot
+from axon_ps.shard.server.apply import ApplyPool, SnapshotGate
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.export import export_model
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
-from axon_ps.shard.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import Push, ShardEngine
 from axon_ps.types import Array, Decision, DType, OptimizerSpec, Outcome
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 

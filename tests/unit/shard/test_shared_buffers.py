@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.host.process_memory import address_of
-from axon_ps.shard import shared_buffers
-from axon_ps.shard.shared_buffers import MOST_MAPPED, MappedBuffers, found, leave, shared_buffer
+from axon_ps.host.leases import address_of
+from axon_ps.shard.same_host import shared_buffers
+from axon_ps.shard.same_host.shared_buffers import MOST_MAPPED, MappedBuffers, found, leave, shared_buffer
 from axon_ps.types import Array
 from axon_ps.wire.v1 import memory_pb2
 

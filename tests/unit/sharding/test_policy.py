@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from axon_ps.coordinator import records
-from axon_ps.coordinator.events import Ready, Vote
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.messages import ready_from_proto, ready_to_proto, vote_from_proto, vote_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.collectives.backend import Backend, GroupContext
+from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.testing.conformance.runner import run_in_threads
 
 

@@ -1,0 +1,85 @@
+"""A worker's stream to a shard server's collectives: one operation after the other.
+
+See Note: [How an operation ends] at `aggregation.server.servicer`. Everything here runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from axon_ps.errors import AxonError, Broken
+from axon_ps.rpc.stream import EOF, Stream
+from axon_ps.types import Array
+from axon_ps.wire.frames import decode_bulk, encode_chunk
+from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+
+
+class OperationStream:
+    """One stream while an operation is performed on it.
+
+    Args:
+        stream: the call.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._ending: asyncio.Task[None] | None = None
+
+    async def write(self, header: CollectiveChunk, data: Array | None) -> None:
+        """Send a message."""
+        await self._stream.write(encode_chunk(header, data))
+
+    async def data(self) -> tuple[CollectiveChunk, memoryview]:
+        """The operation's next message: header and payload.
+
+        Raises:
+            AxonError: what ended the operation.
+            Broken: the server ended it too early.
+        """
+        header, payload = await self._read()
+        if header.ended:
+            raise Broken("a shard server ended an operation before everything had come")
+        return header, payload
+
+    async def ended(self) -> None:
+        """See that the server ends the operation now, well.
+
+        Raises:
+            AxonError: what ended it.
+            Broken: the server sent more.
+        """
+        header, _ = await self._read()
+        if not header.ended:
+            raise Broken("a shard server sent more than was asked for")
+
+    def will_end(self) -> None:
+        """The operation is over for us; that the server says so is seen to meanwhile, before the next one begins."""
+        self._ending = asyncio.ensure_future(self._see_end())
+
+    async def is_free(self) -> bool:
+        """Whether another operation may begin."""
+        if self._ending is not None:
+            await self._ending
+            self._ending = None
+        return not self._stream.done()
+
+    def cancel(self) -> None:
+        """End the stream, and what is under way on it."""
+        self._stream.cancel()
+
+    @property
+    def place(self) -> str:
+        """What is called where, for errors."""
+        return self._stream.place
+
+    async def _see_end(self) -> None:
+        try:
+            await self.ended()
+        except AxonError:
+            self.cancel()
+
+    async def _read(self) -> tuple[CollectiveChunk, memoryview]:
+        message = await self._stream.read()
+        if message is EOF:
+            raise Broken("a shard server ended the stream of an operation before its end")
+        return decode_bulk(CollectiveChunk, message)

@@ -1,0 +1,126 @@
+"""The shard servers of a job as a worker knows them: how many, addresses and connections.
+
+All of it runs on one event loop. What is not known yet is waited for: the members, a server that was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from axon_ps.errors import Closed, Timeout
+from axon_ps.rpc.channels import Channel, connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.types import Member, Membership
+from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+MakeContext = Callable[[], common_pb2.CallContext]
+"""Gives who calls: job, generation and incarnation."""
+
+_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
+
+
+class Peers:
+    """Who they are, and how to reach them.
+
+    Args:
+        security: TLS and token.
+        lanes: connections per server.
+    """
+
+    def __init__(self, security: Security, lanes: int) -> None:
+        self._security = security
+        self._lanes = lanes
+        self._num_servers = 0
+        self._members: dict[int, Member] = {}
+        self._stubs: dict[tuple[int, int], tuple[str, Channel, Stub]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def set_members(self, membership: Membership) -> None:
+        """Take the current shard servers; whoever has moved is connected to anew."""
+        self._members = {m.rank: m for m in membership.shards}
+        if membership.complete:
+            self._num_servers = len(membership.shards)
+        for key, (address, channel, _) in list(self._stubs.items()):
+            member = self._members.get(key[0])
+            if member is not None and member.address != address:
+                del self._stubs[key]
+                task = asyncio.get_running_loop().create_task(channel.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        self.wake()
+
+    async def num_servers(self, deadline: Deadline) -> int:
+        """How many shard servers the job has, once it was complete.
+
+        Raises:
+            Timeout: it was not in time.
+            Closed: the connections were closed.
+        """
+        while not self._num_servers:
+            if deadline.passed:
+                raise Timeout(f"the job's shard servers did not become known within {deadline.timeout_s:g} s")
+            await self.wait(deadline.remaining())
+        self._check_open()
+        return self._num_servers
+
+    async def stub(self, server: int, lane: int, deadline: Deadline) -> Stub:
+        """How to reach a shard server, once it is a member.
+
+        Raises:
+            Timeout: it was not in time.
+            Closed: the connections were closed.
+        """
+        key = (server, lane % self._lanes)
+        if (known := self._stubs.get(key)) is not None:
+            return known[2]
+        while (member := self._members.get(server)) is None:
+            if deadline.passed:
+                raise Timeout(f"shard server {server} was not there within {deadline.timeout_s:g} s")
+            await self.wait(deadline.remaining())
+        self._check_open()
+        if key not in self._stubs:
+            channel = connect(member.address, self._security, lane=key[1])
+            self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
+        return self._stubs[key][2]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for news, at most `timeout_s`.
+
+        Raises:
+            Closed: the connections were closed.
+        """
+        self._check_open()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            await asyncio.wait([future], timeout=None if math.isinf(timeout_s) else timeout_s)
+        finally:
+            if not future.done():
+                self._waiting.remove(future)
+        self._check_open()
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail. Harmless when repeated."""
+        self._closed = True
+        self.wake()
+        stubs, self._stubs = self._stubs, {}
+        for _, channel, _ in stubs.values():
+            await channel.close()
+        await asyncio.gather(*self._closing)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the connections to the shard servers were closed")
+
+    def wake(self) -> None:
+        """There is news for who waits."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,1 @@
+"""The Collective RPC: clock, waits and protocol around the core."""

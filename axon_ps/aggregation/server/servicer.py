@@ -1,0 +1,63 @@
+"""The Collective RPC: protocol only. Moves messages between a stream and its places in operations, one after the other.
+
+A rank that has one message to send has sent it when an operation begins, and is only written to from then on; else one
+task reads while the call's own task writes, so both directions are busy at once.
+
+Note: [How an operation ends]
+    An operation that ends well ends with a message, `ended`, and the stream is there for the next one (see
+    `rpc.stream_pool`, Note: [Streams are kept]). An all-reduce's rank does not even wait for that message: the
+    result says that everything it sent is used. *Measured*, four ranks over four servers, against a stream for each
+    operation: 64 bytes in 3.6 ms instead of 5.0, 512 KiB at 500 Mbit/s in 19.6 instead of 26.5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from axon_ps.aggregation.server.shell import CollectiveShell, CollectiveStream
+from axon_ps.errors import AxonError, InvalidRequest
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream_pool import IdleStreams
+from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
+
+ENDED = CollectiveChunk(ended=True).SerializeToString()
+"""The last message of an operation. See Note: [How an operation ends]."""
+
+
+async def serve(shell: CollectiveShell, idle: IdleStreams, context: ServerStream) -> None:
+    """Serve operations until the client ends the stream between two of them, or this server stops."""
+    message = await context.read()
+    if message is EOF:
+        raise InvalidRequest("the stream ended before its first message, which names caller and group")
+    while message is not EOF:
+        await _perform(await shell.open(message), context)
+        await context.write(ENDED)
+        message = await idle.next(context.read())
+
+
+async def _perform(stream: CollectiveStream, context: ServerStream) -> None:
+    """Serve one operation."""
+    reader: asyncio.Task[None] | None = None
+    try:
+        if stream.expects:
+            reader = asyncio.ensure_future(_read(stream, context))
+        while (message := await stream.next()) is not None:
+            await context.write(message)
+    finally:
+        if reader is not None:
+            reader.cancel()  # it ends with the call, if it is reading
+        stream.close()
+
+
+async def _read(stream: CollectiveStream, context: ServerStream) -> None:
+    """Give the stream what comes, until all has come; what cannot be ends the call."""
+    try:
+        await stream.settled()
+        while stream.expects:
+            message = await context.read()
+            if message is EOF:  # the connection broke, and gRPC is about to cancel the call; or it is nonsense
+                return
+            await stream.offer(message)
+    except AxonError as error:
+        stream.refuse(error)

@@ -1,0 +1,150 @@
+"""Messages between GPUs: tags, any source and sizes that do not fit, on a transport that has only an order.
+
+Owns: the agreement of both ends, in the group's store, on which message moves next. A sender announces a message under
+its tag; the receiver that takes it answers "go" or "drop", and only then both move it. Knows nothing of GPUs; what
+moves bytes is given.
+
+Invariant: between two ranks one message moves at a time in each direction.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from axon_ps.collectives.backends.base import GroupContext, disagreement
+from axon_ps.collectives.backends.nccl.symbols import NcclUniqueId
+from axon_ps.errors import AxonError, Timeout
+from axon_ps.types import Array, DType
+
+_GO, _DROP = b"go", b"drop "
+_LOOK_S = 0.02
+_SLICE_S = 0.2
+
+Move = Callable[[Array, DType], None]
+
+
+class Messages:
+    """One rank's messages.
+
+    Args:
+        context: the group; its store is where the ends meet.
+        connect: makes what moves bytes to (end 0) or from (end 1) one peer, which makes the other end at the same time,
+            with the same unique id.
+        generate_unique_id: makes one.
+    """
+
+    def __init__(
+        self,
+        context: GroupContext,
+        connect: Callable[[NcclUniqueId, int], Move],
+        generate_unique_id: Callable[[], NcclUniqueId],
+    ) -> None:
+        self._context = context
+        self._store = context.store
+        self._connect = connect
+        self._generate_unique_id = generate_unique_id
+        self._lock = threading.Lock()
+        self._order: defaultdict[tuple[str, int, int], threading.Lock] = defaultdict(threading.Lock)
+        self._numbers: defaultdict[tuple[str, int, int], int] = defaultdict(int)
+        self._moves: dict[tuple[int, int], Move] = {}
+        self._error: AxonError | None = None
+
+    def abort(self, error: AxonError) -> None:
+        """End what waits in the store; what moves is ended by whoever moves it."""
+        self._error = error
+
+    def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
+        """Announce a message and move it when the receiver wants it."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            number = self._numbers["send", to, tag]
+            self._numbers["send", to, tag] += 1
+            key = self._key(self._context.rank, to, tag, number)
+            self._store.put(key, f"{dtype.value} {data.size}".encode())
+        answer = self._wait(f"{key}/answer", deadline)
+        self._store.delete(f"{key}/answer")
+        if answer.startswith(_DROP):
+            said = {
+                self._context.ranks[to]: answer[len(_DROP) :].decode(),
+                self._world_rank: _words("send", data, dtype),
+            }
+            raise disagreement(said, f"a message with tag {tag} in group {self._context.name!r}")
+        if data.size:
+            self._move((self._context.rank, to), deadline)(data, dtype)
+
+    def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
+        """Take the next message of a rank, or of any (-1); its rank."""
+        deadline = time.monotonic() + timeout_s
+        sender, key, announced = self._next(source, tag, deadline)
+        name, _, numel = announced.decode().partition(" ")
+        if (name, int(numel)) != (dtype.value, data.size):
+            expected = _words("recv", data, dtype)
+            self._store.put(f"{key}/answer", _DROP + expected.encode())
+            said = {self._context.ranks[sender]: f"send of {numel} {name}", self._world_rank: expected}
+            raise disagreement(said, f"a message with tag {tag} in group {self._context.name!r}")
+        with self._order["move", sender, 0]:
+            self._store.put(f"{key}/answer", _GO)
+            if data.size:
+                self._move((sender, self._context.rank), deadline)(data, dtype)
+        return sender
+
+    def _next(self, source: int, tag: int, deadline: float) -> tuple[int, str, bytes]:
+        """The next message with a tag: who sent it, its key, what was announced; it is taken then."""
+        sources = [source] if source >= 0 else [r for r in range(len(self._context.ranks)) if r != self._context.rank]
+        while True:
+            for candidate in sources:
+                with self._order["recv", candidate, tag]:  # two receivers of one source take turns
+                    number = self._numbers["recv", candidate, tag]
+                    key = self._key(candidate, self._context.rank, tag, number)
+                    limit = deadline if source >= 0 else time.monotonic() + _LOOK_S
+                    try:
+                        announced = self._wait(key, min(limit, deadline))
+                    except Timeout:
+                        if source >= 0 or time.monotonic() >= deadline:
+                            raise
+                        continue
+                    self._numbers["recv", candidate, tag] += 1
+                    self._store.delete(key)
+                    return candidate, key, announced
+
+    def _move(self, pair: tuple[int, int], deadline: float) -> Move:
+        """What moves bytes between two ranks, in one direction; made by both when it is first needed."""
+        end = pair.index(self._context.rank)
+        with self._order["connect", *pair]:
+            if pair not in self._moves:
+                key = f"nccl/{self._context.name}/pair/{pair[0]}/{pair[1]}"
+                if end == 0:
+                    unique_id = self._generate_unique_id()
+                    self._store.put(key, unique_id.value)
+                else:
+                    value = self._wait(key, deadline)
+                    self._store.delete(key)
+                    unique_id = NcclUniqueId(value)
+                self._moves[pair] = self._connect(unique_id, end)
+            return self._moves[pair]
+
+    def _wait(self, key: str, deadline: float) -> bytes:
+        """The value of a key, looking out for an abort."""
+        while True:
+            if self._error is not None:
+                raise self._error
+            left = deadline - time.monotonic()
+            try:
+                return self._store.wait(key, max(0.001, min(_SLICE_S, left)))
+            except Timeout:
+                if left <= _SLICE_S:
+                    raise
+
+    @property
+    def _world_rank(self) -> int:
+        return self._context.ranks[self._context.rank]
+
+    def _key(self, source: int, to: int, tag: int, number: int) -> str:
+        return f"nccl/{self._context.name}/message/{source}/{to}/{tag}/{number}"
+
+
+def _words(what: str, data: Array, dtype: DType) -> str:
+    return f"{what} of {data.size} {dtype.value}"

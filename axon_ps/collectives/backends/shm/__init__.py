@@ -1,0 +1,1 @@
+"""Collectives of processes on one host, through memory that they share."""

@@ -1,0 +1,76 @@
+"""Which world functions without a group mean, and what collectives need of one. `worker.World` says so when it joins.
+
+A process has one current world; a thread that has entered a world of `World.mock` has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from axon_ps.collectives.backends.base import Backend
+from axon_ps.errors import Misuse
+
+
+class JobWorld(Protocol):
+    """A worker's membership in a job, as the collectives know it: an `axon_ps.World`."""
+
+    @property
+    def default_group(self) -> Any:
+        """All workers, a `ProcessGroup`."""
+
+    def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> Any:
+        """Some workers, by world rank; a `ProcessGroup`."""
+
+    def close(self, *, finished: bool | None = None) -> None:
+        """Leave the job."""
+
+
+_of_process: JobWorld | None = None
+_of_thread = threading.local()
+_mock_world: Callable[[Backend], JobWorld] | None = None
+
+
+def current() -> JobWorld | None:
+    """This thread's world, or else the one that this process has joined last; None when it was closed."""
+    own: weakref.ref[JobWorld] | None = getattr(_of_thread, "world", None)
+    return (None if own is None else own()) or _of_process
+
+
+def enter(world: JobWorld) -> None:
+    """It is the current one of this process."""
+    global _of_process
+    _of_process = world
+
+
+def enter_thread(world: JobWorld) -> None:
+    """It is the current one of this thread, until nobody has it any more."""
+    _of_thread.world = weakref.ref(world)
+
+
+def leave(world: JobWorld) -> None:
+    """It is no more."""
+    global _of_process
+    if _of_process is world:
+        _of_process = None
+    if current() is world:
+        del _of_thread.world
+
+
+def find_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
+    """Say what gives the rank of a `MockBackend` its world, of a job that begins when the first of them asks."""
+    global _mock_world
+    _mock_world = find
+
+
+def mock_world(backend: Backend) -> JobWorld:
+    """The world of a `MockBackend`'s rank.
+
+    Raises:
+        Misuse: no program that makes worlds is loaded.
+    """
+    if _mock_world is None:
+        raise Misuse(f"group {backend.context.name!r} was made of a backend; load axon_ps.World to have a job with it")
+    return _mock_world(backend)

@@ -1,0 +1,308 @@
+"""The coordinator's unary methods as a client calls them: registration, barriers, the key-value store, checkpoints.
+
+`Calls` is the part that a member's client and an operator's share. A member's calls wait until its session is up, so a
+coordinator that restarts is felt as a pause; what may be repeated without harm is repeated until the caller's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from axon_ps.coordinator.core.events import CheckpointInfo, Registered, Status
+from axon_ps.coordinator.messages import status_from_proto
+from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, Unreachable
+from axon_ps.rpc.deadlines import Deadline, retry
+from axon_ps.rpc.service import Stub
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import OptimizerSpec
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+
+DEFAULT_TIMEOUT_S = 60.0
+"""Deadline of a call that is not expected to wait for anybody."""
+
+ANSWER_S = 2.0
+"""How much later than its own deadline a waiting call may answer: the coordinator's error names who is missing."""
+
+_HARMLESS = (Broken, GenerationChanged)
+"""After these a harmless call is repeated: the connection broke, or we were not a member just then."""
+
+_NOTHING_DONE = (Unreachable, GenerationChanged)
+"""After these nothing was done, so every call may be repeated."""
+
+
+class Calls(ABC):
+    """Unary calls to a coordinator.
+
+    Attributes:
+        repeats: whether calls are repeated where that is harmless; who cannot wait fails at once instead.
+    """
+
+    repeats = True
+
+    @abstractmethod
+    def context(self) -> common_pb2.CallContext:
+        """Who calls."""
+
+    @abstractmethod
+    async def _connected(self, deadline: Deadline) -> Stub:
+        """The stub to call, once calling makes sense.
+
+        Raises:
+            Timeout: it does not before the deadline.
+            AxonError: it never will.
+        """
+
+    @abstractmethod
+    async def _reached(self, generation: int, deadline: Deadline) -> None:
+        """Return once our session has told us of `generation` or a later one."""
+
+    async def register(
+        self,
+        spec: JobSpec | None = None,
+        optimizer: OptimizerSpec | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        *,
+        name: str = "",
+    ) -> Registered:
+        """Give a model of the job its layout or optimizer, or check ours against the one it has.
+
+        Args:
+            spec: layout and how it travels.
+            optimizer: the optimizer.
+            timeout_s: how long it may take, in seconds.
+            name: of the model; empty = what the first is called that is given none.
+
+        Raises:
+            LayoutMismatch: the job has another one; the message says where they first differ.
+            CheckpointError: the job is to resume from a checkpoint that cannot be read.
+
+        After an error: registering again is harmless.
+        """
+        request = coordinator_pb2.RegisterRequest(
+            context=self.context(),
+            spec=None if spec is None else codec.job_spec_to_proto(spec),
+            optimizer=None if optimizer is None else codec.optimizer_to_proto(optimizer),
+            name=name,
+        )
+        deadline = Deadline(timeout_s)
+        reply = await self._call("Register", lambda: request, deadline, again=_HARMLESS)
+        await self._reached(reply.generation, deadline)
+        return Registered(
+            first=reply.first,
+            initialized=reply.initialized,
+            version=reply.version,
+            upload=reply.upload,
+            generation=reply.generation,
+            model=reply.model,
+        )
+
+    async def release(self, model: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
+        """Have a model dropped; False if it was before.
+
+        Raises:
+            Busy: a checkpoint is being written, which it is to be in.
+
+        After an error: it may be gone; releasing it again is harmless.
+        """
+        request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model)
+        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_HARMLESS)
+        return bool(reply.released)
+
+    async def barrier(self, name: str, ranks: Sequence[int] = (), timeout_s: float | None = None) -> int:
+        """Return when every worker in `ranks` (all workers, when empty) has called this with the same name.
+
+        Returns:
+            The generation in which it opened; our membership is at least that one.
+
+        Raises:
+            Timeout: some have not come; the message names them.
+            MemberLost: one of `ranks` has gone while we waited.
+            GenerationChanged: `ranks` is empty, and who "all workers" are has changed while we waited.
+
+        After an error: others may have passed. Where it was the connection to the coordinator that broke, we arrive
+        again by ourselves; if the barrier had just opened, nobody else comes and this ends with `Timeout`.
+        """
+        deadline = Deadline(timeout_s)
+
+        def arrive() -> coordinator_pb2.BarrierRequest:
+            return coordinator_pb2.BarrierRequest(
+                context=self.context(), name=name, ranks=ranks, timeout_s=deadline.remaining()
+            )
+
+        reply = await self._call("Barrier", arrive, deadline, again=(Broken,), waits=True)
+        await self._reached(reply.generation, deadline)
+        return int(reply.generation)
+
+    async def kv_put(self, key: str, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
+        """Store a value, at most 1 MiB, under a key of 1 to 512 bytes."""
+        await self._kv(coordinator_pb2.KV_OP_PUT, key, timeout_s, value=value)
+
+    async def kv_get(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes | None:
+        """The value of a key; None when there is none."""
+        reply = await self._kv(coordinator_pb2.KV_OP_GET, key, timeout_s)
+        return bytes(reply.value) if reply.found else None
+
+    async def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
+        """The value of a key as soon as there is one.
+
+        Raises:
+            Timeout: nobody stored it in time.
+        """
+        return bytes((await self._kv(coordinator_pb2.KV_OP_WAIT, key, timeout_s, waits=True)).value)
+
+    async def kv_add(self, key: str, amount: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
+        """Add to a decimal integer (0 when absent) and return the sum.
+
+        After an error: when it is `Broken` or `Timeout`, the amount may have been added; it is not added again.
+        """
+        return int((await self._kv(coordinator_pb2.KV_OP_ADD, key, timeout_s, amount=amount, again=_NOTHING_DONE)).sum)
+
+    async def kv_compare_and_set(
+        self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> bool:
+        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored.
+
+        After an error: when it is `Broken` or `Timeout`, it may have been stored.
+        """
+        return (await self.kv_swap(key, expected, value, timeout_s))[0]
+
+    async def kv_swap(
+        self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
+    ) -> tuple[bool, bytes]:
+        """`kv_compare_and_set` that also tells the value present afterwards (empty = absent)."""
+        reply = await self._kv(
+            coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=expected, again=_NOTHING_DONE
+        )
+        return bool(reply.found), bytes(reply.value)
+
+    async def kv_first(self, key: str, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bytes:
+        """Store a value (not empty) unless the key has one; the value it has afterwards."""
+        reply = await self._kv(coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=b"")
+        return bytes(reply.value)
+
+    async def kv_delete(self, key: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> bool:
+        """Remove a key; whether it existed.
+
+        After an error: when it is `Broken` or `Timeout`, it may have been removed.
+        """
+        return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_NOTHING_DONE)).found)
+
+    async def save_checkpoint(self, uri: str, extra_json: str = "", timeout_s: float | None = None) -> CheckpointInfo:
+        """Have the shard servers write the state at the current version; returns when the manifest is in place.
+
+        Args:
+            uri: directory or fsspec URI that every shard server and the coordinator reach.
+            extra_json: what the caller wants back on restore, a JSON object.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            CheckpointError: it could not be written.
+            MemberLost: a shard server went before it had written its part.
+
+        After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
+        """
+        request = coordinator_pb2.SaveCheckpointRequest(context=self.context(), uri=uri, extra_json=extra_json)
+        return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=(Unreachable,)))
+
+    async def restore_checkpoint(
+        self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
+    ) -> CheckpointInfo:
+        """Have the shard servers load a checkpoint; the steps under way abort. Returns when all have loaded it.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            timeout_s: how long it may take, in seconds.
+            models: names of the models that go back to it; empty = all.
+
+        Raises:
+            CheckpointError: it cannot be read; found out before anything is changed where the manifest tells.
+            InvalidRequest: it was saved from other models.
+
+        After an error: after `Broken` or `Timeout` the restore may still go on; `status` tells.
+        """
+        request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
+        deadline = Deadline(timeout_s)
+        return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=(Unreachable,)))
+
+    async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
+        """What the job looks like now."""
+        request = coordinator_pb2.StatusRequest(context=self.context())
+        return status_from_proto(await self._call("Status", lambda: request, Deadline(timeout_s), again=()))
+
+    async def _kv(
+        self,
+        op: coordinator_pb2.KVOp,
+        key: str,
+        timeout_s: float | None,
+        *,
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+        again: tuple[type[AxonError], ...] = _HARMLESS,
+        waits: bool = False,
+    ) -> Any:
+        deadline = Deadline(timeout_s)
+
+        def ask() -> coordinator_pb2.KVRequest:
+            return coordinator_pb2.KVRequest(
+                context=self.context(),
+                op=op,
+                key=key,
+                value=value,
+                expected=expected,
+                amount=amount,
+                timeout_s=deadline.remaining() if waits else 0.0,
+            )
+
+        return await self._call("KV", ask, deadline, again=again, waits=waits)
+
+    async def _call(
+        self,
+        method: str,
+        request: Callable[[], Message],
+        deadline: Deadline,
+        *,
+        again: tuple[type[AxonError], ...],
+        waits: bool = False,
+    ) -> Any:
+        """Call until it succeeds, fails with what repeating does not help, or the time is over.
+
+        `MemberLost` is an answer about somebody else, never a broken connection of ours.
+        """
+
+        async def attempt() -> tuple[Any, AxonError | None]:
+            try:
+                stub = await self._connected(deadline)
+            except AxonError as error:  # it is over for good, however temporary its reason sounds
+                return None, error
+            timeout_s = deadline.remaining() + (ANSWER_S if waits else 0.0)
+            try:
+                return await stub.call(method, request(), timeout_s=timeout_s), None
+            except MemberLost as error:
+                return None, error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return None, Closed(f"{method} was given up: its connection was closed")  # see `rpc.stream`
+
+        reply, final = await retry(attempt, until=deadline, on=again if self.repeats else (), most_s=1.0)
+        if final is not None:
+            raise final
+        return reply
+
+
+def _info(reply: Any) -> CheckpointInfo:
+    return CheckpointInfo(
+        uri=reply.uri,
+        version=reply.version,
+        bytes=reply.bytes,
+        extra_json=reply.extra_json,
+        versions=dict(reply.versions),
+    )

@@ -1,0 +1,518 @@
+"""A member's end of its session with the coordinator.
+
+`CoordinatorClient` joins, heartbeats, delivers what is pushed (in order, on the loop's thread), sends votes and
+reports, and comes back by itself when the stream breaks. All of it runs on one event loop, the one `start` runs on;
+`vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
+
+Invariants (kept by `memory`): events arrive in the coordinator's order, a decision and an order at most once, and the
+generation never falls; every vote is followed by exactly one `Decision` of its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from axon_ps.coordinator.client.calls import Calls
+from axon_ps.coordinator.client.memory import Memory, word_to_proto
+from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
+from axon_ps.coordinator.core.events import (
+    CheckpointInfo,
+    Event,
+    Hello,
+    JobState,
+    Ready,
+    Registered,
+    RestoreOrder,
+    ServerEvent,
+    SessionLost,
+    SessionRestored,
+    SnapshotFile,
+    SnapshotOrder,
+    SnapshotReport,
+    Status,
+    Vote,
+    Welcome,
+)
+from axon_ps.coordinator.messages import (
+    event_from_proto,
+    hello_to_proto,
+    initialized_to_proto,
+    snapshot_report_to_proto,
+)
+from axon_ps.errors import (
+    AxonError,
+    Broken,
+    Busy,
+    Closed,
+    GenerationChanged,
+    InternalError,
+    InvalidRequest,
+    MemberLost,
+    Misuse,
+    Timeout,
+)
+from axon_ps.observe.reminders import reminder_pauses
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.rpc.status import error_to_detail
+from axon_ps.rpc.stream import Stream
+from axon_ps.types import CopyFrom, Hyper, Membership, Role
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
+
+__all__ = [
+    "CheckpointInfo",
+    "CoordinatorClient",
+    "Event",
+    "JobState",
+    "OperatorClient",
+    "Registered",
+    "RestoreOrder",
+    "SessionLost",
+    "SessionRestored",
+    "SnapshotFile",
+    "SnapshotOrder",
+    "Status",
+]
+
+LEAVE_S: Final = 2.0
+"""How long `close` waits for the coordinator to take note."""
+
+RETIRE_S: Final = 1.0
+"""How long calls may stay on a channel that was given up."""
+
+STANDBY_S: Final = 0.2
+"""How often a standby asks, at least, whether there is a place for it."""
+
+_logger = logging.getLogger(__name__)
+_HEARTBEAT: Final = session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat())
+_TEMPORARY: Final = (Broken, Busy, GenerationChanged)
+"""Errors of a session after which joining again may succeed; every other one is for good."""
+
+
+class CoordinatorClient(Calls):
+    """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
+
+    Args:
+        address: "host:port" of the coordinator.
+        job: name of the job.
+        role: worker or shard server.
+        node: host or container.
+        security: TLS and token.
+        incarnation: 32 hex digits; made up when None.
+        listen_address: shard server: "host:port" where workers reach it.
+        requested_rank: wanted rank; -1 = any.
+        world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
+        standby: worker: wait until the job has lost a worker, and take its place.
+        on_event: gets every event, on the loop's thread; must not block. If it raises, the session ends for good.
+        reconnect_timeout_s: how long a broken session is mended before it is given up.
+
+    Attributes:
+        rank: ours, from the first Welcome on; -1 before.
+        lease_s: how long the coordinator tolerates our silence.
+        world_size: workers the job starts with.
+        num_shards: shard servers of the job.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        job: str,
+        role: Role,
+        node: str,
+        security: Security,
+        incarnation: str | None = None,
+        listen_address: str = "",
+        requested_rank: int = -1,
+        world_size: int = 0,
+        standby: bool = False,
+        on_event: Callable[[Event], None],
+        reconnect_timeout_s: float = 60.0,
+    ) -> None:
+        self.address = address
+        self.job = job
+        self.role = role
+        self.node = node
+        self.incarnation = incarnation or uuid.uuid4().hex
+        self.rank = -1
+        self.lease_s = 5.0
+        self.world_size = world_size
+        self.num_shards = 0
+        self._listen_address = listen_address
+        self._requested_rank = requested_rank
+        self._standby = standby
+        self._security = security
+        self._on_event = on_event
+        self._reconnect_timeout_s = reconnect_timeout_s
+        self._random = random.Random(self.incarnation)
+        self._memory = Memory()
+        self._outbox: asyncio.Queue[session_pb2.SessionRequest] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: Any = None  # of `rpc.channels.connect`
+        self._stub: Stub | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._attached = asyncio.Event()
+        self._reminder: asyncio.Task[None] | None = None
+        self._renewed = asyncio.Event()  # set, and replaced, when the membership changes or the session ends for good
+        self._error: AxonError | None = None
+        self._last_error: AxonError | None = None
+        self._closing = False
+
+    @property
+    def membership(self) -> Membership | None:
+        """The newest membership; None before the first."""
+        return self._memory.membership
+
+    @property
+    def job_state(self) -> JobState | None:
+        """The newest state of the job; None before the first."""
+        return self._memory.job_state
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self, timeout_s: float | None = None) -> None:
+        """Join; returns when rank, membership and job state are known.
+
+        Raises:
+            Unreachable: nobody answered in time.
+            Busy: the job had no place for us in time.
+            PermissionDenied: wrong job name or token.
+            InvalidRequest: the rank is taken, or what we said of ourselves cannot be.
+            Misuse: it was started before.
+
+        After an error: we are not a member; `close` and make another client to try again.
+        """
+        if self._task is not None or self._closing:
+            raise Misuse("this CoordinatorClient was started before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        self._connect()
+        self._remind()
+        self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_attached()
+        except TimeoutError:
+            error = self._last_error or Timeout(f"the coordinator at {self.address} did not let us in")
+            error.add_note(f"tried for {timeout_s:g} s")
+            await self.close()
+            raise error from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self, reason: str = "", *, finished: bool = False) -> None:
+        """Leave the job: the others learn of it at once. Harmless when repeated, or before `start`.
+
+        Args:
+            reason: for the others' logs.
+            finished: worker: we have done all we had to do, so nobody is to wait for another in our place.
+        """
+        self._closing = True
+        if self._task is not None and not self._task.done():
+            if self._attached.is_set():
+                leave = session_pb2.Leave(reason=reason[:200], finished=finished)
+                self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
+                await asyncio.wait([self._task], timeout=LEAVE_S)
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._fail(Closed("the session with the coordinator was closed by its owner"))
+        if self._channel is not None:
+            await asyncio.gather(self._channel.close(), *self._retiring)
+
+    def context(self) -> common_pb2.CallContext:
+        """Who calls, in the generation we know of; for every call to a coordinator or a shard server."""
+        membership = self.membership
+        return common_pb2.CallContext(
+            job=self.job,
+            generation=membership.generation if membership is not None else 0,
+            incarnation=self.incarnation,
+        )
+
+    # ------------------------------------------------------------------ what goes up
+
+    def vote(
+        self,
+        *,
+        generation: int,
+        step: int,
+        max_norm: float = 0.0,
+        hyper: tuple[Hyper, ...] = (),
+        version: int = 0,
+        replica: int | None = None,
+        model: int = 0,
+        copy: CopyFrom | None = None,
+        blocked: bool = False,
+    ) -> None:
+        """Worker: say that everything of a step is pushed. Sent again after a reconnect while it is current.
+
+        Where replicas step alone, `step` is the clock of our `replica`; `version` is what the gradients come from.
+        """
+        vote = Vote(
+            generation=generation,
+            step=step,
+            max_norm=max_norm,
+            hyper=hyper,
+            version=version,
+            model=model,
+            copy=copy,
+            blocked=blocked,
+        )
+        self._soon(self._cast, vote, replica)
+
+    def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
+        """Worker: say that everything of a step is computed, while the servers do not take it yet."""
+        arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
+        self._soon(self._send, session_pb2.SessionRequest(arrived=arrived))
+
+    def ready(
+        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
+    ) -> None:
+        """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current.
+
+        Where replicas step alone, `replica` says whose gradients are there, and `step` is its clock.
+        """
+        ready = Ready(
+            generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0, model=model
+        )
+        self._soon(self._cast, ready, replica)
+
+    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
+        """Shard server: say that every slice of a model has its values. Sent again after a reconnect."""
+        self._soon(self._say_initialized, initialized_to_proto(version, epoch, model))
+
+    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
+        """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
+        self._soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
+
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
+        """Shard server: say why a `RestoreOrder` could not be carried out (success is `initialized`)."""
+        report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
+        self._soon(self._say_not_restored, session_pb2.SessionRequest(restore=report))
+
+    def _soon(self, fn: Callable[..., None], *args: Any) -> None:
+        if self._loop is None:
+            raise Misuse("the session has not been started; await start() first")
+        try:
+            inside = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            inside = False
+        if inside:
+            fn(*args)
+        else:
+            self._loop.call_soon_threadsafe(fn, *args)
+
+    def _cast(self, word: Vote | Ready, replica: int | None) -> None:
+        if events := self._memory.say(word, replica):
+            self._emit(events)
+        else:
+            self._send(word_to_proto(word))
+
+    def _say_initialized(self, message: session_pb2.SessionRequest) -> None:
+        self._memory.say_initialized(message)
+        self._send(message)
+
+    def _say_not_restored(self, message: session_pb2.SessionRequest) -> None:
+        self._memory.say_not_restored(message)
+        self._send(message)
+
+    def _send(self, message: session_pb2.SessionRequest) -> None:
+        """Queue a message for the present stream; what matters and may be lost with it, `_memory` repeats."""
+        if self._attached.is_set():
+            self._outbox.put_nowait(message)
+
+    # ------------------------------------------------------------------ the session
+
+    async def _run(self, first: Deadline) -> None:
+        """Keep a session up until we close, are refused, or have tried for too long."""
+        deadline, wait_s = first, 0.05
+        try:
+            while not self._closing:
+                try:
+                    await self._session()
+                    return
+                except _TEMPORARY as error:
+                    self._last_error = error
+                    if self._attached.is_set():
+                        self._detach(error)
+                        deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
+                    elif not isinstance(error, Busy):
+                        self._reconnect()
+                    if deadline.passed:
+                        raise
+                await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
+                wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)
+        except InvalidRequest as error:  # of a member: its place was given to another
+            was_member = self.membership is not None
+            reason = (
+                f"the coordinator gave up this {self.role.value}, rank {self.rank}, and does not take it back: {error}"
+            )
+            self._fail(MemberLost(reason) if was_member else error)
+        except AxonError as error:
+            self._fail(error)
+        except Exception as error:
+            _logger.exception("the session with the coordinator failed")
+            self._fail(InternalError(f"the session failed: {type(error).__name__}: {error}"))
+
+    async def _session(self) -> None:
+        """One stream, from Join to its end; returns only after a Leave of ours."""
+        assert self._stub is not None
+        stream = self._stub.open("Session")
+        hello = Hello(
+            job=self.job,
+            incarnation=self.incarnation,
+            node=self.node,
+            address=self._listen_address,
+            requested_rank=self.rank if self.rank >= 0 else self._requested_rank,
+            world_size=self.world_size if self.role is Role.WORKER else 0,
+            standby=self._standby and self.rank < 0,
+        )
+        self._outbox = asyncio.Queue()
+        writer: asyncio.Task[None] | None = None
+        try:
+            await stream.write(hello_to_proto(hello, self.role))
+            async for message in stream:
+                if (event := event_from_proto(message)) is not None:
+                    await self._take(event)
+                if writer is None:  # not before the Welcome, which says how often to be heard
+                    writer = asyncio.create_task(self._write(stream, self._outbox))
+            if not self._closing:
+                raise Broken(f"the coordinator at {self.address} ended the session")
+        finally:
+            stream.cancel()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.wait([writer])
+
+    async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
+        """Send what is queued, and a heartbeat whenever nothing else was sent for a third of the lease."""
+        with contextlib.suppress(AxonError):  # the reader sees why the stream is over
+            while True:
+                try:
+                    async with asyncio.timeout(self.lease_s / 3):
+                        message = await outbox.get()
+                except TimeoutError:
+                    message = _HEARTBEAT
+                await stream.write(message)
+                if message.HasField("leave"):
+                    await stream.done_writing()
+                    return
+
+    async def _take(self, event: ServerEvent) -> None:
+        if isinstance(event, Welcome):
+            self.rank, self.lease_s = event.rank, event.lease_s
+            self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
+        was_member = self.membership is not None
+        self._emit(self._memory.hear(event))
+        if not isinstance(event, Membership):
+            return
+        if not self._attached.is_set():
+            self._attached.set()
+            if self._reminder is not None:
+                self._reminder.cancel()
+            for message in self._memory.to_repeat():
+                self._outbox.put_nowait(message)
+            if was_member:
+                self._emit([SessionRestored()])
+        self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for a membership looks again."""
+        self._renewed.set()
+        self._renewed = asyncio.Event()
+
+    def _emit(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._on_event(event)
+
+    # ------------------------------------------------------------------ when it breaks
+
+    def _connect(self) -> None:
+        self._channel = connect(self.address, self._security)
+        self._stub = Stub(self._channel, SERVICE, self._security.token)
+
+    def _reconnect(self) -> None:
+        """A fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""
+        old = self._channel
+        self._connect()
+        retiring = asyncio.create_task(old.close(RETIRE_S))  # calls still under way on it fail by themselves
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+
+    def _detach(self, error: AxonError) -> None:
+        self._attached.clear()
+        _logger.warning("%s %d lost its session with the coordinator: %s", self.role.value, self.rank, error)
+        self._remind()
+        self._emit([SessionLost(error=error)])
+
+    def _remind(self) -> None:
+        """Say that we are still without a session, after a while and then ever more rarely, until we have one."""
+        self._reminder = asyncio.create_task(self._say_what_is_waited_for())
+
+    async def _say_what_is_waited_for(self) -> None:
+        began_s = time.monotonic()
+        for pause_s in reminder_pauses():
+            await asyncio.sleep(pause_s)
+            if self._attached.is_set():
+                return
+            waited_s, why = time.monotonic() - began_s, self._last_error or "no answer"
+            kept = "" if self.rank < 0 else "; what this process holds is kept"
+            _logger.warning(
+                "no session with coordinator %s for %.0f s, trying again: %s%s", self.address, waited_s, why, kept
+            )
+
+    def _fail(self, error: AxonError) -> None:
+        """End for good; everybody who waits gets `error`."""
+        if self._reminder is not None:
+            self._reminder.cancel()
+        if self._error is not None:
+            return
+        self._error = error
+        self._attached.set()
+        self._wake()
+        if self.membership is not None and not self._closing:
+            try:
+                self._emit([SessionLost(error=error, final=True)])
+            except Exception:
+                _logger.exception("on_event failed while it was told that the session is lost")
+
+    # ------------------------------------------------------------------ unary calls
+
+    async def _wait_attached(self) -> None:
+        await self._attached.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def _connected(self, deadline: Deadline) -> Stub:
+        if self._task is None:
+            raise Misuse("the session has not been started; await start() first")
+        try:
+            async with asyncio.timeout(None if (left_s := deadline.remaining()) == float("inf") else left_s):
+                await self._wait_attached()
+        except TimeoutError:
+            raise Timeout(f"the session with the coordinator at {self.address} was not restored in time") from None
+        assert self._stub is not None
+        return self._stub
+
+    async def _reached(self, generation: int, deadline: Deadline) -> None:
+        def there() -> bool:
+            known = self.membership is not None and self.membership.generation >= generation
+            return known or self._error is not None
+
+        try:
+            async with asyncio.timeout(None if (left_s := deadline.remaining()) == float("inf") else left_s):
+                while not there():
+                    await self._renewed.wait()
+        except TimeoutError:
+            raise Timeout(f"the session did not tell of generation {generation} in time") from None
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,78 @@
+"""What the state machine wants done: the shell performs actions in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from axon_ps.coordinator.core.events import ServerEvent
+from axon_ps.errors import AxonError
+from axon_ps.storage.state_store import Record
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Make these records durable before any later action is performed."""
+
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Send an event to a session."""
+
+    session: int
+    event: ServerEvent
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer a call, with a result or an error."""
+
+    call: int
+    result: object
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    """End a session; with an error, unless it ended as the member wished."""
+
+    session: int
+    error: AxonError | None = None
+
+
+Action = Persist | Push | Reply | CloseSession
+
+
+class Outbox:
+    """Collects what one event causes. The records come first, whatever the order in which things were put in."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+        self._actions: list[Action] = []
+
+    def persist(self, records: Iterable[Record]) -> None:
+        """Write records; a later record of a key replaces an earlier one."""
+        for record in records:
+            self._records[record.key] = record
+
+    def push(self, sessions: Iterable[int | None], event: ServerEvent) -> None:
+        """Send an event to sessions (None: a member without a stream just now)."""
+        self._actions.extend(Push(s, event) for s in sessions if s is not None)
+
+    def reply(self, call: int, result: object) -> None:
+        """Answer a call."""
+        self._actions.append(Reply(call, result))
+
+    def close(self, session: int | None, error: AxonError | None = None) -> None:
+        """End a session."""
+        if session is not None:
+            self._actions.append(CloseSession(session, error))
+
+    def take(self) -> list[Action]:
+        """Everything collected, and start anew."""
+        actions, self._actions = self._actions, []
+        if self._records:
+            actions.insert(0, Persist(tuple(self._records.values())))
+            self._records = {}
+        return actions

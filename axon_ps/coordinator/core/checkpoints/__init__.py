@@ -1,0 +1,1 @@
+"""Checkpoints being written, and parameters being replaced. Pure."""

@@ -1,0 +1,157 @@
+"""Replacing the parameters of models: the orders to the shard servers, their reports, the answer to who asked. Pure.
+
+A restore makes a new generation, since every copy of a parameter is stale from then on. Several models go back in one
+event, so there is no moment at which one has and another has not. If one of them cannot be loaded the job waits for
+another restore, as it does when the only one cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
+from axon_ps.coordinator.core.events import CheckpointInfo
+from axon_ps.coordinator.core.members import Members
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.registration import RESTORE_HINT
+from axon_ps.coordinator.core.roster import Seat
+from axon_ps.errors import AxonError, CheckpointError, InvalidRequest
+from axon_ps.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """A checkpoint that a model is to begin with, or go back to: what its manifest says.
+
+    Attributes:
+        uri: the checkpoint.
+        version: of the model in it.
+        model: name of the model in the job.
+        section: what the checkpoint calls it; empty = the only model in it.
+    """
+
+    uri: str
+    version: int
+    model: str = records.FIRST_NAME
+    section: str = ""
+
+
+class Restores:
+    """The restore under way, and who holds what.
+
+    Args:
+        assembly: generations and steps.
+        models: the models of the job.
+        members: who comes and goes.
+        snapshots: the checkpoint being written.
+        out: gets what is to be written and said.
+    """
+
+    def __init__(self, assembly: Assembly, models: Models, members: Members, snapshots: Snapshots, out: Outbox) -> None:
+        self._assembly = assembly
+        self._models = models
+        self._members = members
+        self._snapshots = snapshots
+        self._out = out
+        self._call = -1
+        self._together: frozenset[int] = frozenset()  # the models of the newest order
+        self._stored = {m.number: records.parameters_record(m.number, m.registration.parameters) for m in models}
+
+    def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
+        """Have the servers load models from a checkpoint, or take what a worker uploads.
+
+        `call` gets a `CheckpointInfo` when they have.
+
+        Raises:
+            InvalidRequest: the job does not have one of the models.
+        """
+        a = self._assembly
+        found = [(self._named(resume), resume) for resume in resumes]
+        reason = f"checkpoint {resumes[0].uri} is restored"
+        self._answer(CheckpointError(f"given up: {reason} instead"))
+        self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
+        a.stepping.abort_all(reason)
+        for model, resume in found:
+            order = model.registration.begin_restore(resume.uri, resume.version, resume.section)
+            model.version = resume.version
+            a.announce(model)
+            self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
+        self.persist()
+        self._together = frozenset(model.number for model, _ in found)
+        self._members.change(reason, now=now)
+        self._call = call
+
+    def _named(self, resume: Resume) -> Model:
+        model = self._models.named(resume.model)
+        if model is None or not model.registered:
+            raise InvalidRequest(f"the job has no model {resume.model!r}; it was released, or is not wrapped yet")
+        return model
+
+    def initialized(self, seat: Seat, number: int, version: int, epoch: int) -> None:
+        """A shard server holds all its parameters of a model; of one that was released meanwhile it means nothing.
+
+        Raises:
+            InvalidRequest: the version is not the job's.
+        """
+        a, model = self._assembly, self._models.get(number)
+        if model is None:
+            return
+        r = model.registration
+        if r.initialized_by(seat.member, version, epoch, model.version):
+            if r.all_hold(a.shards()):
+                order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
+                a.announce(model)
+                if order is not None and not self._loading():
+                    self._answer(CheckpointInfo(uri=order.uri, version=order.version))
+            self.persist()
+
+    def _loading(self) -> list[Model]:
+        """The models of the newest order that are not loaded yet."""
+        return [m for m in self._models if m.number in self._together and m.registration.parameters.restore is not None]
+
+    def failed(self, seat: Seat, number: int, epoch: int, error: AxonError, now: float) -> None:
+        """A shard server could not restore a model: those that go back with it are not waited for either."""
+        model = self._models.get(number)
+        order = None if model is None else model.registration.parameters.restore
+        if model is not None and order is not None and order.epoch == epoch:
+            what = f"shard server {seat.member.rank} could not restore {order.uri}: {error}"
+            for other in self._loading() or [model]:
+                other.registration.fail_restore(f"{what}; {RESTORE_HINT}")
+            self.persist()
+            self._answer(type(error)(what))
+            self._members.change(what, now=now)
+
+    def cancel(self, call: int) -> None:
+        """Nobody waits for this call any more."""
+        if self._call == call:
+            self._call = -1
+
+    def pending(self) -> Sequence[str]:
+        """What is waited for, in words."""
+        orders = [(self._models.words(m), m.registration.parameters.restore) for m in self._models]
+        return [f"{words}the restore of {o.uri} waits for the shard servers" for words, o in orders if o is not None]
+
+    def persist(self) -> None:
+        """Write who holds what, where that has changed."""
+        for model in self._models:
+            record = records.parameters_record(model.number, model.registration.parameters)
+            if record != self._stored.get(model.number):
+                self._stored[model.number] = record
+                self._out.persist([record])
+
+    def released(self, model: Model) -> None:
+        """A model is gone."""
+        self._stored.pop(model.number, None)
+        if model.number in self._together:
+            self._together -= {model.number}
+            if not self._loading():
+                self._answer(CheckpointError(f"model {model.name!r} was released while it was restored"))
+
+    def _answer(self, result: object) -> None:
+        call, self._call = self._call, -1
+        if call >= 0:
+            self._out.reply(call, result)

@@ -1,0 +1,160 @@
+"""Checkpoints being written: one order at a time, reports of all shard servers, one answer. Pure.
+
+The answer names every file; writing the manifest, which makes the directory a checkpoint, is the shell's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.events import SnapshotFile, SnapshotOrder, SnapshotReport
+from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.errors import AxonError, Busy, MemberLost
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import ModelProgress, OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A model in a checkpoint.
+
+    Attributes:
+        number: its number in the job.
+        name: what it is called.
+        version: the version written.
+        spec: its layout.
+        optimizer: its optimizer, if it has one.
+    """
+
+    number: int
+    name: str
+    version: int
+    spec: JobSpec
+    optimizer: OptimizerSpec | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A checkpoint whose files are all written, but for the manifest; or what there is of one that failed.
+
+    Attributes:
+        uri: where.
+        files: of all shard servers, in rank order.
+        models: what is in it, by number.
+        num_servers: how many shard servers wrote it.
+        error: why it is not whole; then `files` are to be removed.
+    """
+
+    uri: str
+    files: tuple[SnapshotFile, ...]
+    models: tuple[SavedModel, ...]
+    num_servers: int
+    error: AxonError | None = None
+
+
+@dataclass
+class _Save:
+    call: int
+    order: SnapshotOrder
+    models: tuple[SavedModel, ...]
+    waits_for: set[int]
+    files: dict[int, Sequence[SnapshotFile]] = field(default_factory=dict)
+    error: AxonError | None = None
+
+
+class Snapshots:
+    """The order under way.
+
+    Args:
+        last_id: number of the newest order before the coordinator's restart.
+        out: gets the answers.
+    """
+
+    def __init__(self, last_id: int, out: Outbox) -> None:
+        self.last_id = last_id
+        self._out = out
+        self._save: _Save | None = None
+
+    def check_free(self) -> None:
+        """Refuse a second order.
+
+        Raises:
+            Busy: one is under way.
+        """
+        if self._save is not None:
+            raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
+
+    def begin(self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel]) -> SnapshotOrder:
+        """The order for a new checkpoint of `models`."""
+        self.last_id += 1
+        version = next((m.version for m in models if m.number == 0), 0)
+        others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]
+        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=tuple(others))
+        self._save = _Save(call, order, tuple(models), set(ranks))
+        return order
+
+    def report(self, rank: int, report: SnapshotReport) -> None:
+        """A shard server's answer; of an order that is not under way any more it means nothing.
+
+        When one fails the others are waited for all the same, so that what they wrote can be removed.
+        """
+        save = self._save
+        if save is None or report.id != save.order.id or rank not in save.waits_for:
+            return
+        if report.error is not None:
+            save.error = save.error or _at(rank, report.error)
+        else:
+            save.files[rank] = report.files
+        self._settle({rank})
+
+    def _settle(self, ranks: set[int]) -> None:
+        """These servers will write nothing more; answer when no other one will."""
+        save = self._save
+        assert save is not None
+        save.waits_for -= ranks
+        if not save.waits_for:
+            self._save = None
+            self._out.reply(
+                save.call,
+                Snapshot(
+                    uri=save.order.uri,
+                    files=tuple(f for r in sorted(save.files) for f in save.files[r]),
+                    models=save.models,
+                    num_servers=len(save.files),
+                    error=save.error,
+                ),
+            )
+
+    def lost(self, ranks: Sequence[int], reason: str) -> None:
+        """Shard servers are gone: what they were writing will not be whole."""
+        save = self._save
+        if save is not None and save.waits_for & set(ranks):
+            save.error = save.error or MemberLost(f"the checkpoint at {save.order.uri} was not written: {reason}")
+            self._settle(set(ranks))
+
+    def abandon(self, error: AxonError) -> None:
+        """The parameters are being replaced: give up what is under way."""
+        if self._save is not None:
+            self._out.reply(self._save.call, error)
+            self._save = None
+
+    def cancel(self, call: int) -> None:
+        """Nobody waits for this call any more; what is written will have no manifest."""
+        if self._save is not None and self._save.call == call:
+            self._save = None
+
+    def pending(self) -> list[str]:
+        """What is waited for, in words."""
+        if self._save is None:
+            return []
+        return [
+            f"the checkpoint at {self._save.order.uri} waits for shard server {ranks_in_words(self._save.waits_for)}"
+        ]
+
+
+def _at(rank: int, error: AxonError) -> AxonError:
+    """The error of a shard server, naming it."""
+    named = type(error)(f"shard server {rank}: {error}")
+    return named

@@ -1,0 +1,176 @@
+"""The job's key-value store: small values that workers leave for each other. Pure.
+
+Bounds: a key has 1 to 512 bytes, a value at most 1 MiB, all of it at most `MAX_TOTAL_BYTES`; at most `MAX_WAITERS`
+calls wait at a time, and of one caller at most `waiting.MAX_PER_CALLER`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.records import kv_record
+from axon_ps.coordinator.core.waiting import Waiting
+from axon_ps.errors import Busy, InvalidRequest, Timeout
+
+MAX_KEY_BYTES = 512
+MAX_VALUE_BYTES = 1 << 20
+MAX_TOTAL_BYTES = 256 << 20
+MAX_WAITERS = 1 << 14
+KEY_OVERHEAD_BYTES = 128
+"""What a key counts for beside its own and its value's bytes, so that empty values are bounded too."""
+
+_INTEGER = re.compile(rb"-?[0-9]{1,19}")
+
+
+@dataclass(frozen=True)
+class KVResult:
+    """What an operation found.
+
+    Attributes:
+        found: whether the key existed; compare-and-set: whether the value was stored.
+        value: the value present after the operation.
+        sum: add: the sum.
+    """
+
+    found: bool
+    value: bytes = b""
+    sum: int = 0
+
+
+class KeyValues:
+    """Keys, values, and who waits for them.
+
+    Args:
+        values: what was there before the coordinator's restart.
+        out: gets the records to write and the answers.
+    """
+
+    def __init__(self, values: Mapping[str, bytes], out: Outbox) -> None:
+        self._values = dict(values)
+        self._bytes = sum(_cost(k, v) for k, v in self._values.items())
+        self._out = out
+        self._waiting = Waiting("keys", MAX_WAITERS)
+        self._calls_of: dict[str, dict[int, None]] = {}  # by key, in order of arrival
+        self._key_of: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def put(self, call: int, key: str, value: bytes) -> None:
+        """Store a value.
+
+        Raises:
+            InvalidRequest: key or value is too long.
+            Busy: the store is full.
+        """
+        self._store(key, value)
+        self._out.reply(call, KVResult(True, value))
+
+    def get(self, call: int, key: str) -> None:
+        """Read a value."""
+        _check_key(key)
+        value = self._values.get(key)
+        self._out.reply(call, KVResult(value is not None, value or b""))
+
+    def wait(self, call: int, key: str, now: float, timeout_s: float, caller: str = "") -> None:
+        """Read a value as soon as there is one; `Timeout` when it takes longer than `timeout_s`.
+
+        Raises:
+            Busy: too many calls wait, of `caller` or of all.
+        """
+        _check_key(key)
+        value = self._values.get(key)
+        if value is not None:
+            self._out.reply(call, KVResult(True, value))
+            return
+        self._waiting.add(call, caller, now, timeout_s)
+        self._calls_of.setdefault(key, {})[call] = None
+        self._key_of[call] = key
+
+    def add(self, call: int, key: str, amount: int) -> None:
+        """Add to a decimal integer.
+
+        Raises:
+            InvalidRequest: what is stored is no integer, or the sum has more than 64 bits.
+        """
+        _check_key(key)
+        present = self._values.get(key, b"0")
+        if not _INTEGER.fullmatch(present):
+            raise InvalidRequest(f"key {key!r} holds {present[:40]!r}, which is no integer; nothing can be added to it")
+        total = int(present) + amount
+        if not -(1 << 63) <= total < 1 << 63:
+            raise InvalidRequest(f"adding {amount} to key {key!r} makes {total}, which has more than 64 bits")
+        value = str(total).encode()
+        self._store(key, value)
+        self._out.reply(call, KVResult(True, value, total))
+
+    def compare_and_set(self, call: int, key: str, expected: bytes, value: bytes) -> None:
+        """Store a value if the present one equals `expected`; empty = absent."""
+        _check_key(key)
+        present = self._values.get(key, b"")
+        if present == expected:
+            self._store(key, value)
+            self._out.reply(call, KVResult(True, value))
+        else:
+            self._out.reply(call, KVResult(False, present))
+
+    def delete(self, call: int, key: str) -> None:
+        """Remove a key."""
+        _check_key(key)
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._bytes -= _cost(key, value)
+            self._out.persist([kv_record(key, None)])
+        self._out.reply(call, KVResult(value is not None))
+
+    def cancel(self, call: int) -> None:
+        """Nobody waits for this call any more."""
+        key = self._key_of.pop(call, None)
+        if key is not None:
+            self._waiting.remove(call)
+            calls = self._calls_of[key]
+            del calls[call]
+            if not calls:
+                del self._calls_of[key]
+
+    def tick(self, now: float) -> None:
+        """Answer the waiting calls whose time is over."""
+        for call in self._waiting.late(now):
+            key, waited_s = self._key_of[call], self._waiting.timeout_s(call)
+            self.cancel(call)
+            self._out.reply(call, Timeout(f"nobody stored key {key!r} within {waited_s:g} s"))
+
+    def next_deadline(self) -> float:
+        """When the next waiting call's time is over."""
+        return self._waiting.next_deadline()
+
+    def _store(self, key: str, value: bytes) -> None:
+        _check_key(key)
+        if len(value) > MAX_VALUE_BYTES:
+            raise InvalidRequest(
+                f"the value of key {key!r} has {len(value)} bytes; at most {MAX_VALUE_BYTES} are allowed"
+            )
+        present = self._values.get(key)
+        grown = self._bytes + _cost(key, value) - (0 if present is None else _cost(key, present))
+        if grown > MAX_TOTAL_BYTES:
+            raise Busy(f"the key-value store holds {self._bytes} of {MAX_TOTAL_BYTES} bytes; delete what is not needed")
+        self._bytes = grown
+        self._values[key] = value
+        if value != present:
+            self._out.persist([kv_record(key, value)])
+        for call in list(self._calls_of.get(key, ())):
+            self.cancel(call)
+            self._out.reply(call, KVResult(True, value))
+
+
+def _cost(key: str, value: bytes) -> int:
+    return len(key) + len(value) + KEY_OVERHEAD_BYTES
+
+
+def _check_key(key: str) -> None:
+    size = len(key.encode(errors="surrogatepass"))
+    if not 1 <= size <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"key {key[:40]!r} has {size} bytes; a key has 1 to {MAX_KEY_BYTES}")

@@ -1,0 +1,178 @@
+"""The models of the job: each with what it is made of and the step it is in. Pure.
+
+A model gets its number when its name is registered for the first time; 0 is the first one's, and a number is never
+used again. Before anything is registered there is the first model without a name, so that a job can be asked where it
+is. Members are told of a model by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.events import JobState, ModelStatus
+from axon_ps.coordinator.core.records import Durable, DurableModel, forgotten, models_record
+from axon_ps.coordinator.core.registration import Registration
+from axon_ps.coordinator.core.steps.attempts import Attempts
+from axon_ps.errors import Busy
+from axon_ps.types import Member, ModelProgress, Outcome
+
+MAX_MODELS = 256
+"""Most models that a job has at a time."""
+
+MAX_NUMBERS = 1 << 14
+"""Most models that a job has ever had: members are told which of the numbers given are released."""
+
+
+class Model:
+    """One model.
+
+    Args:
+        number: its number.
+        durable: as it was before the coordinator's restart.
+        num_shards: shard servers of the job.
+
+    Attributes:
+        name: what it is called; empty until registered.
+        registration: what it is made of.
+        attempts: who has spoken in its step.
+        step: the step attempt under way.
+        version: committed steps.
+        open: whether an attempt is under way.
+        decisions: the newest ones.
+        last_norm: gradient norm of the newest step that committed.
+    """
+
+    def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
+        self.number = number
+        self.name = durable.name
+        self.registration = Registration(
+            durable.spec, durable.optimizer, durable.parameters, num_shards, number=number, name=durable.name
+        )
+        self.attempts = Attempts()
+        self.step = durable.step
+        self.version = durable.version
+        self.open = False
+        self.decisions = list(durable.decisions)
+        self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
+
+    @property
+    def registered(self) -> bool:
+        """Whether it has a layout."""
+        return self.registration.spec is not None
+
+    @property
+    def progress(self) -> ModelProgress:
+        """Where it is."""
+        return ModelProgress(model=self.number, step=self.step, version=self.version)
+
+    def state(self, shards: list[Member], *, full: bool = False) -> JobState:
+        """What members are told of it; the layout only when `full`."""
+        return self.registration.state(shards, self.version, full=full)
+
+    def status(self, shards: list[Member]) -> ModelStatus:
+        """What it looks like now."""
+        spec = self.registration.spec
+        state = self.state(shards)
+        return ModelStatus(
+            model=self.number,
+            name=self.name,
+            version=self.version,
+            step=self.step,
+            epoch=state.epoch,
+            initialized=state.initialized,
+            parameters=0 if spec is None else spec.layout.numel,
+        )
+
+
+class Models:
+    """All of them.
+
+    Args:
+        durable: as they were before the coordinator's restart.
+        num_shards: shard servers of the job.
+        out: gets what is to be written.
+    """
+
+    def __init__(self, durable: Durable, num_shards: int, out: Outbox) -> None:
+        self._num_shards = num_shards
+        self._out = out
+        self._next = durable.next_model
+        self._models = {number: Model(number, kept, num_shards) for number, kept in sorted(durable.models.items())}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(list(self._models.values()))
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def get(self, number: int) -> Model | None:
+        """The model of a number, if the job has it."""
+        return self._models.get(number)
+
+    def named(self, name: str) -> Model | None:
+        """The model of a name, if the job has it."""
+        return next((m for m in self if m.name == name), None)
+
+    @property
+    def registered(self) -> list[Model]:
+        """Those that have a layout, by number."""
+        return [m for m in self if m.registered]
+
+    @property
+    def first(self) -> Model | None:
+        """The one of the lowest number."""
+        return next(iter(self), None)
+
+    @property
+    def by_node(self) -> bool:
+        """Whether the membership numbers replicas as if a node were one: as the first model wants it."""
+        return next((m.registration.spec.replica_is_node for m in self if m.registration.spec is not None), False)
+
+    @property
+    def released(self) -> tuple[int, ...]:
+        """The numbers that no model has any more."""
+        return tuple(number for number in range(self._next) if number not in self._models)
+
+    def home_of(self, incarnation: str) -> int | None:
+        """The rank whose slices this life of a shard server holds."""
+        homes = (m.registration.home_of(incarnation) for m in self)
+        return next((home for home in homes if home is not None), None)
+
+    def words(self, model: Model) -> str:
+        """How a model is named in words that are about one; nothing where the job has only one."""
+        return f"model {model.name!r}: " if len(self._models) > 1 else ""
+
+    def place(self, name: str) -> Model:
+        """The model of a name; a new one, which `add` has to take, if there is none.
+
+        Raises:
+            Busy: the job has as many as it can have.
+        """
+        if (known := self.named(name)) is not None:
+            return known
+        first = self._models.get(0)
+        if first is not None and not first.registered:
+            return first
+        if len(self._models) >= MAX_MODELS or self._next >= MAX_NUMBERS:
+            raise Busy(
+                f"the job has {len(self._models)} models and has had {self._next}, and model {name!r} is one too many: "
+                f"at most {MAX_MODELS} at a time and {MAX_NUMBERS} in all; release those that are not needed"
+            )
+        return Model(self._next, DurableModel(name=name), self._num_shards)
+
+    def add(self, model: Model, name: str) -> None:
+        """Take a model that is being registered."""
+        model.name = model.registration.name = name
+        self._models[model.number] = model
+        self._next = max(self._next, model.number + 1)
+        self._persist()
+
+    def remove(self, model: Model) -> None:
+        """Forget a model."""
+        del self._models[model.number]
+        self._out.persist(forgotten(model.number, model.decisions))
+        self._persist()
+
+    def _persist(self) -> None:
+        self._out.persist([models_record({m.number: m.name for m in self}, self._next)])

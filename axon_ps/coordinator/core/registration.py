@@ -1,0 +1,230 @@
+"""What a model of the job is made of: layout, optimizer, and who holds the parameters. Pure.
+
+The first worker gives, every other must agree. The first values come from exactly one worker (the *uploader*), or from
+a checkpoint. From then on shard server `r` holds its slices in the life (incarnation) in which it got them: another
+life of it has nothing, and the job is broken until a checkpoint is restored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from axon_ps.coordinator.core.events import JobState, RestoreOrder
+from axon_ps.coordinator.core.records import Parameters
+from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
+from axon_ps.optim.registry import create
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Hyper, Member, OptimizerSpec
+
+RESTORE_HINT = "restore a checkpoint (axon-ps checkpoint restore URI)"
+
+
+class Registration:
+    """Spec, optimizer and parameters of a model.
+
+    Args:
+        spec: as it was before the coordinator's restart.
+        optimizer: likewise.
+        parameters: likewise.
+        num_shards: shard servers of the job.
+        number: of the model.
+        name: what the job calls it.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec | None,
+        optimizer: OptimizerSpec | None,
+        parameters: Parameters,
+        num_shards: int,
+        *,
+        number: int = 0,
+        name: str = "",
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.spec = spec
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.num_shards = num_shards
+        self.owners: tuple[int, ...] = ()
+        """Shard servers that own trainable slices: those a step waits for."""
+        self._find_owners()
+
+    def check_spec(self, spec: JobSpec, rank: int) -> bool:
+        """Whether `spec` is the first; a later one must be equal.
+
+        Raises:
+            LayoutMismatch: it differs from the job's.
+            InvalidRequest: it has nothing in it.
+        """
+        if self.spec is None:
+            if not spec.layout.units:
+                raise InvalidRequest(f"worker {rank} registers a layout without units; a model needs parameters")
+            return True
+        if spec.model and self.spec.model and spec.model != self.spec.model:
+            raise LayoutMismatch(
+                f"worker {rank} registers {spec.described} as {self.name!r}, and that is {self.spec.described} in the "
+                "job; every worker must build the same models, by the same names or in the same order"
+            )
+        if difference := spec.difference(self.spec):
+            raise LayoutMismatch(
+                f"worker {rank} registers another model as {self.name!r} than the job has: {difference}; "
+                "every worker must build the same"
+            )
+        return False
+
+    def set_spec(self, spec: JobSpec) -> None:
+        """Take the first spec."""
+        self.spec = spec
+        self._find_owners()
+
+    def check_optimizer(self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int) -> OptimizerSpec | None:
+        """The optimizer with every hyperparameter filled in if it is the first, else None; a later one must be equal.
+
+        Raises:
+            Misuse: there is no layout yet.
+            InvalidRequest: it does not fit the layout, or a hyperparameter cannot be.
+            LayoutMismatch: it differs from the job's.
+        """
+        if spec is None:
+            raise Misuse(f"worker {rank} registers an optimizer before a layout; register the layout first")
+        _check_groups(optimizer, spec)
+        algorithm = create(optimizer.name)
+        groups = tuple(algorithm.validate(g) for g in optimizer.groups)
+        optimizer = dataclasses.replace(optimizer, groups=groups)
+        if self.optimizer is None:
+            return optimizer
+        if difference := _optimizer_difference(optimizer, self.optimizer, spec):
+            raise LayoutMismatch(
+                f"worker {rank} registers another optimizer of {self.name!r} than the job has: {difference}; "
+                "every worker must make the same"
+            )
+        return None
+
+    def holds(self, shard: Member) -> bool:
+        """Whether a shard server has its parameters."""
+        return self.parameters.holders.get(shard.rank) == shard.incarnation
+
+    def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
+        """A shard server says that it holds its parameters; whether that is news.
+
+        Raises:
+            InvalidRequest: it holds another version than the job is at.
+        """
+        p = self.parameters
+        if p.initialized or epoch != p.epoch or self.holds(shard):
+            return False
+        if version != now_version:
+            raise InvalidRequest(
+                f"shard server {shard.rank} holds version {version} of epoch {epoch} of {self.name!r}; the job is at "
+                f"{now_version}"
+            )
+        p.holders[shard.rank] = shard.incarnation
+        return True
+
+    def all_hold(self, shards: Sequence[Member]) -> bool:
+        """Whether every shard server is there and has its parameters."""
+        return len(shards) == self.num_shards and all(self.holds(s) for s in shards)
+
+    def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
+        """Ranks whose shard server has come back empty after the job was initialized."""
+        if not self.parameters.initialized:
+            return []
+        return [s.rank for s in shards if not self.holds(s)]
+
+    def trouble(self, shards: Sequence[Member]) -> str:
+        """Why no step can be made although everybody is there, in words; empty when it can."""
+        if lost := self.lost_with_parameters(shards):
+            return f"shard server {ranks_in_words(lost)} was lost with its parameters; {RESTORE_HINT}"
+        return self.parameters.failure
+
+    def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
+        """Whether the caller is the one to upload the first values."""
+        p = self.parameters
+        if p.initialized or p.epoch > 0:
+            return False
+        if not p.uploader or not uploader_lives:
+            p.uploader = incarnation
+        return p.uploader == incarnation
+
+    def begin_restore(self, uri: str, version: int, section: str = "") -> RestoreOrder:
+        """Nobody holds anything any more; everybody is to load `section` of `uri`."""
+        p = self.parameters
+        order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
+        self.parameters = Parameters(epoch=order.epoch, restore=order)
+        return order
+
+    def fail_restore(self, failure: str) -> None:
+        """A shard server could not load: who has loaded is of no use, and nobody else needs to."""
+        self.parameters.restore = None
+        self.parameters.failure = failure
+
+    def home_of(self, incarnation: str) -> int | None:
+        """The rank whose slices this life of a shard server holds."""
+        return next((rank for rank, holder in self.parameters.holders.items() if holder == incarnation), None)
+
+    def state(self, shards: Sequence[Member], version: int, *, full: bool) -> JobState:
+        """What members are told; the layout only when `full`."""
+        p = self.parameters
+        return JobState(
+            spec=self.spec if full else None,
+            optimizer=self.optimizer if full else None,
+            initialized=p.initialized and not self.lost_with_parameters(shards),
+            version=version,
+            epoch=p.epoch,
+            model=self.number,
+            name=self.name,
+            copied=p.copied,
+        )
+
+    def _find_owners(self) -> None:
+        if self.spec is not None:
+            units, plan = self.spec.layout.units, self.spec.plan(self.num_shards)
+            self.owners = tuple(
+                server for server, slices in enumerate(plan.by_server) if any(units[s.unit].trainable for s in slices)
+            )
+
+
+def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:
+    parameters = list(spec.layout.parameters())
+    if len(optimizer.group_of) != len(parameters):
+        raise InvalidRequest(
+            f"the optimizer names the group of {len(optimizer.group_of)} parameters; the layout has {len(parameters)}"
+        )
+    for (unit, p), group in zip(parameters, optimizer.group_of, strict=True):
+        trainable = spec.layout.units[unit].trainable
+        if not trainable and group != -1:
+            raise InvalidRequest(
+                f"parameter {p.name!r} is frozen and in group {group}; frozen parameters have group -1"
+            )
+        if trainable and not 0 <= group < len(optimizer.groups):
+            raise InvalidRequest(
+                f"parameter {p.name!r} is in group {group}; the optimizer has groups 0 to {len(optimizer.groups) - 1}"
+            )
+
+
+def _optimizer_difference(ours: OptimizerSpec, job: OptimizerSpec, spec: JobSpec) -> str:
+    """Say in words where two optimizers first differ; empty when they are equal."""
+    if ours.name != job.name:
+        return f"it is {ours.name} here and {job.name} in the job"
+    if len(ours.groups) != len(job.groups):
+        return f"it has {len(ours.groups)} parameter groups here and {len(job.groups)} in the job"
+    for index, (a, b) in enumerate(zip(ours.groups, job.groups, strict=True)):
+        if difference := _hyper_difference(a, b):
+            return f"{difference} of group {index}"
+    for (_, p), a_group, b_group in zip(spec.layout.parameters(), ours.group_of, job.group_of, strict=True):
+        if a_group != b_group:
+            return f"parameter {p.name!r} is in group {a_group} here and {b_group} in the job"
+    return ""
+
+
+def _hyper_difference(ours: Hyper, job: Mapping[str, float]) -> str:
+    for name in sorted({*ours, *job}):
+        a, b = ours.get(name, math.nan), job.get(name, math.nan)
+        if a != b:
+            return f"{name} is {a} here and {b} in the job, in the hyperparameters"
+    return ""

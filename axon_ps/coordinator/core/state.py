@@ -1,0 +1,475 @@
+"""The coordinator's state machine: what happened goes in, what is to be done comes out. No clock, threads or I/O.
+
+Every method is one event and returns the actions it causes, in order; `Persist`, where there is one, comes first, so
+nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
+passed in and only ever compared. What comes from a session that is no member's any more is ignored.
+
+The work is done by the parts: `members` (who comes and goes), `assembly` (generations), `models` and `registration`
+(layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Action, Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.barriers import Barriers
+from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
+from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import UPLOADED, Hello, JobState, Ready, Registered, SnapshotReport, Status, Vote
+from axon_ps.coordinator.core.kv import KeyValues
+from axon_ps.coordinator.core.members import Members
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.roster import Seat
+from axon_ps.errors import (
+    AxonError,
+    ConfigurationError,
+    GenerationChanged,
+    InvalidRequest,
+    MemberLost,
+    Misuse,
+    PermissionDenied,
+)
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import OptimizerSpec, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who makes a unary call: a member by its incarnation, or an operator without one."""
+
+    job: str
+    incarnation: str = ""
+
+
+class CoordinatorState:
+    """One job.
+
+    Args:
+        config: how it is run.
+        now: the time.
+        stored: the records of a state store; empty for a new job.
+        new_id: random id that a new job's state gets; a stored one keeps its own.
+
+    Raises:
+        ConfigurationError: the records are of another job, or of one with another number of shard servers.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, now: float, stored: Mapping[str, bytes] | None = None, *, new_id: str = ""
+    ) -> None:
+        self.config = config
+        self._out = Outbox()
+        durable = records.load(stored or {})
+        if durable is None:
+            durable = records.Durable(state_id=new_id, job=config.job)
+        self._check_durable(durable)
+        self._models = Models(durable, config.num_shards, self._out)
+        self._assembly = Assembly(config, durable, self._models, self._out, now)
+        self._barriers = Barriers(self._out)
+        self._kv = KeyValues(durable.kv, self._out)
+        self._snapshots = Snapshots(durable.snapshot_id, self._out)
+        self._members = Members(config, self._assembly, self._models, self._barriers, self._snapshots, self._out, now)
+        self._restores = Restores(self._assembly, self._models, self._members, self._snapshots, self._out)
+        self._out.persist([self._assembly.job_record(), *self._assembly.records()])
+
+    # ------------------------------------------------------------------ sessions
+
+    def join(self, session: int, role: Role, hello: Hello, now: float) -> list[Action]:
+        """A process has opened a stream and says who it is.
+
+        A known incarnation keeps its seat and rank and gets what it missed; its older stream is closed.
+
+        Raises:
+            PermissionDenied: it wants another job.
+            InvalidRequest: its rank is taken, or its world size is not the job's.
+            Busy: the job has no place for it.
+        """
+        if hello.job != self.config.job:
+            raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {hello.job!r}")
+        self._members.join(session, role, hello, now)
+        return self._out.take()
+
+    def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
+        """A member lives."""
+        if (seat := self._seat(session, now)) is not None and metrics:
+            seat.metrics = dict(metrics)
+        return self._out.take()
+
+    def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
+        """A member says goodbye; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
+        if (seat := self._seat(session, now)) is not None:
+            self._members.leave(seat, reason, now, finished=finished)
+        return self._out.take()
+
+    def stream_lost(self, session: int, now: float) -> list[Action]:
+        """A member's stream has broken: it is gone at once."""
+        if (seat := self._seat(session, now)) is not None:
+            self._assembly.counters["losses"] += 1
+            self._members.lose([seat], f"{seat.name} was lost: its connection broke", now)
+        return self._out.take()
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: leases, members to be replaced, stragglers, waiting calls."""
+        self._members.tick(now)
+        self._barriers.tick(now, self._assembly.membership)
+        self._kv.tick(now)
+        return self._out.take()
+
+    def paused(self, seconds: float) -> None:
+        """The coordinator itself stood still (it was suspended, say): nobody's silence meanwhile counts."""
+        self._assembly.roster.extend(seconds)
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; inf when nothing is waited for."""
+        return min(self._members.next_deadline(), self._barriers.next_deadline(), self._kv.next_deadline())
+
+    # ------------------------------------------------------------------ steps
+
+    def arrived(
+        self, session: int, generation: int, step: int, now: float, *, model: int = 0, blocked: bool = False
+    ) -> list[Action]:
+        """A worker has computed everything of a step and waits for the servers to take it.
+
+        Raises:
+            InvalidRequest: a shard server says so.
+        """
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.WORKER, "arrives")
+            self._assembly.stepping.arrived(seat.member.rank, model, generation, step, blocked=blocked)
+            self._members.stragglers.look(now)
+        return self._out.take()
+
+    def vote(self, session: int, vote: Vote, now: float) -> list[Action]:
+        """A worker has pushed everything of a step. One of another step or generation, or a second one, is ignored.
+
+        Raises:
+            InvalidRequest: a shard server votes.
+        """
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.WORKER, "votes")
+            self._assembly.stepping.vote(seat.member.rank, vote)
+            self._members.stragglers.look(now)
+            self._members.watch_barriers(now)
+        return self._out.take()
+
+    def ready(self, session: int, ready: Ready, now: float) -> list[Action]:
+        """A shard server has every gradient of a step. One of another step or generation, or a second, is ignored.
+
+        Raises:
+            InvalidRequest: a worker says so.
+        """
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.SHARD, "reports gradients")
+            self._assembly.stepping.ready(seat.member.rank, ready)
+            self._members.stragglers.look(now)
+            self._members.watch_barriers(now)
+        return self._out.take()
+
+    # ------------------------------------------------------------------ what the job is made of
+
+    def wants_resume(self, name: str) -> bool:
+        """Whether the first registration of a model must come with the manifest of `config.resume`."""
+        known = self._models.named(name)
+        return bool(self.config.resume) and (known is None or not known.registered)
+
+    def register(
+        self,
+        call: int,
+        caller: Caller,
+        spec: JobSpec | None,
+        optimizer: OptimizerSpec | None,
+        resume: Resume | None = None,
+        *,
+        now: float,
+        name: str = records.FIRST_NAME,
+    ) -> list[Action]:
+        """A worker gives a model its layout or optimizer, or checks its own against the job's.
+
+        Args:
+            call: gets a `Registered`.
+            caller: the worker.
+            spec: layout and how it travels.
+            optimizer: the optimizer.
+            resume: what to begin with instead of uploaded values; used by the first spec only.
+            now: the time.
+            name: of the model; one that the job does not have becomes another of its models.
+
+        Raises:
+            LayoutMismatch: it differs from what the job has.
+            InvalidRequest: it cannot be.
+            Misuse: an optimizer comes before any layout.
+            Busy: the job can have no more models.
+            GenerationChanged: the caller is no member.
+        """
+        seat = self._member(caller, Role.WORKER, "registers")
+        model = self._models.place(name)
+        r, rank = model.registration, seat.member.rank
+        if spec is None and optimizer is None:
+            raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
+        new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
+        new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
+        by_node = self._models.by_node
+        if new_spec is not None:
+            r.set_spec(new_spec)
+            self._models.add(model, name)
+            self._assembly.stepping.begin_model(model)
+            self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
+        if new_optimizer is not None:
+            r.optimizer = new_optimizer
+            self._out.persist([records.optimizer_record(model.number, new_optimizer)])
+        resumes = new_spec is not None and resume is not None
+        upload = spec is not None and not resumes and self._claim_upload(model, caller)
+        self._restores.persist()
+        if new_spec is not None and resume is not None:
+            self._restores.order([dataclasses.replace(resume, model=name)], now)
+        elif new_spec is not None or new_optimizer is not None:
+            self._assembly.announce(model)
+            if self._models.by_node != by_node:  # replicas are numbered otherwise from now on
+                self._members.change(f"worker {rank} registered a layout in which a node is a replica", now=now)
+        self._out.reply(
+            call,
+            Registered(
+                first=new_spec is not None or new_optimizer is not None,
+                initialized=model.state(self._assembly.shards()).initialized,
+                version=model.version,
+                upload=upload,
+                generation=self._assembly.generation,
+                model=model.number,
+            ),
+        )
+        return self._out.take()
+
+    def release(self, call: int, caller: Caller, number: int) -> list[Action]:
+        """Somebody wants a model to be gone; `call` gets whether it was there.
+
+        Raises:
+            Busy: a checkpoint is being written, which it is to be in.
+        """
+        self.check_caller(caller)
+        model = self._models.get(number)
+        there = model is not None and model.registered
+        if model is not None and there:
+            self._snapshots.check_free()
+            self._models.remove(model)
+            self._restores.released(model)
+            gone = JobState(model=number, name=model.name, released=True)
+            self._out.push(self._assembly.roster.sessions(), gone)
+            self._assembly.counters["models_released"] += 1
+        self._out.reply(call, there)
+        return self._out.take()
+
+    def initialized(self, session: int, version: int, epoch: int, now: float, *, model: int = 0) -> list[Action]:
+        """A shard server holds all its parameters of a model.
+
+        Raises:
+            InvalidRequest: a worker says so, or the version is not the job's.
+        """
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.SHARD, "holds parameters")
+            self._restores.initialized(seat, model, version, epoch)
+        return self._out.take()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, call: int, caller: Caller, uri: str) -> list[Action]:
+        """Somebody wants a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
+
+        Raises:
+            Misuse: there is nothing to save.
+            Busy: another is being written.
+        """
+        self.check_caller(caller)
+        a, shards = self._assembly, self._assembly.shards()
+        if not self._models.registered:
+            raise Misuse("there is nothing to save: the shard servers hold no parameters yet")
+        saved = []
+        for model in self._models.registered:
+            r = model.registration
+            if r.spec is None or not model.state(shards).initialized:
+                words = self._models.words(model)
+                raise Misuse(f"there is nothing to save: {words}the shard servers hold no parameters yet")
+            saved.append(
+                SavedModel(
+                    number=model.number, name=model.name, version=model.version, spec=r.spec, optimizer=r.optimizer
+                )
+            )
+        ranks = [s.rank for s in shards]
+        if len(ranks) < self.config.num_shards:
+            raise MemberLost(f"nothing can be saved: the job waits for {a.membership.waiting_for}")
+        self._snapshots.check_free()
+        order = self._snapshots.begin(call, uri, ranks, saved)
+        self._out.persist([records.orders_record(self._snapshots.last_id)])
+        self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
+        return self._out.take()
+
+    def snapshot_report(self, session: int, report: SnapshotReport, now: float) -> list[Action]:
+        """A shard server has written its part of a checkpoint, or could not."""
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.SHARD, "reports files")
+            self._snapshots.report(seat.member.rank, report)
+        return self._out.take()
+
+    def restore(self, call: int, caller: Caller, resumes: Sequence[Resume], now: float) -> list[Action]:
+        """Somebody wants models to go back to a checkpoint; `call` gets a `CheckpointInfo` when all have loaded it.
+
+        Raises:
+            Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have one of the models.
+        """
+        self.check_caller(caller)
+        if not self._models.registered:
+            raise Misuse("there is nothing to restore into: no worker has registered a layout yet")
+        self._restores.order(resumes, now, call)
+        return self._out.take()
+
+    def replace(self, call: int, caller: Caller, now: float, name: str = records.FIRST_NAME) -> list[Action]:
+        """Somebody will upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
+
+        Raises:
+            Misuse: the job has no layout yet.
+            InvalidRequest: the job does not have the model.
+        """
+        model = self._models.named(name)
+        version = 0 if model is None else model.version
+        return self.restore(call, caller, [Resume(uri=UPLOADED, version=version, model=name)], now)
+
+    def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
+        """A shard server could not restore a model."""
+        if (seat := self._seat(session, now)) is not None:
+            _check_role(seat, Role.SHARD, "reports a restore")
+            self._restores.failed(seat, model, epoch, error, now)
+        return self._out.take()
+
+    # ------------------------------------------------------------------ barriers and the key-value store
+
+    def barrier(
+        self, call: int, caller: Caller, name: str, ranks: Sequence[int], now: float, timeout_s: float
+    ) -> list[Action]:
+        """A worker waits for others; `call` gets the generation in which the barrier opened.
+
+        Raises:
+            InvalidRequest: the caller is no worker of the barrier.
+            GenerationChanged: the caller is no member.
+        """
+        seat = self._member(caller, Role.WORKER, "waits at a barrier")
+        self._barriers.arrive(call, seat.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
+        self._members.watch_barriers(now)
+        return self._out.take()
+
+    def kv(self, caller: Caller) -> KeyValues:
+        """The key-value store, for one operation of `caller`; `flush` gives the actions it caused.
+
+        Raises:
+            GenerationChanged: the caller is neither a member nor an operator.
+        """
+        self.check_caller(caller)
+        if caller.incarnation:
+            self._member(caller)
+        return self._kv
+
+    def flush(self) -> list[Action]:
+        """What has been caused since the last event."""
+        return self._out.take()
+
+    def cancel(self, call: int) -> list[Action]:
+        """Whoever made this call does not wait any more."""
+        self._kv.cancel(call)
+        self._barriers.cancel(call)
+        self._snapshots.cancel(call)
+        self._restores.cancel(call)
+        return self._out.take()
+
+    # ------------------------------------------------------------------ looking
+
+    def check_caller(self, caller: Caller) -> None:
+        """Refuse who asks for another job; an operator may leave the name out.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+        """
+        if caller.job != self.config.job and (caller.job or caller.incarnation):
+            raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
+
+    @property
+    def specs(self) -> dict[str, JobSpec]:
+        """By name, the layouts that are registered and how they travel."""
+        return {m.name: m.registration.spec for m in self._models if m.registration.spec is not None}
+
+    @property
+    def position(self) -> tuple[tuple[int, int, int], ...]:
+        """(number, epoch, version) of the parameters of every model."""
+        return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
+
+    def held_up(self, now: float) -> tuple[float, str]:
+        """How long workers have waited in the step under way for others, in seconds, and for whom, in words."""
+        return self._members.stragglers.held_up(now)
+
+    def status(self, now: float | None = None) -> Status:
+        """What the job looks like now; how long it has waited is said only if the time is given."""
+        a, first, shards = self._assembly, self._models.first, self._assembly.shards()
+        last_norm = 0.0 if first is None else first.last_norm
+        counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
+        models = tuple(m.status(shards) for m in self._models.registered)
+        if len(models) > 1:
+            counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
+        for seat in a.roster:
+            for name, value in seat.metrics.items():
+                counters[f"{seat.member.role.value}/{seat.member.rank}/{name}"] = value
+        held_up = self.held_up(now)[1] if now is not None else ""
+        waits = (*a.pending(), *self._barriers.pending(a.membership), *self._snapshots.pending())
+        return Status(
+            job=self.config.job,
+            membership=a.membership,
+            version=0 if first is None else first.version,
+            step=0 if first is None else first.step,
+            registered=bool(models),
+            initialized=all(m.state(shards).initialized for m in self._models),
+            parameters=sum(m.parameters for m in models),
+            lease_s=self.config.lease_s,
+            counters=counters,
+            pending=(*waits, *self._restores.pending(), *((held_up,) if held_up else ())),
+            models=models,
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _seat(self, session: int, now: float) -> Seat | None:
+        return self._members.of_session(session, now)
+
+    def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> Seat:
+        self.check_caller(caller)
+        seat = self._assembly.roster.get(caller.incarnation)
+        if seat is None:
+            who = f"incarnation {caller.incarnation}" if caller.incarnation else "an operator"
+            words = f"{who} is no member of generation {self._assembly.generation}; join with a session first"
+            raise GenerationChanged(words, self._assembly.generation)
+        if role is not None:
+            _check_role(seat, role, does)
+        return seat
+
+    def _claim_upload(self, model: Model, caller: Caller) -> bool:
+        uploader = self._assembly.roster.get(model.registration.parameters.uploader)
+        return model.registration.claim_upload(caller.incarnation, uploader is not None)
+
+    def _check_durable(self, durable: records.Durable) -> None:
+        if durable.job != self.config.job:
+            raise ConfigurationError(
+                f"the state store holds job {durable.job!r}, not {self.config.job!r}; give each job its own"
+            )
+        registered = any(model.spec is not None for model in durable.models.values())
+        if registered and durable.num_shards != self.config.num_shards:
+            raise ConfigurationError(
+                f"the job was cut over {durable.num_shards} shard servers, not {self.config.num_shards}; start the "
+                "coordinator as before, or with a new state store and resume from a checkpoint"
+            )
+
+
+def _check_role(seat: Seat, role: Role, does: str) -> None:
+    if seat.member.role is not role:
+        raise InvalidRequest(f"{seat.name} {does}; only a {role.value} may")

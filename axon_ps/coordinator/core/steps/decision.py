@@ -1,0 +1,208 @@
+"""How a step is decided: votes of workers and sums of shard servers in, one decision out. Pure.
+
+Note: [One decider]
+    A step commits if and only if the coordinator says so in a decision that is on disk. Workers have pushed everything
+    when they vote; shard servers hold everything when they are ready; so when all have spoken nothing can be missing,
+    and what is decided is the same for everybody. A non-finite gradient skips the step, disagreeing votes abort it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from axon_ps.coordinator.core.events import Ready, Vote
+from axon_ps.errors import AxonError
+from axon_ps.optim.clipping import clip_factor, global_norm
+from axon_ps.optim.registry import create
+from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
+
+_MOST_RANKS = 8
+
+
+class Tally:
+    """Who has spoken in the current step: votes by worker rank, sums by shard server rank, workers that arrived.
+
+    `blocked` are those of the workers that voted or arrived and go on with nothing else meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.votes: dict[int, Vote] = {}
+        self.sums: dict[int, float] = {}
+        self.arrived: set[int] = set()
+        self.blocked: set[int] = set()
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self.arrived.clear()
+        self.blocked.clear()
+        self.votes.clear()
+        self.sums.clear()
+
+    def vote(self, rank: int, vote: Vote) -> bool:
+        """Count a vote; False for a repeated one, of which the first counts."""
+        if vote.blocked:
+            self.blocked.add(rank)
+        return self.votes.setdefault(rank, vote) is vote
+
+    @property
+    def copies(self) -> bool:
+        """Whether a worker takes it to be a step that takes another model's values."""
+        return any(vote.copy is not None for vote in self.votes.values())
+
+    def ready(self, rank: int, ready: Ready) -> bool:
+        """Count a shard server's sum; False for a repeated one, of which the first counts."""
+        if rank in self.sums:
+            return False
+        self.sums[rank] = ready.sum_of_squares
+        return True
+
+    def is_full(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
+        """Whether every worker has voted and every owner is ready.
+
+        Of another model's values no owner has anything to say; workers that push gradients beside them wait in vain.
+        """
+        if self.copies:
+            return all(w in self.votes or w in self.arrived for w in workers)
+        return all(w in self.votes for w in workers) and all(o in self.sums for o in owners)
+
+    def missing(self, workers: Iterable[int]) -> list[int]:
+        """The workers that have neither voted nor arrived."""
+        return [w for w in workers if w not in self.votes and w not in self.arrived]
+
+    def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
+        """What the step waits for, in words; nothing while nobody has spoken."""
+        if not self.votes and not self.sums and not self.arrived:
+            return []
+        silent = self.missing(workers) or [w for w in workers if w not in self.votes]
+        missing = silent, [o for o in owners if o not in self.sums]
+        words = []
+        if missing[0]:
+            words.append(f"votes of worker {ranks_in_words(missing[0])}")
+        if missing[1]:
+            words.append(f"gradients at shard server {ranks_in_words(missing[1])}")
+        return words
+
+    def decide(
+        self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None, workers: Iterable[int] = ()
+    ) -> Decision:
+        """The decision of a full tally.
+
+        Args:
+            step: the attempt.
+            generation: the generation it ran in.
+            version: the version before it.
+            optimizer: registered hyperparameters, which votes may leave out; None when nothing is trainable.
+            workers: who takes part.
+        """
+
+        def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0) -> Decision:
+            return Decision(
+                step=step, generation=generation, outcome=outcome, version=version, grad_norm=norm, reason=reason
+            )
+
+        vote = next(iter(self.votes.values()))
+        if self.copies and (pushing := [w for w in workers if w not in self.votes]):
+            return ended(Outcome.ABORT, reason=_mixed(self.votes, pushing))
+        if problem := _disagreement(self.votes) or _problem(vote, optimizer):
+            return ended(Outcome.ABORT, reason=problem)
+        if vote.copy is not None:
+            return Decision(
+                step=step, generation=generation, outcome=Outcome.COMMIT, version=version + 1, copy=vote.copy
+            )
+        norm = _norm(self.sums[rank] for rank in sorted(self.sums))
+        if not math.isfinite(norm):
+            guilty = [rank for rank, s in self.sums.items() if not math.isfinite(s)] or list(self.sums)
+            where = f"shard server {ranks_in_words(guilty)}"
+            return ended(Outcome.SKIP, norm=norm, reason=f"the gradients are not finite (seen at {where})")
+        try:
+            factor = clip_factor(norm, vote.max_norm) if vote.max_norm else 1.0
+        except AxonError as error:
+            return ended(Outcome.ABORT, reason=str(error))
+        return Decision(
+            step=step,
+            generation=generation,
+            outcome=Outcome.COMMIT,
+            version=version + 1,
+            grad_norm=norm,
+            clip_factor=factor,
+            hyper=_merged(vote.hyper, optimizer.groups if optimizer is not None else ()),
+        )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """ "3" or "0, 1, 5"; a long list is cut."""
+    ranks = sorted(ranks)
+    shown = ", ".join(str(r) for r in ranks[:_MOST_RANKS])
+    return shown if len(ranks) <= _MOST_RANKS else f"{shown} and {len(ranks) - _MOST_RANKS} more"
+
+
+def _norm(sums: Iterable[float]) -> float:
+    try:
+        return global_norm(sums)
+    except OverflowError:  # finite terms, but not their sum
+        return math.inf
+
+
+def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
+    return (
+        f"worker {ranks_in_words(votes)} copies from another model and worker {ranks_in_words(pushing)} pushes "
+        "gradients in the same step; every worker must do the same"
+    )
+
+
+def _disagreement(votes: Mapping[int, Vote]) -> str:
+    """Where the votes differ, in words; empty when they agree."""
+    first = next(iter(votes.values()))
+    if all((v.max_norm, v.hyper, v.copy) == (first.max_norm, first.hyper, first.copy) for v in votes.values()):
+        return ""
+    for field, value_of in _fields(votes):
+        ranks_by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, vote in votes.items():
+            ranks_by_value[value_of(vote)].append(rank)
+        if len(ranks_by_value) > 1:
+            said = "; ".join(f"rank {ranks_in_words(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+            return f"the votes disagree on {field}: {said}; every worker must step with the same values"
+    return ""
+
+
+def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], str]]]:
+    yield "what the step takes", _taken
+    yield "max_norm", lambda v: repr(v.max_norm)
+    yield "the number of parameter groups", lambda v: str(len(v.hyper))
+    for group in range(min(len(v.hyper) for v in votes.values())):
+        for name in sorted({n for v in votes.values() for n in v.hyper[group]}):
+            yield f"{name} of group {group}", partial(_said, group, name)
+
+
+def _taken(vote: Vote) -> str:
+    return "gradients" if vote.copy is None else f"{vote.copy.weight:g} of model number {vote.copy.source}"
+
+
+def _said(group: int, name: str, vote: Vote) -> str:
+    return repr(vote.hyper[group].get(name, "absent"))
+
+
+def _problem(vote: Vote, optimizer: OptimizerSpec | None) -> str:
+    """Why votes that agree cannot be carried out, in words; empty when they can."""
+    registered = optimizer.groups if optimizer is not None else ()
+    if vote.hyper and len(vote.hyper) != len(registered):
+        return f"the votes have {len(vote.hyper)} parameter groups; the registered optimizer has {len(registered)}"
+    if optimizer is None or not vote.hyper:
+        return ""
+    algorithm = create(optimizer.name)
+    groups = []
+    for index, hyper in enumerate(_merged(vote.hyper, registered)):
+        try:
+            groups.append(algorithm.validate(hyper))
+        except AxonError as error:
+            return f"the votes' hyperparameters of group {index} cannot be: {error}"
+    if new := set(algorithm.state_names(groups)) - set(algorithm.state_names(registered)):
+        return f"the votes' hyperparameters need state {', '.join(sorted(new))}, which the registered ones did not"
+    return ""
+
+
+def _merged(hyper: Sequence[Hyper], registered: Sequence[Hyper]) -> tuple[Hyper, ...]:
+    return tuple({**r, **h} for r, h in zip(registered, hyper or ({},) * len(registered), strict=True))

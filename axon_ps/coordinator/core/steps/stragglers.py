@@ -1,0 +1,115 @@
+"""For whom the others wait in a step, and since when. Pure.
+
+The time of a step begins with the first worker that waits in it. Where all replicas step together that is the first
+that has voted, or says that it *arrived*: it has computed all its gradients, and waits until the servers take them
+(they sum in replica order, so who comes after a straggler cannot push, and so not vote). Where each steps alone, it is
+the first that may not go on before the slowest. Each model has its own step.
+
+Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is looked
+through before the time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.steps.decision import ranks_in_words
+
+RECHECK_S = 1.0
+"""How often it is looked whether enough others take part, once the time is over."""
+
+
+class _Wait:
+    """The wait in the present step of one model."""
+
+    def __init__(self) -> None:
+        self.name = (0, -1)  # generation, and step or lowest clock: what the wait is in
+        self.since = math.inf
+        self.recheck = -math.inf
+
+
+class Stragglers:
+    """The waits in the present steps.
+
+    Args:
+        assembly: who the members are.
+        models: the models of the job.
+        step_timeout_s: how long the others wait; inf = for ever.
+    """
+
+    def __init__(self, assembly: Assembly, models: Models, step_timeout_s: float) -> None:
+        self._assembly = assembly
+        self._models = models
+        self._step_timeout_s = step_timeout_s
+        self._waits: dict[int, _Wait] = {}
+
+    def look(self, now: float) -> None:
+        """Somebody has spoken in a step, or one was decided."""
+        self._waits = {m.number: self._waits.get(m.number) or _Wait() for m in self._models}
+        for model in self._models:
+            wait, name = self._waits[model.number], self._present(model)
+            if name != wait.name:
+                wait.name, wait.since, wait.recheck = name, math.inf, -math.inf
+            if wait.since == math.inf and model.attempts.somebody_waits:
+                wait.since = now
+
+    def what(self) -> str:
+        """What the wait is in that has lasted longest, in words."""
+        longest = self._longest()
+        return "" if longest is None else self._name(longest)
+
+    def late(self, now: float) -> Sequence[int]:
+        """The workers to go on without; none while it is not time, or too few others take part."""
+        for model in self._waiting():
+            if now < self._deadline(model):
+                continue
+            self._waits[model.number].recheck = now + RECHECK_S
+            missing = model.attempts.missing()
+            there = len(self._assembly.membership.workers) - len(missing)
+            if missing and there >= max(1, self._assembly.needed_workers):
+                return missing
+        return ()
+
+    def next_deadline(self) -> float:
+        """When `late` is to be asked."""
+        return min((self._deadline(model) for model in self._waiting()), default=math.inf)
+
+    def held_up(self, now: float) -> tuple[float, str]:
+        """How long the others have waited, in seconds, and for whom, in words; (0, "") when they do not."""
+        longest = self._longest()
+        missing = () if longest is None else longest.attempts.missing()
+        if longest is None or not missing:
+            return 0.0, ""
+        waited_s = now - self._waits[longest.number].since
+        without = "" if math.isinf(self._step_timeout_s) else f"; they are set aside after {self._step_timeout_s:g} s"
+        words = f"{self._name(longest)} has waited {waited_s:.0f} s for worker {ranks_in_words(missing)}{without}"
+        return waited_s, words
+
+    def _longest(self) -> Model | None:
+        return min(self._waiting(), key=lambda m: (self._waits[m.number].since, m.number), default=None)
+
+    def _name(self, model: Model) -> str:
+        number = self._waits[model.number].name[1]
+        step = f"clock {number}" if model.attempts.alone else f"step {number}"
+        return f"{step} of model {model.name!r}" if len(self._models) > 1 else step
+
+    def _deadline(self, model: Model) -> float:
+        wait = self._waits[model.number]
+        return max(wait.since + self._step_timeout_s, wait.recheck)
+
+    def _waiting(self) -> list[Model]:
+        """The models in whose present step somebody waits."""
+        found = []
+        for model in self._models:
+            wait = self._waits.get(model.number)
+            there = wait is not None and wait.since < math.inf and wait.name == self._present(model)
+            if there and model.attempts.somebody_waits:
+                found.append(model)
+        return found
+
+    def _present(self, model: Model) -> tuple[int, int]:
+        attempts = model.attempts
+        return self._assembly.generation, attempts.slowest if attempts.alone else model.step

@@ -1,0 +1,1 @@
+"""The coordinator as a process: sessions, calls, time, durable state and checkpoints around the core."""

@@ -1,0 +1,160 @@
+"""The coordinator's part of checkpoints on disk: it reads and writes manifests, shard servers everything else.
+
+Blocking I/O: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from axon_ps.coordinator.core.checkpoints.restores import Resume
+from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
+from axon_ps.coordinator.core.events import CheckpointInfo
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import Slice, moves_into
+
+if TYPE_CHECKING:
+    from axon_ps.storage.manifest import Manifest
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint and what was saved with it; `resumes` are the models that go back to it."""
+
+    resumes: tuple[Resume, ...]
+    info: CheckpointInfo
+
+
+def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
+    """Read the manifest at `uri`, or of the newest complete checkpoint in it, and see that it fits the job's models.
+
+    Args:
+        uri: the checkpoint.
+        specs: the job's models by name.
+        wanted: names of those to restore; empty = all, and then the checkpoint must have no others.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointCorrupt: it is not a manifest of ours.
+        InvalidRequest: it was saved from other models.
+    """
+    from axon_ps.storage.manifest import read_manifest
+
+    manifest = read_manifest(uri)
+    names = tuple(wanted) or tuple(specs)
+    resumes = []
+    for name in names:
+        spec = specs.get(name)
+        if spec is None:
+            raise InvalidRequest(f"the job has no model {name!r} to restore; it has {_named(specs)}")
+        section = manifest.section(name, alone=len(names) == 1 and (len(specs) == 1 or not manifest.name))
+        for index, unit in enumerate(spec.layout.units):
+            moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout, section.layout)
+        resumes.append(Resume(uri=manifest.uri, version=section.version, model=name, section=section.name))
+    if not wanted and len(manifest.sections) > max(1, len(specs)):
+        others = [section.name for section in manifest.sections if section.name not in specs]
+        raise InvalidRequest(
+            f"the checkpoint at {manifest.uri} also has model {_named(others)}, which the job has not; wrap it before "
+            "you restore, or name the models to restore"
+        )
+    info = _info(manifest)
+    return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
+
+
+def begin(uri: str, specs: Mapping[str, JobSpec], name: str) -> Resume | None:
+    """What the model `name` of a job begins with that goes on from the checkpoint at `uri`; None: with its own values.
+
+    That is so, and said, where the job has several models and the checkpoint lacks this one.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointCorrupt: it is not a manifest of ours.
+        InvalidRequest: it was saved from another model.
+    """
+    from axon_ps.storage.manifest import read_manifest
+
+    manifest = read_manifest(uri)
+    if len(specs) > 1 and name not in {section.name for section in manifest.sections}:
+        _logger.warning(
+            "the checkpoint at %s has no model %r (it has %s): it begins with the values that its worker gives it",
+            manifest.uri,
+            name,
+            _named(section.name for section in manifest.sections),
+        )
+        return None
+    return find(uri, specs, (name,)).resumes[0]
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def _info(manifest: Manifest) -> CheckpointInfo:
+    several = len(manifest.sections) > 1
+    return CheckpointInfo(
+        uri=manifest.uri,
+        version=manifest.version,
+        bytes=manifest.bytes,
+        extra_json=json.dumps(manifest.extra),
+        versions={section.name: section.version for section in manifest.sections} if several else {},
+    )
+
+
+def check_extra(extra_json: str) -> dict[str, object]:
+    """What is to be saved with a checkpoint.
+
+    Raises:
+        InvalidRequest: it is not a JSON object.
+    """
+    try:
+        extra = json.loads(extra_json or "{}")
+    except ValueError as error:
+        raise InvalidRequest(f"extra_json is not JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise InvalidRequest(f"extra_json is a JSON {type(extra).__name__}; it must be an object")
+    return extra
+
+
+def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> CheckpointInfo:
+    """Make a checkpoint of files that are all written, by writing its manifest.
+
+    Raises:
+        CheckpointError: it cannot be written; then the files are no checkpoint.
+        AxonError: what kept a shard server from writing its file; those of the others have been removed.
+    """
+    from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_manifest
+
+    if snapshot.error is not None:
+        discard(snapshot.uri, [f.name for f in snapshot.files])
+        raise snapshot.error
+    created = datetime.datetime.now(datetime.UTC).isoformat()
+    sections: list[Manifest] = []
+    for model in snapshot.models:
+        files = (f for f in snapshot.files if f.model == model.number)
+        sections.append(
+            Manifest(
+                job=job,
+                name=model.name,
+                version=model.version,
+                layout=model.spec.layout,
+                optimizer=model.optimizer,
+                num_servers=snapshot.num_servers,
+                options=model.spec.options,
+                files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in files),
+                extra=extra if not sections else {},
+                created=created,
+                uri=snapshot.uri,
+            )
+        )
+    manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]))
+    write_manifest(snapshot.uri, manifest)
+    return _info(manifest)

@@ -1,0 +1,246 @@
+"""The coordinator's protocol: messages in, messages out. What they mean is the state machine's business.
+
+See "An end of input is not a goodbye" in `rpc.service`: a stream that ends without a Leave is a lost member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Any, Final
+
+from axon_ps.coordinator.core.actions import Action
+from axon_ps.coordinator.core.events import UPLOADED, CheckpointInfo, Registered
+from axon_ps.coordinator.core.kv import KVResult
+from axon_ps.coordinator.core.models import MAX_MODELS
+from axon_ps.coordinator.core.records import FIRST_NAME
+from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.messages import (
+    hello_from_proto,
+    incarnation_from_proto,
+    ready_from_proto,
+    snapshot_report_from_proto,
+    status_to_proto,
+    vote_from_proto,
+)
+from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server.shared_calls import SharedCalls
+from axon_ps.coordinator.server.shell import Session, Shell
+from axon_ps.errors import AxonError, InvalidRequest, Timeout
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.status import error_from_detail
+from axon_ps.rpc.stream import EOF
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
+
+JOIN_S: Final = 10.0
+"""How long a stream may stay silent before its Join."""
+
+MAX_METRICS: Final = 64
+MAX_RANKS: Final = 1 << 16
+
+_logger = logging.getLogger(__name__)
+
+
+class CoordinatorServicer:
+    """The service `axon_ps.wire.v1.Coordinator`.
+
+    Args:
+        shell: what performs it.
+    """
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._registering = asyncio.Lock()
+        self._saves = SharedCalls[CheckpointInfo]()
+
+    async def session(self, context: ServerStream) -> None:
+        """A member's life."""
+        try:
+            async with asyncio.timeout(JOIN_S):
+                first = await context.read()
+        except TimeoutError:
+            raise Timeout(f"a session stayed silent for {JOIN_S:g} s; its first message is a Join") from None
+        if first is EOF:
+            return
+        if not first.HasField("join"):
+            raise InvalidRequest(f"a session begins with {first.WhichOneof('message')}; its first message is a Join")
+        role, hello = hello_from_proto(first.join)
+        session = self._shell.open_session()
+        reader: asyncio.Task[None] | None = None
+        try:
+            self._shell.perform(self._shell.state.join(session.number, role, hello, self._shell.now()))
+            reader = asyncio.create_task(self._read(context, session))
+            async for event in session.events():
+                await context.write(event)
+        finally:
+            if reader is not None:
+                reader.cancel()
+            self._shell.close_session(session)
+
+    async def _read(self, context: ServerStream, session: Session) -> None:
+        """Hand on what a member says until it stops; a member that says what cannot be is broken off."""
+        try:
+            while (message := await context.read()) is not EOF:
+                self._shell.perform(self._heard(session.number, message))
+            session.close(None)
+        except AxonError as error:
+            session.close(error)
+        except Exception as error:
+            _logger.debug("a session's stream broke: %s", error)
+            session.close(None)
+
+    def _heard(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
+        state, now = self._shell.state, self._shell.now()
+        kind = message.WhichOneof("message")
+        if kind == "heartbeat":
+            return state.heartbeat(session, _metrics(message.heartbeat), now)
+        if kind == "vote":
+            return state.vote(session, vote_from_proto(message.vote), now)
+        if kind == "arrived":
+            arrived = message.arrived
+            return state.arrived(
+                session, arrived.generation, arrived.step, now, model=arrived.model, blocked=arrived.blocked
+            )
+        if kind == "ready":
+            return state.ready(session, ready_from_proto(message.ready), now)
+        if kind == "initialized":
+            held = message.initialized
+            return state.initialized(session, held.version, held.epoch, now, model=held.model)
+        if kind == "snapshot":
+            return state.snapshot_report(session, snapshot_report_from_proto(message.snapshot), now)
+        if kind == "restore":
+            error = error_from_detail(message.restore.error)
+            return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
+        if kind == "leave":
+            return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
+        raise InvalidRequest(
+            f"a session's message is {kind or 'empty, or of a newer version'}; nothing can be made of it"
+        )
+
+    async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
+        """Wait for other workers."""
+        if len(request.ranks) > MAX_RANKS:
+            raise InvalidRequest(f"a barrier for {len(request.ranks)} ranks; at most {MAX_RANKS} are allowed")
+        caller, timeout_s = _caller(request.context), _timeout(request.timeout_s)
+        state, now = self._shell.state, self._shell.now()
+        generation = await self._shell.call(
+            lambda call: state.barrier(call, caller, request.name, tuple(request.ranks), now, timeout_s)
+        )
+        return coordinator_pb2.BarrierReply(generation=generation)
+
+    async def kv(self, request: coordinator_pb2.KVRequest, context: Any) -> coordinator_pb2.KVReply:
+        """One operation on the key-value store."""
+        caller, timeout_s = _caller(request.context), _timeout(request.timeout_s)
+        result: KVResult = await self._shell.call(lambda call: self._operate(call, caller, request, timeout_s))
+        return coordinator_pb2.KVReply(found=result.found, value=result.value, sum=result.sum)
+
+    def _operate(self, call: int, caller: Caller, request: coordinator_pb2.KVRequest, timeout_s: float) -> list[Action]:
+        kv = self._shell.state.kv(caller)
+        if request.op == coordinator_pb2.KV_OP_PUT:
+            kv.put(call, request.key, request.value)
+        elif request.op == coordinator_pb2.KV_OP_GET:
+            kv.get(call, request.key)
+        elif request.op == coordinator_pb2.KV_OP_WAIT:
+            kv.wait(call, request.key, self._shell.now(), timeout_s, caller.incarnation)
+        elif request.op == coordinator_pb2.KV_OP_ADD:
+            kv.add(call, request.key, request.amount)
+        elif request.op == coordinator_pb2.KV_OP_COMPARE_AND_SET:
+            kv.compare_and_set(call, request.key, request.expected, request.value)
+        elif request.op == coordinator_pb2.KV_OP_DELETE:
+            kv.delete(call, request.key)
+        else:
+            raise InvalidRequest(f"key-value operation {request.op} is unset or unknown")
+        return self._shell.state.flush()
+
+    async def register(self, request: coordinator_pb2.RegisterRequest, context: Any) -> coordinator_pb2.RegisterReply:
+        """Take a model's layout or optimizer, or compare with the one it has."""
+        caller = _caller(request.context)
+        name = codec.name_from_proto(request.name or FIRST_NAME, "the model's name")
+        spec = codec.job_spec_from_proto(request.spec) if request.HasField("spec") else None
+        optimizer = codec.optimizer_from_proto(request.optimizer) if request.HasField("optimizer") else None
+        state, resume = self._shell.state, None
+        async with self._registering:  # one at a time: reading the manifest takes a while
+            if spec is not None and state.wants_resume(name):
+                specs = {**state.specs, name: spec}
+                resume = await asyncio.to_thread(manifests.begin, state.config.resume, specs, name)
+            reply: Registered = await self._shell.call(
+                lambda call: state.register(call, caller, spec, optimizer, resume, now=self._shell.now(), name=name)
+            )
+        return coordinator_pb2.RegisterReply(
+            first=reply.first,
+            initialized=reply.initialized,
+            version=reply.version,
+            upload=reply.upload,
+            generation=reply.generation,
+            model=reply.model,
+        )
+
+    async def release(self, request: coordinator_pb2.ReleaseRequest, context: Any) -> coordinator_pb2.ReleaseReply:
+        """Drop a model."""
+        caller, state = _caller(request.context), self._shell.state
+        released = await self._shell.call(lambda call: state.release(call, caller, request.model))
+        return coordinator_pb2.ReleaseReply(released=released)
+
+    async def save_checkpoint(
+        self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
+    ) -> coordinator_pb2.CheckpointReply:
+        """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
+        caller, state = _caller(request.context), self._shell.state
+        uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
+        extra = manifests.check_extra(request.extra_json)
+        state.check_caller(caller)
+
+        async def save() -> CheckpointInfo:
+            snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
+            return await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
+
+        return _checkpoint(await self._saves.run((uri, request.extra_json, state.position), save))
+
+    async def restore_checkpoint(
+        self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any
+    ) -> coordinator_pb2.CheckpointReply:
+        """Read the manifest, then have the servers load their slices, or take what a worker uploads."""
+        caller, state = _caller(request.context), self._shell.state
+        state.check_caller(caller)
+        uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
+        if len(request.models) > MAX_MODELS:
+            raise InvalidRequest(f"{len(request.models)} models are to be restored; a job has at most {MAX_MODELS}")
+        if uri == UPLOADED:
+            name = next(iter(request.models), FIRST_NAME)
+            return _checkpoint(
+                await self._shell.call(lambda call: state.replace(call, caller, self._shell.now(), name))
+            )
+        found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
+        await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
+        return _checkpoint(found.info)
+
+    async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
+        """What the job looks like."""
+        self._shell.state.check_caller(_caller(request.context))
+        return status_to_proto(self._shell.status())
+
+
+def _caller(context: common_pb2.CallContext) -> Caller:
+    incarnation = incarnation_from_proto(context.incarnation) if context.incarnation else ""
+    return Caller(job=context.job, incarnation=incarnation)
+
+
+def _timeout(timeout_s: float) -> float:
+    """How long a call waits; negative or not a number is an error, 0 is no wait at all."""
+    if not timeout_s >= 0 or math.isnan(timeout_s):
+        raise InvalidRequest(f"timeout_s is {timeout_s}; it must be 0 or more, or inf")
+    return timeout_s
+
+
+def _metrics(heartbeat: session_pb2.Heartbeat) -> dict[str, float]:
+    if len(heartbeat.metrics) > MAX_METRICS:
+        raise InvalidRequest(f"a heartbeat has {len(heartbeat.metrics)} metrics; at most {MAX_METRICS} are allowed")
+    return {codec.name_from_proto(name, "a metric's name"): value for name, value in heartbeat.metrics.items()}
+
+
+def _checkpoint(info: CheckpointInfo) -> coordinator_pb2.CheckpointReply:
+    return coordinator_pb2.CheckpointReply(
+        uri=info.uri, version=info.version, bytes=info.bytes, extra_json=info.extra_json, versions=info.versions
+    )

@@ -1,0 +1,320 @@
+"""The shell around the state machine: sessions, calls, time and the store. It performs; it decides nothing.
+
+Note: [Written before it is said]
+    Actions are performed in the order in which the state machine gave them, by one task. It takes everything that has
+    piled up, writes all records of it in one transaction (in a thread if that may take a while), and only
+    then pushes and replies. Moving records forward past pushes of the same pile is harmless: they are written earlier
+    than they had to be. A full disk holds everything back until there is space again, since what was decided can
+    neither be taken back nor announced; any other failure of the store ends the coordinator.
+
+Bounds: a session's queue holds `QUEUE_EVENTS`; a member that does not read so many is broken off. `MAX_CALLS` calls
+wait at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
+from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
+from axon_ps.coordinator.core.state import CoordinatorState
+from axon_ps.coordinator.messages import event_to_proto
+from axon_ps.errors import AxonError, Broken, Busy, InternalError, StorageFull
+from axon_ps.observe.moments import Moment, reached
+from axon_ps.storage.state_store import Record, StateStore
+from axon_ps.types import Decision, Membership, Outcome
+from axon_ps.wire.v1 import session_pb2
+
+QUEUE_EVENTS: Final = 1024
+HELD_UP_S: Final = 10.0
+"""When workers have waited so long in a step for another, the log says for which."""
+
+MAX_CALLS: Final = 1 << 15
+LONGEST_NAP_S: Final = 1.0
+"""The clock is looked at this often at least, so that a pause of the whole process is noticed."""
+
+PAUSE_S: Final = 0.2
+"""Waking later than this means that the process stood still: suspended, or its machine overloaded."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One member's stream, as the shell sees it: a bounded queue of what is to be sent, and how it ended."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.error: AxonError | None = None
+        self._events: asyncio.Queue[session_pb2.SessionEvent | None] = asyncio.Queue()
+        self._open = True
+
+    def send(self, event: session_pb2.SessionEvent) -> bool:
+        """Queue an event; False when the member has not taken too many already."""
+        if self._open and self._events.qsize() >= QUEUE_EVENTS:
+            return False
+        if self._open:
+            self._events.put_nowait(event)
+        return True
+
+    def close(self, error: AxonError | None) -> None:
+        """Send what is queued and end; with an error, end at once. The first call counts."""
+        if self._open:
+            self._open = False
+            self.error = error
+            if error is not None:
+                while not self._events.empty():
+                    self._events.get_nowait()
+            self._events.put_nowait(None)
+
+    async def events(self) -> AsyncIterator[session_pb2.SessionEvent]:
+        """What is to be sent, until the session is closed.
+
+        Raises:
+            AxonError: what it was closed with.
+        """
+        while (event := await self._events.get()) is not None:
+            yield event
+        if self.error is not None:
+            raise self.error
+
+
+class Shell:
+    """Runs one `CoordinatorState`. Everything happens on one event loop, the one it is made on.
+
+    Args:
+        state: the state machine.
+        store: where its records go; the shell owns neither.
+        store_retry_s: how long to wait before a full disk is tried again.
+    """
+
+    def __init__(self, state: CoordinatorState, store: StateStore, *, store_retry_s: float = 1.0) -> None:
+        self.state = state
+        self._store = store
+        self._store_retry_s = store_retry_s
+        self._store_trouble = ""
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self.now()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
+        self._sessions: dict[int, Session] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._logged_generation = 0
+        self._logged_steps: dict[int, int] = {}  # by model
+        self._held_up_s = 0.0
+        self._actions: list[Action] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._closed = False
+        self._set_timer()
+
+    def now(self) -> float:
+        """The time, as the state machine is told it."""
+        return self._loop.time()
+
+    def status(self) -> Status:
+        """What the job looks like now."""
+        status = self.state.status(self.now())
+        pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
+        return dataclasses.replace(status, uptime_s=self.now() - self._started_s, pending=pending)
+
+    async def failed(self) -> None:
+        """Wait until the store fails for good.
+
+        Raises:
+            AxonError: what it failed with.
+        """
+        await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        """Stop: sessions end as broken and calls fail. Members come back when a coordinator is back."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._break_off(Broken("the coordinator is stopping; its state is kept, and it can be joined when it is back"))
+        if self._writer is not None:
+            if self._store_trouble:
+                self._writer.cancel()
+            await asyncio.wait([self._writer])
+        self._executor.shutdown()
+        self._failed.cancel()
+
+    # ------------------------------------------------------------------ events in
+
+    def open_session(self) -> Session:
+        """A new stream, nobody's yet.
+
+        Raises:
+            Broken: the coordinator is stopping.
+        """
+        if self._closed:
+            raise Broken("the coordinator is stopping")
+        self._number += 1
+        session = self._sessions[self._number] = Session(self._number)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """A stream is over, whoever ended it."""
+        self._sessions.pop(session.number, None)
+        if not self._closed:
+            self.perform(self.state.stream_lost(session.number, self.now()))
+
+    async def call(self, event: Callable[[int], list[Action]]) -> Any:
+        """Give the state machine a call and wait for its answer.
+
+        Args:
+            event: given the call's number, what the state machine makes of it.
+
+        Raises:
+            Busy: too many calls wait.
+            AxonError: it was refused, or answered with an error.
+        """
+        if self._closed:
+            raise Broken("the coordinator is stopping")
+        if len(self._calls) >= MAX_CALLS:
+            raise Busy(f"{MAX_CALLS} calls wait for the coordinator already; try again later")
+        self._number += 1
+        number = self._number
+        actions = event(number)
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            self.perform(actions)
+            return await answer
+        finally:
+            if self._calls.pop(number, None) is not None and not self._closed:
+                self.perform(self.state.cancel(number))
+
+    # ------------------------------------------------------------------ actions out
+
+    def perform(self, actions: list[Action]) -> None:
+        """Perform actions after all earlier ones. See Note: [Written before it is said]."""
+        if self._closed:
+            return
+        self._actions.extend(actions)
+        if self._writer is None:
+            if any(isinstance(a, Persist) for a in self._actions):
+                self._writer = self._loop.create_task(self._write_and_say())
+            else:
+                pile, self._actions = self._actions, []
+                self._say(pile)
+        self._set_timer()
+
+    async def _write_and_say(self) -> None:
+        try:
+            while self._actions:
+                pile, self._actions = self._actions, []
+                await self._write([r for a in pile if isinstance(a, Persist) for r in a.records])
+                self._say(pile)
+            self._writer = None
+        except Exception as error:  # from now on nothing is announced any more: `_writer` stays
+            _logger.exception("the state store failed; the coordinator cannot go on")
+            broken = error if isinstance(error, AxonError) else InternalError(f"the state store failed: {error!r}")
+            self._break_off(broken)
+            if not self._failed.done():
+                self._failed.set_exception(broken)
+
+    async def _write(self, records: list[Record]) -> None:
+        while records:
+            try:
+                if self._store.blocks:
+                    await self._loop.run_in_executor(self._executor, self._store.apply, records)
+                else:
+                    self._store.apply(records)
+                if self._store_trouble:
+                    _logger.warning("the coordinator's state can be written again")
+                self._store_trouble = ""
+                return
+            except StorageFull as error:
+                self._store_trouble = f"nothing can be decided before there is space on the disk: {error}"
+                _logger.error("%s", self._store_trouble)
+                await asyncio.sleep(self._store_retry_s)
+
+    def _say(self, pile: list[Action]) -> None:
+        messages: dict[int, session_pb2.SessionEvent] = {}  # an event to many members is encoded once
+        for action in pile:
+            if isinstance(action, Push):
+                message = messages.get(id(action.event))
+                if message is None:
+                    message = messages[id(action.event)] = event_to_proto(action.event)
+                    self._log(action.event)
+                    if isinstance(action.event, Decision):
+                        reached(Moment.DECISION, action.event.version)
+                self._push(action.session, message)
+            elif isinstance(action, Reply):
+                self._answer(action.call, action.result)
+            elif isinstance(action, CloseSession):
+                session = self._sessions.get(action.session)
+                if session is not None:
+                    session.close(action.error)
+
+    def _push(self, number: int, message: session_pb2.SessionEvent) -> None:
+        session = self._sessions.get(number)
+        if session is not None and not session.send(message):
+            session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is broken off"))
+            self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
+
+    def _answer(self, call: int, result: object) -> None:
+        answer = self._calls.pop(call, None)
+        if answer is None or answer.done():
+            return
+        if isinstance(result, BaseException):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def _break_off(self, error: AxonError) -> None:
+        for session in list(self._sessions.values()):
+            session.close(error)
+        for call in list(self._calls):
+            self._answer(call, error)
+
+    def _log(self, event: ServerEvent) -> None:
+        """Say once what happened; events that are repeated for a member that came back are not news."""
+        if isinstance(event, Membership) and event.generation > self._logged_generation:
+            self._logged_generation = event.generation
+            members = f"{len(event.workers)} workers, {len(event.shards)} shard servers"
+            waiting = "" if event.complete else f"; waiting for {event.waiting_for}"
+            _logger.info("generation %d: %s%s", event.generation, members, waiting)
+        elif isinstance(event, Decision) and event.step > self._logged_steps.get(event.model, 0):
+            self._logged_steps[event.model] = event.step
+            if event.outcome is not Outcome.COMMIT:
+                level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO  # who left is said elsewhere
+                of = f" of model {event.model}" if event.model else ""
+                _logger.log(level, "step %d%s: %s: %s", event.step, of, event.outcome.value, event.reason)
+        elif isinstance(event, SnapshotOrder):
+            _logger.info("version %d is written to %s", event.version, event.uri)
+        elif isinstance(event, RestoreOrder):
+            _logger.warning("version %d is restored from %s", event.version, event.uri)
+
+    # ------------------------------------------------------------------ time
+
+    def _set_timer(self) -> None:
+        """Wake when the state machine has something to do, or after a nap."""
+        if self._closed:
+            return
+        at = min(self.state.next_deadline(), self.now() + LONGEST_NAP_S)
+        if self._timer is None or at < self._timer.when() or self._timer.cancelled():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(at, self._wake, at)
+
+    def _wake(self, planned: float) -> None:
+        self._timer = None
+        late_s = self.now() - planned
+        if late_s > PAUSE_S:
+            level = logging.DEBUG if self.state.config.shares_process else logging.WARNING
+            _logger.log(level, "the coordinator stood still for %.1f s; leases are extended by that", late_s)
+            self.state.paused(late_s)
+        self.perform(self.state.tick(self.now()))
+        self._log_stragglers()
+
+    def _log_stragglers(self) -> None:
+        """Say once for whom the others wait, when they have for `HELD_UP_S`."""
+        before_s, (self._held_up_s, words) = self._held_up_s, self.state.held_up(self.now())
+        if before_s < HELD_UP_S <= self._held_up_s:
+            _logger.warning("%s", words)

@@ -1,0 +1,222 @@
+"""`CompressedHook`: gradients travel compressed, such as only the largest of them, and are summed in f32.
+
+Owns: the exchange of compressed pieces, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
+
+    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's piece, as `numpy.array_split`
+
+Invariants:
+- Every rank ends with the same bits, in every run: sums are in rank order, and all ranks expand the same bytes.
+- What a rank sends is quantised once, and what comes back is quantised once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from axon_ps.collectives import cuda, functional
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.parallel.comm_hooks import device_codecs
+from axon_ps.parallel.comm_hooks.hooks import CommunicationHook, lane_of, on_this_stream
+from axon_ps.parallel.comm_hooks.host_values import HostValues
+from axon_ps.parallel.comm_hooks.residuals import Residuals
+from axon_ps.parallel.ddp.buckets import GradientBucket
+from axon_ps.types import Array
+
+if TYPE_CHECKING:
+    from axon_ps.compress.compressor import Compressor
+
+
+class CompressedHook(CommunicationHook):
+    """A reduce-scatter and an all-gather of compressed pieces, summed in f32 between them.
+
+    Each rank compresses its gradient piece by piece and sends piece p to rank p; rank p adds the n pieces it got in
+    rank order, divides by n, compresses the average once and gives it to all. A NIC sends and receives 1 + (n-1)/n of a
+    compressed bucket at most. With one rank nothing is compressed.
+
+    While one bucket is added up and given to all, the next is compressed and sent, each on a thread and in a sub-group
+    of its own.
+
+    Args:
+        compressor: makes pieces smaller.
+        error_feedback: see Note: [Error feedback] of `residuals`; off only to see what it is good for.
+    """
+
+    def __init__(self, compressor: Compressor, *, error_feedback: bool = True) -> None:
+        self.compressor = compressor
+        self.feedback = Residuals() if error_feedback else None
+        self._pieces: dict[int, _Pieces] = {}
+        self._sending, self._giving = lane_of(self, "send"), lane_of(self, "give")
+
+    def attach(self, group: ProcessGroup) -> None:
+        """See `CommunicationHook`."""
+        super().attach(group)
+        self._averages = group.named_group("averages", range(group.size))
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        if self.group.size == 1:
+            return Work(self._sending.submit(lambda: None), f"bucket {bucket.index}")
+        sent = self._sending.submit(on_this_stream(bucket, lambda: self._send(bucket)))
+
+        def give() -> None:
+            sent.result()
+            self._give(bucket)
+
+        return Work(
+            self._giving.submit(on_this_stream(bucket, give)), f"bucket {bucket.index} as {self.compressor.name}"
+        )
+
+    def _send(self, bucket: GradientBucket) -> None:
+        """Compress, and exchange pieces."""
+        pieces = self._of(bucket)
+        numbers = pieces.numbers
+        numbers.read()
+        residual = self.feedback.of(bucket, numbers.where) if self.feedback is not None else None
+        for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
+            numbers.compress(at, out, None if residual is None else residual[at])
+        mine = [pieces.sizes[self.group.rank]] * self.group.size
+        self.group.all_to_all(pieces.outgoing, out=pieces.incoming, output_counts=mine, input_counts=pieces.sizes)
+
+    def _give(self, bucket: GradientBucket) -> None:
+        """Average this rank's piece, and give it to all."""
+        pieces, rank, n = self._of(bucket), self.group.rank, self.group.size
+        total, size = pieces.total, pieces.sizes[rank]
+        received = pieces.incoming.reshape(n, size)
+        self.compressor.decompress(received[0], total)
+        for data in received[1:]:
+            self.compressor.accumulate(data, total)
+        total /= np.float32(n)
+        out = pieces.split(pieces.gathered)
+        residual = self.feedback.of_average(bucket, total.size) if self.feedback is not None else None
+        self.compressor.compress(total, out[rank], None if residual is None else residual.numpy())
+        self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
+        for at, data in zip(pieces.spans, out, strict=True):
+            pieces.numbers.decompress(at, data)
+        pieces.numbers.write()
+
+    def _of(self, bucket: GradientBucket) -> _Pieces:
+        pieces = self._pieces.get(bucket.index)
+        if pieces is None:
+            made = _Pieces.of(bucket, self.group, self.compressor)
+            pieces = self._pieces[bucket.index] = made
+        return pieces
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """See `CommunicationHook`."""
+        if self.feedback is not None:
+            for bucket in before:
+                if bucket.index in self._pieces:
+                    mine = self._pieces[bucket.index].spans[self.group.rank]
+                    self.feedback.fold_average(bucket, mine, self.group.size)
+            self.feedback.move(before, after)
+        self._pieces.clear()
+
+
+class _HostNumbers:
+    """A bucket's numbers, compressed on the host.
+
+    Attributes:
+        where: the residual is.
+    """
+
+    where = torch.device("cpu")
+
+    def __init__(self, bucket: GradientBucket, compressor: Compressor) -> None:
+        self._host = HostValues(bucket)
+        self._compressor = compressor
+
+    def read(self) -> None:
+        """See that they are the bucket's."""
+        self._host.read()
+
+    def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
+        """out: u8[compressed], in host memory, becomes what stands for some of them."""
+        self._compressor.compress(self._host.values[at], out, None if residual is None else residual.numpy())
+
+    def decompress(self, at: slice, data: Array) -> None:
+        """Some of them become what `data`, in host memory, stands for."""
+        self._compressor.decompress(data, self._host.values[at])
+
+    def write(self) -> None:
+        """See that the bucket's are they."""
+        self._host.write()
+
+
+class _DeviceNumbers:
+    """The same for a top-k of a bucket in device memory, on the device: only what is compressed crosses."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        self.where = bucket.flat.device
+        self._flat = bucket.flat
+        self._values = bucket.flat
+
+    def read(self) -> None:
+        """See `_HostNumbers`."""
+        self._values = self._flat.to(torch.float32)
+
+    def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
+        """See `_HostNumbers`."""
+        made = torch.empty(out.size, dtype=torch.uint8, device=self.where)
+        device_codecs.top_k(self._values[at], made, residual)
+        torch.from_numpy(out).copy_(made)
+
+    def decompress(self, at: slice, data: Array) -> None:
+        """See `_HostNumbers`."""
+        device_codecs.expand_top_k(torch.from_numpy(data).to(self.where), self._values[at], first=True)
+
+    def write(self) -> None:
+        """See `_HostNumbers`."""
+        if self._values is not self._flat:
+            self._flat.copy_(self._values)
+
+
+@dataclass
+class _Pieces:
+    """The buffers of one bucket.
+
+    Attributes:
+        spans: where each rank's piece lies in the bucket.
+        sizes: bytes of each piece, compressed.
+        numbers: what is compressed, and the average afterwards.
+        outgoing: u8[sum(sizes)]: the compressed pieces of this rank.
+        incoming: u8[n * sizes[rank]]: every rank's compressed version of this rank's piece.
+        total: f32[N_rank]: the sum of those.
+        gathered: u8[sum(sizes)]: the compressed average.
+    """
+
+    spans: list[slice]
+    sizes: list[int]
+    numbers: _HostNumbers | _DeviceNumbers
+    outgoing: Array
+    incoming: Array
+    total: Array
+    gathered: Array
+
+    @classmethod
+    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressor: Compressor) -> _Pieces:
+        """New ones."""
+        n = group.size
+        numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
+        sizes = [compressor.compressed_bytes(numel) for numel in numels]
+        on_device = compressor.name == "top_k" and cuda.memory().holds(bucket.flat)
+        return cls(
+            spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
+            sizes=sizes,
+            numbers=_DeviceNumbers(bucket) if on_device else _HostNumbers(bucket, compressor),
+            outgoing=functional.empty_shared(sum(sizes), np.uint8, group=group),
+            incoming=functional.empty_shared(n * sizes[group.rank], np.uint8, group=group),
+            total=np.empty(numels[group.rank], np.float32),
+            gathered=functional.empty_shared(sum(sizes), np.uint8, group=group),
+        )
+
+    def split(self, data: Array) -> list[Array]:
+        """The pieces of `outgoing` or `gathered`."""
+        ends = list(accumulate(self.sizes))
+        return [data[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]

@@ -1,0 +1,195 @@
+"""Communication hooks: how a bucket of gradients is averaged over the ranks.
+
+Owns: what a hook is, and the hooks that make an all-reduce: `AllReduceHook` (the default), `CastHook` (bf16, fp16),
+`FunctionHook` (yours). `int8_hook` has blocks of int8 and `compressed_hook` top-k. Refuses: when a bucket is reduced.
+
+    shape legend: N = elements of a bucket
+
+Invariant: every rank ends with the same bits, in every run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Lane, Work
+from axon_ps.errors import InvalidRequest
+from axon_ps.host import fork
+from axon_ps.parallel.comm_hooks.residuals import Residuals, forget_what_is_not_finite
+from axon_ps.parallel.ddp.buckets import GradientBucket, flat_memory
+from axon_ps.types import ReduceOp
+
+T = TypeVar("T")
+
+_CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a hook waits for its threads, which do nothing by then. At the end of the process they must have
+ended: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
+
+
+class CommunicationHook(ABC):
+    """Averages buckets over the ranks of a group, its own way. An object serves one wrapper.
+
+    Attributes:
+        feedback: what it owes to later steps; None when it loses nothing, or lets it go.
+    """
+
+    feedback: Residuals | None = None
+
+    def attach(self, group: ProcessGroup) -> None:
+        """The group whose ranks it will average over; nobody else makes calls on it. Called once, before all else."""
+        self.group = group
+
+    @abstractmethod
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """Begin to make `bucket.flat` the average of all ranks' and return at once.
+
+        Called for every bucket in the same order on every rank, and for none again before its `Work` has ended.
+        """
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """Gradients will be in other buckets from now on; `members` says which. Nothing is on its way."""
+        return
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it must not forget between steps, this rank's own: f32[N] by "residual.BUCKET"; see `Residuals`."""
+        return {} if self.feedback is None else self.feedback.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state_dict` of the same rank gave, for the same buckets.
+
+        Raises:
+            InvalidRequest: it does not fit.
+        """
+        if self.feedback is not None:
+            self.feedback.load_state_dict(state)
+        elif state:
+            raise InvalidRequest(f"{type(self).__name__} keeps nothing, and was given {sorted(state)}")
+
+
+class AllReduceHook(CommunicationHook):
+    """One all-reduce in the gradients' own dtype, summed in f32 and rounded once."""
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        work: Work[Any] = self.group.all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
+        return work
+
+
+class FunctionHook(CommunicationHook):
+    """A function as a hook.
+
+    Args:
+        function: given the bucket and the group, makes `bucket.flat` the average over the group. It runs on a thread of
+            its own.
+    """
+
+    def __init__(self, function: Callable[[GradientBucket, ProcessGroup], object]) -> None:
+        self._function = function
+        self._lane = lane_of(self, "hook")
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        average = on_this_stream(bucket, lambda: self._function(bucket, self.group))
+        return Work(self._lane.submit(average), f"bucket {bucket.index}")
+
+
+class PackingHook(CommunicationHook):
+    """An all-reduce of buckets in another form: one is packed while the one before it is on its way.
+
+    Args:
+        what: the form, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._packing, self._sending = lane_of(self, "pack"), lane_of(self, "send")
+
+    @abstractmethod
+    def pack(self, bucket: GradientBucket) -> Any:
+        """The bucket's gradients in the other form, an array that the next call for this bucket may use again; None if
+        there is nothing to do.
+        """
+
+    @abstractmethod
+    def unpack(self, bucket: GradientBucket, packed: Any) -> None:
+        """Make `bucket.flat` what `packed`, now the average over the ranks, stands for."""
+
+    def start(self, bucket: GradientBucket) -> Work[Any]:
+        """See `CommunicationHook`."""
+        packing = self._packing.submit(on_this_stream(bucket, lambda: self.pack(bucket)))
+
+        def send() -> None:
+            if (packed := packing.result()) is not None:
+                self.group.all_reduce(packed, ReduceOp.AVERAGE)
+                self.unpack(bucket, packed)
+
+        return Work(self._sending.submit(on_this_stream(bucket, send)), f"bucket {bucket.index} as {self._what}")
+
+
+class CastHook(PackingHook):
+    """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16. What is larger than f16 can hold becomes infinite.
+        error_feedback: whether what rounding a gradient loses is added to the next one.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise InvalidRequest(f"gradients were to travel as {dtype}; use torch.bfloat16 or torch.float16")
+        super().__init__(str(dtype))
+        self.dtype = dtype
+        self.feedback = Residuals() if error_feedback else None
+        self._sent: dict[int, Tensor] = {}
+
+    def pack(self, bucket: GradientBucket) -> Tensor:
+        """See `PackingHook`."""
+        flat = bucket.flat
+        sent = self._sent.get(bucket.index)
+        if sent is None or sent.numel() != flat.numel():
+            sent = self._sent[bucket.index] = flat_memory(flat.numel(), self.dtype, flat.device, self.group)
+        if self.feedback is None:
+            sent.copy_(flat)
+        else:
+            residual = self.feedback.of(bucket)
+            residual += flat
+            sent.copy_(residual)
+            residual -= sent
+            forget_what_is_not_finite(residual)
+        return sent
+
+    def unpack(self, bucket: GradientBucket, packed: Tensor) -> None:
+        """See `PackingHook`."""
+        bucket.flat.copy_(packed)
+
+    def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
+        """See `CommunicationHook`."""
+        self._sent.clear()
+        if self.feedback is not None:
+            self.feedback.move(before, after)
+
+
+def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[], T]:
+    """The call, for another thread: device memory is read and written on the stream that is the current one here."""
+    if not bucket.flat.is_cuda:
+        return call
+    stream = torch.cuda.current_stream(bucket.flat.device)
+
+    def on_stream() -> T:
+        with torch.cuda.stream(stream):
+            return call()
+
+    return on_stream
+
+
+def lane_of(owner: CommunicationHook, what: str) -> Lane:
+    """A thread that ends with its owner."""
+    lane = Lane(f"axon-ps-{type(owner).__name__}-{what}")
+    fork.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
+    return lane

@@ -1,0 +1,40 @@
+"""`HostValues`: a bucket's numbers as f32 in host memory, where compressors read and write them.
+
+Owns: the copy, where one is needed. Refuses: to know what is done with the numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from axon_ps.collectives import cuda
+from axon_ps.parallel.ddp.buckets import GradientBucket
+from axon_ps.parallel.fsdp.memory import host_empty
+
+
+class HostValues:
+    """The numbers of one bucket.
+
+    Args:
+        bucket: whose; its memory stays where it is.
+
+    Attributes:
+        values: f32[N]: the bucket itself where that is f32 on the host, else a copy, in pinned memory for a GPU's.
+    """
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        flat = self._flat = bucket.flat
+        device = cuda.memory().holds(flat)
+        direct = flat.dtype is torch.float32 and not device
+        self._staged = None if direct else host_empty(flat.numel(), torch.float32, pinned=device)
+        self.values = (flat if self._staged is None else self._staged).numpy()
+
+    def read(self) -> None:
+        """See that `values` are the bucket's."""
+        if self._staged is not None:
+            self._staged.copy_(self._flat)  # returns when the device has done it
+
+    def write(self) -> None:
+        """See that the bucket's are `values`."""
+        if self._staged is not None:
+            self._flat.copy_(self._staged)

@@ -1,0 +1,54 @@
+"""Communication hooks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from axon_ps.compress.registry import compressor
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.comm_hooks.compressed import CompressedHook
+from axon_ps.parallel.comm_hooks.hooks import AllReduceHook, CastHook, CommunicationHook, FunctionHook
+from axon_ps.parallel.comm_hooks.int8 import Int8Hook
+
+
+def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) -> CommunicationHook:
+    """A hook by its name.
+
+    Args:
+        name: "all_reduce", "bf16", "fp16", "int8" or "top_k".
+        error_feedback: whether what is lost is added to the next gradient; None = as the hook does by itself: int8 and
+            top_k do, bf16 and fp16 do not.
+        options: of top_k: `fraction=0.01`.
+
+    Raises:
+        InvalidRequest: there is no hook of that name, or it does not take such an option.
+    """
+    casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    names = ("all_reduce", *casts, "int8", "top_k")
+    if name not in names:
+        raise InvalidRequest(f"there is no hook {name!r}; use one of {', '.join(names)}")
+    if name == "top_k":
+        return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
+    if options:
+        raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
+    if name == "int8":
+        return Int8Hook(error_feedback=error_feedback is not False)
+    return AllReduceHook() if name == "all_reduce" else CastHook(casts[name], error_feedback=bool(error_feedback))
+
+
+def as_hook(hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
+    """A hook, a hook's name, a function, or None for the default, as a hook.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    if isinstance(hook, CommunicationHook):
+        return hook
+    if hook is None or isinstance(hook, str):
+        return comm_hook(hook or "all_reduce")
+    if callable(hook):
+        return FunctionHook(hook)
+    raise InvalidRequest(f"a hook is a CommunicationHook, its name or a function; given was a {type(hook).__name__}")

@@ -1,0 +1,274 @@
+"""Buckets: many gradients in one flat array, so that they travel in one collective.
+
+Owns: which gradients lie in which bucket, the memory of buckets, and the order in which buckets are reduced. Refuses:
+to know how a bucket is reduced (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
+
+    shape legend: T[numel] = a bucket's elements, all of one dtype on one device
+
+Invariant: buckets are reduced in their order on every rank, whatever the order in which their gradients arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axon_ps.collectives import cuda, functional
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.errors import InvalidRequest, Misuse
+
+_NUMPY = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: np.int16,
+}
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """See that gradients of this dtype can be summed.
+
+    Raises:
+        InvalidRequest: they cannot; `what` says whose dtype it is.
+    """
+    if dtype not in _NUMPY:
+        known = ", ".join(str(d) for d in _NUMPY)
+        raise InvalidRequest(f"{what} has dtype {dtype}, which is not reduced; use one of {known}")
+
+
+def flat_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """T[numel], zeros: device memory, or host memory that the ranks of a host map (no collective copies it).
+
+    Args:
+        numel: how many elements.
+        dtype: of a floating-point type.
+        device: where.
+        group: whose collectives it is for; None = memory of this process alone.
+    """
+    if group is None or cuda.memory().is_device(device):
+        return torch.zeros(numel, dtype=dtype, device=device)
+    array = functional.empty_shared(numel, _NUMPY[dtype], group=group)
+    flat = torch.from_numpy(array).zero_()
+    return flat.view(torch.bfloat16) if dtype is torch.bfloat16 else flat
+
+
+class GradientBucket:
+    """One flat array that gradients are put into and taken from.
+
+    Args:
+        capacity: elements it has room for.
+        dtype: of its gradients.
+        device: of its gradients.
+        group: whose collectives it is for, so that its memory may be shared with the other ranks of the host.
+        index: its place among the buckets that are reduced together.
+
+    Attributes:
+        members: number of each gradient in it, in the order they were put in.
+        views: where they lie, in the same order, in their shapes.
+
+    Raises:
+        InvalidRequest: `capacity` is negative, or gradients of this dtype cannot be summed.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        group: ProcessGroup | None = None,
+        index: int = 0,
+    ) -> None:
+        if capacity < 0:
+            raise InvalidRequest(f"capacity is {capacity} elements; it must not be negative")
+        check_dtype(dtype, "a bucket")
+        self.capacity = capacity
+        self.index = index
+        self.members: list[int] = []
+        self.views: list[Tensor] = []
+        self._numel = 0
+        self._memory = flat_memory(capacity, dtype, torch.device(device), group)
+
+    @property
+    def numel(self) -> int:
+        """Elements that are taken."""
+        return self._numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every gradient in it."""
+        return self._memory.dtype
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for one more element."""
+        return self._numel >= self.capacity
+
+    @property
+    def flat(self) -> Tensor:
+        """T[numel]: everything in it. What is written here is what `extract` and `views` show."""
+        return self._memory[: self._numel]
+
+    def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
+        """Make room for a gradient; its view, of zeros, or None when there is not enough room."""
+        numel = math.prod(shape)
+        if self._numel + numel > self.capacity:
+            return None
+        view = self._memory[self._numel : self._numel + numel].view(tuple(shape))
+        self._numel += numel
+        self.members.append(member)
+        self.views.append(view)
+        return view
+
+    def add(self, gradient: Tensor) -> bool:
+        """Copy a gradient into it.
+
+        Returns:
+            False, with nothing changed, when there is not enough room.
+
+        Raises:
+            InvalidRequest: it has another dtype than the bucket.
+        """
+        if gradient.dtype is not self.dtype:
+            raise InvalidRequest(
+                f"a gradient of {gradient.dtype} was given to a bucket of {self.dtype}; keep them apart"
+            )
+        view = self.reserve(gradient.shape, len(self.members))
+        if view is None:
+            return False
+        view.copy_(gradient.detach())
+        return True
+
+    def extract(self) -> list[Tensor]:
+        """Copies of the gradients in it, in the order they were added and in their shapes."""
+        return [view.clone() for view in self.views]
+
+    def clear(self) -> None:
+        """Take everything out; its memory stays. Views that were taken from it will see what comes next."""
+        self._numel = 0
+        self.members, self.views = [], []
+
+
+def assign(
+    tensors: Sequence[Tensor], order: Iterable[int], *, first_bytes: int, bucket_bytes: int
+) -> list[tuple[int, ...]]:
+    """Which tensors share a bucket: neighbours in `order` of one dtype and device, up to so many bytes.
+
+    The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
+    https://arxiv.org/abs/2006.15704, section 3.2.2). A tensor larger than a bucket has one for itself.
+
+    Args:
+        tensors: what gradients are for.
+        order: the order in which gradients are expected; positions in `tensors`.
+        first_bytes: size of the first bucket of each kind.
+        bucket_bytes: size of the others.
+
+    Returns:
+        The members of each bucket; buckets are in the order in which they are expected to be complete.
+    """
+    done: list[tuple[int, list[int]]] = []  # with the moment at which the last member is expected
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    limits: dict[tuple[torch.dtype, torch.device], int] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    when: dict[int, int] = {}
+    for moment, member in enumerate(order):
+        tensor = tensors[member]
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        when[member] = moment
+        bucket = kinds.setdefault(kind, [])
+        if bucket and sizes[kind] + size > limits.get(kind, first_bytes):
+            done.append((when[bucket[-1]], bucket))
+            bucket, limits[kind] = [], bucket_bytes
+            kinds[kind] = bucket
+        sizes[kind] = (sizes[kind] if bucket else 0) + size
+        bucket.append(member)
+    done += [(when[bucket[-1]], bucket) for bucket in kinds.values() if bucket]
+    return [tuple(members) for _, members in sorted(done)]
+
+
+def build(
+    tensors: Sequence[Tensor], plan: Sequence[Sequence[int]], group: ProcessGroup | None
+) -> tuple[list[GradientBucket], dict[int, tuple[GradientBucket, Tensor]]]:
+    """The buckets of a plan made by `assign`, and by member where its gradient lies."""
+    buckets, where = [], {}
+    for index, members in enumerate(plan):
+        first = tensors[members[0]]
+        capacity = sum(tensors[m].numel() for m in members)
+        bucket = GradientBucket(capacity, dtype=first.dtype, device=first.device, group=group, index=index)
+        for member in members:
+            view = bucket.reserve(tensors[member].shape, member)
+            assert view is not None
+            where[member] = (bucket, view)
+        buckets.append(bucket)
+    return buckets, where
+
+
+class Round:
+    """One reduction of some buckets: each is started when it and all before it are complete.
+
+    Args:
+        buckets: in their order.
+        start: starts the reduction of one.
+        overlapped: start buckets as soon as they are complete; else only when `start_rest` is called.
+        again: what to do about a gradient that comes twice, for the message.
+        names: what messages call the members; None = by their numbers.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[GradientBucket],
+        start: Callable[[GradientBucket], Work[Any]],
+        *,
+        overlapped: bool,
+        again: str,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._buckets = buckets
+        self._start = start
+        self._overlapped = overlapped
+        self._again = again
+        self._names = names
+        self._missing = [set(bucket.members) for bucket in buckets]
+        self._works: list[Work[Any]] = []
+
+    def ready(self, bucket: GradientBucket, member: int) -> None:
+        """A gradient lies in its bucket.
+
+        Raises:
+            Misuse: it did already.
+        """
+        missing = self._missing[bucket.index]
+        if member not in missing:
+            raise Misuse(f"{self._names[member] if self._names else f'gradient {member}'} {self._again}")
+        missing.discard(member)
+        if self._overlapped and not missing:
+            self._start_complete()
+
+    @property
+    def missing(self) -> list[int]:
+        """The gradients that have not come."""
+        return sorted(member for missing in self._missing for member in missing)
+
+    def start_rest(self) -> None:
+        """Start everything that is complete and has not been started."""
+        self._start_complete()
+
+    def finished(self) -> Iterator[GradientBucket]:
+        """Every bucket that was started, in order, when it is reduced.
+
+        Raises:
+            AxonError: what the reduction of one failed with.
+        """
+        for bucket, work in zip(self._buckets, self._works, strict=False):
+            work.wait()
+            yield bucket
+
+    def _start_complete(self) -> None:
+        while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
+            self._works.append(self._start(self._buckets[len(self._works)]))

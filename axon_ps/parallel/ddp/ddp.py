@@ -1,0 +1,252 @@
+"""`DistributedDataParallel`: every rank has the whole module, and gradients are averaged while backward computes them.
+
+Owns: what happens around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
+Refuses: parameters on shard servers (`fsdp` has those) and gradients (`reducer` has them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.host import fork
+from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
+from axon_ps.parallel.comm_hooks.registry import as_hook
+from axon_ps.parallel.ddp import replicas
+from axon_ps.parallel.ddp.buckets import GradientBucket, check_dtype
+from axon_ps.parallel.ddp.reducer import Reducer
+from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
+from axon_ps.parallel.fsdp.hooks import tensors_of
+from axon_ps.types import ReduceOp
+from axon_ps.worker.world import World
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap a module so that all ranks train it together, each on data of its own (`DDP` is an alias).
+
+    Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
+    average over the ranks, so equal optimizers keep equal parameters. Gradients travel in buckets that lie in memory
+    which the ranks of a host share, in the reverse order of `parameters()` at first and in the order in which rank 0's
+    gradients came from the second step on, while backward goes on. (Li et al., "PyTorch Distributed",
+    https://arxiv.org/abs/2006.15704.)
+
+    Making it is collective, and so are its forwards with gradients in training mode (when there are buffers to
+    broadcast) and its backwards outside of `no_sync()`. A forward in `eval()` mode, or without gradients, is not: one
+    rank may evaluate alone.
+
+    A module may be wrapped again, after an error or in another group; the wrappers before do nothing then.
+
+    Names in `state_dict()` are those of torch's wrapper of the same name: they begin with "module.".
+
+    Args:
+        module: the module, the same on every rank; rank 0's values become everybody's.
+        group: the ranks; None = all workers of the current world.
+        bucket_size_mb: gradients that travel together, in MiB. The first bucket has at most 1 MiB.
+        broadcast_buffers: whether buffers (running statistics, say) become rank 0's before each training forward.
+        gradient_as_bucket_view: whether `param.grad` is the bucket's memory. Saves as much memory as the gradients
+            take; `grad.detach_()` and `zero_grad(set_to_none=False)` work in place then.
+        find_unused_parameters: whether some parameters may get no gradient in some backward, on some ranks or all. It
+            costs a walk over the graph each forward and a small all-reduce each backward. `param.grad` stays as it was
+            where no rank used the parameter.
+        grad_sync_strategy: when buckets are reduced. NO_SYNC leaves it to `sync_gradients()`.
+
+    Raises:
+        LayoutMismatch: another rank wraps another module; the message says where they differ.
+        InvalidRequest: nothing in it is to be trained, or a parameter is on the meta device or of a dtype that is not
+            averaged.
+
+    After an error: the gradients of a backward that failed hold anything, and other ranks may wait for this one until
+    their deadline. If a rank has died they are told so at once (`MemberLost`); make a group of those who are left and
+    wrap the module again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | World | None = None,
+        *,
+        bucket_size_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        grad_sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._group = current_group(group)
+        self._strategy = grad_sync_strategy
+        self._broadcast_buffers = broadcast_buffers
+        self._joining = False
+        if not bucket_size_mb > 0:
+            raise InvalidRequest(f"bucket_size_mb is {bucket_size_mb}; it must be above 0")
+        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        for name, param in named:
+            if param.is_meta:
+                raise InvalidRequest(
+                    f"parameter {name} is on the meta device; give it values before wrapping the module"
+                )
+            check_dtype(param.dtype, f"parameter {name}")
+        if not named:
+            raise InvalidRequest("no parameter of the module requires a gradient; there is nothing to average")
+        replicas.check_same(self._group, _described(module))
+        self.sync_parameters()
+        self._reducer = Reducer(
+            named,
+            self._group,
+            bucket_bytes=int(bucket_size_mb * (1 << 20)),
+            as_views=gradient_as_bucket_view,
+            find_unused=find_unused_parameters,
+            strategy=grad_sync_strategy,
+        )
+
+    # ------------------------------------------------------------------ as a module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            Misuse: the last backward was broken off, or this process is a fork of a worker.
+            AxonError: what broadcasting the buffers failed with.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        fork.check()
+        self._reducer.check_idle()
+        if self.training and self._reducer.syncing:
+            root = self._announce(True) if self._joining else 0
+            if self._broadcast_buffers:
+                replicas.broadcast(self._group, list(self.module.buffers()), root)
+        output = self.module(*args, **kwargs)
+        self._reducer.watch(list(tensors_of(output)))
+        return output
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that train it."""
+        return self._group
+
+    @property
+    def strategy(self) -> GradSyncStrategy:
+        """When gradients are averaged."""
+        return self._strategy
+
+    @property
+    def buckets(self) -> tuple[GradientBucket, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return self._reducer.buckets
+
+    def unwrap(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def into_inner(self) -> nn.Module:
+        """`unwrap()`, by the name it has in the Rust crates."""
+        return self.unwrap()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters: `rounds` (reductions of all gradients), `reduced_bytes` (of gradients, uncompressed), `buckets`,
+        `rebuilt`, and `wait_s`: seconds that backward waited at its end for what was not hidden behind it."""
+        return self._reducer.statistics()
+
+    # ------------------------------------------------------------------ synchronizing
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients in `param.grad`; the next one outside averages the sums."""
+        before, self._reducer.syncing = self._reducer.syncing, False
+        try:
+            yield
+        finally:
+            self._reducer.syncing = before
+
+    def sync_parameters(self, root: int = 0) -> None:
+        """Parameters and buffers of every rank become the root's; collective.
+
+        Args:
+            root: position in the group of the rank whose values they are.
+        """
+        state = [*self.module.parameters(), *self.module.buffers()]
+        replicas.broadcast(self._group, state, root)
+
+    def sync_gradients(self) -> None:
+        """Average `param.grad` over the ranks now; collective. For NO_SYNC, and after backwards in `no_sync()`.
+
+        A rank without a gradient counts as one of zeros; where no rank has one, it stays None.
+
+        Raises:
+            Misuse: a backward is under way.
+        """
+        self._reducer.reduce_now()
+
+    def register_comm_hook(self, hook: CommunicationHook | str | Callable[..., object] | None) -> CommunicationHook:
+        """Have gradients averaged another way from now on; every rank must call it, with the same.
+
+        Args:
+            hook: a `CommunicationHook`; or the name of one ("bf16", "fp16", "int8", "top_k", "all_reduce"); or a
+                function of a bucket and a group that makes `bucket.flat` the average; None = the default.
+
+        Returns:
+            The hook: `state_dict()` of it is what a checkpoint needs of its error feedback, by rank.
+
+        Raises:
+            InvalidRequest: it is none of these.
+            Misuse: a backward is under way.
+        """
+        chosen = as_hook(hook)
+        self._reducer.set_hook(chosen)
+        return chosen
+
+    # ------------------------------------------------------------------ uneven data
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may have different numbers of batches; put the whole loop inside, on every rank.
+
+        A rank that leaves takes part in the others' steps with gradients of zero until all have left, and ends with the
+        parameters and buffers of the lowest rank that made the last step; averages are still over all ranks. Its
+        optimizer's state is that of its own last step. Each step must be one training forward with gradients and one
+        backward (more of both inside `no_sync()`), and costs one small all-reduce more. (torch's `Join`.)
+
+        When the body raises, the others are not told.
+
+        Raises:
+            Misuse: it is not OVERLAPPED or SYNCHRONOUS, or inside another `join()`.
+        """
+        if self._joining or self._strategy is GradSyncStrategy.NO_SYNC:
+            raise Misuse("join() needs a strategy that synchronizes, and no other join() around it")
+        self._joining, root = True, -1
+        try:
+            yield
+            while (active := self._announce(False)) >= 0:
+                root = active
+                if self._broadcast_buffers:
+                    replicas.broadcast(self._group, list(self.module.buffers()), root)
+                self._reducer.reduce_nothing()
+            last = self._group.all_reduce(np.array([root], np.int64), ReduceOp.MAX)
+            self.sync_parameters(max(0, int(last[0])))  # all left at the same step: everybody has the same
+        finally:
+            self._joining = False
+
+    def _announce(self, active: bool) -> int:
+        """Tell each other who still has data; the lowest rank that has, -1 if none."""
+        nobody = self._group.size
+        mine = self._group.rank if active else nobody
+        lowest = int(self._group.all_reduce(np.array([mine], np.int64), ReduceOp.MIN)[0])
+        return lowest if lowest < nobody else -1
+
+
+def _described(module: nn.Module) -> list[str]:
+    """A line for every parameter and buffer."""
+    params = [
+        f"{name}: {p.dtype}{list(p.shape)}{'' if p.requires_grad else ', frozen'}"
+        for name, p in module.named_parameters()
+    ]
+    return params + [f"{name}: {b.dtype}{list(b.shape)}, a buffer" for name, b in module.named_buffers()]

@@ -1,0 +1,327 @@
+"""`Reducer`: averages the gradients of a module's parameters over the ranks while backward runs.
+
+Owns: the hooks on parameters, the buckets, the reductions of one backward. Refuses: to know the module; parameters and
+their names are all it has. The wrapper (`ddp`) tells it of forwards.
+
+Phases of one backward that synchronizes:
+1. A parameter's gradient is complete (post-accumulate hook): it is copied to its place in a bucket, or lies there.
+2. A bucket whose gradients are all there, and all buckets before it, is on its way (`buckets.Round`).
+3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
+
+Invariants:
+- Buckets travel in a sub-group of their own, so whatever the user does in the group meanwhile cannot get between them.
+- Everything else that is collective happens in the caller's thread, in the order of the program.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.comm_hooks.hooks import AllReduceHook, CommunicationHook
+from axon_ps.parallel.ddp import buckets
+from axon_ps.parallel.ddp.buckets import GradientBucket, Round
+from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
+from axon_ps.types import ReduceOp
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""Size of the first bucket: small, so that the first bytes travel early."""
+
+_AGAIN = (
+    "got its gradient twice in one backward: it is used inside a checkpoint with use_reentrant=True (use False), or "
+    "backward went through something that forward did not return (find_unused_parameters=False allows that)"
+)
+
+_counted: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Reducer:
+    """See this module.
+
+    Making it is collective.
+
+    Args:
+        named: the parameters to train, each once, in the order of forward; the same on every rank.
+        group: the ranks.
+        bucket_bytes: size of a bucket.
+        as_views: whether `param.grad` is the bucket's memory.
+        find_unused: whether a backward may leave parameters out.
+        strategy: when buckets are reduced.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group: ProcessGroup,
+        *,
+        bucket_bytes: int,
+        as_views: bool,
+        find_unused: bool,
+        strategy: GradSyncStrategy,
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
+        self.syncing = True
+        self._strategy = strategy
+        self._control = group
+        self._group = _own_group(group)
+        self._bucket_bytes = bucket_bytes
+        self._as_views = as_views
+        self._find_unused = find_unused
+        self._order = list(reversed(range(len(named))))
+        self._seen: list[int] | None = []  # the order of the first backward; None when buckets are as it was
+        self._used = torch.zeros(len(named), dtype=torch.uint8)
+        self._reached: set[int] = set()
+        self._index: dict[Tensor, int] = {param: i for i, param in enumerate(self.params)}
+        self._round: Round | None = None
+        self._counters = {"rounds": 0, "reduced_bytes": 0, "wait_s": 0.0, "rebuilt": 0}
+        self._hook: CommunicationHook = AllReduceHook()
+        self._hook.attach(self._group)
+        self._plan = self._planned()
+        self._buckets, self._where = buckets.build(self.params, self._plan, self._group)
+        me = weakref.ref(self)
+        for index, param in enumerate(self.params):
+            param._axon_reducer = me  # type: ignore[attr-defined]  # whoever wrapped it last reduces it
+            param.register_post_accumulate_grad_hook(partial(_grad_ready, me, index))  # type: ignore[no-untyped-call]
+
+    def set_hook(self, hook: CommunicationHook) -> None:
+        """Have buckets averaged another way from now on.
+
+        Raises:
+            Misuse: a backward is under way.
+        """
+        self.check_idle()
+        hook.attach(_own_group(self._control))
+        self._hook = hook
+
+    @property
+    def buckets(self) -> tuple[GradientBucket, ...]:
+        """The buckets, in the order in which they are reduced."""
+        return tuple(self._buckets)
+
+    def statistics(self) -> dict[str, float]:
+        """Reductions of all buckets, bytes of gradients in them, seconds that backward waited for them at its end."""
+        return {**self._counters, "buckets": len(self._buckets)}
+
+    # ------------------------------------------------------------------ what the wrapper tells
+
+    def check_idle(self) -> None:
+        """See that no backward is under way.
+
+        Raises:
+            Misuse: one is, or one was broken off.
+        """
+        if self._round is not None:
+            raise Misuse(
+                "a backward is under way, or was broken off by an error, and some gradients are on their way to the "
+                "other ranks; wrap the module again if it was broken off"
+            )
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Forward gave these: find out which parameters a backward from them will leave out."""
+        watched = [tensor for tensor in outputs if tensor.requires_grad]
+        if self._strategy is GradSyncStrategy.NO_SYNC or not watched:
+            return
+        if self._find_unused:
+            self._reached |= {self._index[leaf] for leaf in leaves(watched) if leaf in self._index}
+        me = weakref.ref(self)
+        for tensor in (t for t in watched if t.grad_fn is not None):
+            tensor.register_hook(partial(_backward_begins, me))  # type: ignore[no-untyped-call]
+
+    def reduce_now(self) -> None:
+        """Average what is in `param.grad`, outside of any backward. A gradient that no rank has stays None; collective.
+
+        Raises:
+            Misuse: a backward is under way.
+        """
+        self.check_idle()
+        for index, param in enumerate(self.params):
+            self._used[index] = self._used[index] or param.grad is not None
+        self._round = self._new_round()
+        seen, self._seen = self._seen, None
+        self._finish(find_unused=True)
+        self._seen = seen
+
+    def reduce_nothing(self) -> None:
+        """Take part in a backward of the other ranks with gradients of zero, and keep none of the results."""
+        self.check_idle()
+        kept = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        self._round = self._new_round()
+        self._finish(find_unused=True, announce=self._find_unused)
+        for param, grad in zip(self.params, kept, strict=True):
+            param.grad = grad
+
+    # ------------------------------------------------------------------ one backward
+
+    @property
+    def _active(self) -> bool:
+        return self.syncing and self._strategy is not GradSyncStrategy.NO_SYNC
+
+    def backward_begins(self) -> None:
+        """Some gradient has arrived at forward's result, or at a parameter.
+
+        It matters that the first is before the second: the final callback belongs to the backward that is running, and
+        a checkpoint with use_reentrant=True runs others inside, which end earlier. It matters, too, that a rank which
+        uses no parameter at all takes part where some may be unused.
+        """
+        if self._round is not None or not self._active:
+            return
+        self._round = self._new_round()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        if self._find_unused and self._reached:
+            for index in self._order:
+                if index not in self._reached:
+                    self._put(index)
+
+    def grad_ready(self, index: int) -> None:
+        """`param.grad` is complete, as far as this backward goes."""
+        self._used[index] = 1
+        if not self._active:
+            return
+        self.backward_begins()
+        if self._seen is not None:
+            self._seen.append(index)
+        self._put(index)
+
+    def _backward_ends(self) -> None:
+        assert self._round is not None
+        if not self._find_unused and len(self._round.missing) == len(self.params):
+            self._round = None  # torch.autograd.grad() of something else than parameters
+            return
+        self._finish(find_unused=self._find_unused)
+
+    def _new_round(self) -> Round:
+        overlapped = self._strategy is GradSyncStrategy.OVERLAPPED
+        return Round(self._buckets, self._start, overlapped=overlapped, again=_AGAIN, names=self.names)
+
+    def _start(self, bucket: GradientBucket) -> Work[Any]:
+        self._counters["reduced_bytes"] += bucket.numel * bucket.dtype.itemsize
+        return self._hook.start(bucket)
+
+    @torch.no_grad()
+    def _put(self, index: int) -> None:
+        """The gradient goes to its place in its bucket, zeros if there is none."""
+        assert self._round is not None
+        param = self.params[index]
+        bucket, view = self._where[index]
+        grad = param.grad
+        if grad is None:
+            view.zero_()
+        elif grad.layout is not torch.strided:
+            raise InvalidRequest(
+                f"the gradient of {self.names[index]} is {grad.layout}; only dense ones are averaged (sparse=False)"
+            )
+        elif grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            if self._as_views:
+                param.grad = view
+        self._round.ready(bucket, index)
+
+    @torch.no_grad()
+    def _finish(self, *, find_unused: bool, announce: bool | None = None) -> None:
+        """Wait for the averages. `announce`: tell each other which parameters were used, so that others keep None."""
+        round_ = self._round
+        assert round_ is not None
+        missing = round_.missing
+        if missing and not find_unused:
+            raise Misuse(self._without_gradient(missing))
+        for index in missing:
+            self._put(index)
+        round_.start_rest()
+        begin_s, used = time.perf_counter(), self._used
+        if find_unused if announce is None else announce:
+            used = self._control.all_reduce(used.clone(), ReduceOp.MAX)
+        for bucket in round_.finished():
+            for index, view in zip(bucket.members, bucket.views, strict=True):
+                if used[index]:
+                    self._take(self.params[index], view)
+        self._counters["wait_s"] += time.perf_counter() - begin_s
+        self._counters["rounds"] += 1
+        self._used.zero_()
+        self._reached.clear()
+        self._round = None
+        if self._seen is not None:
+            self._rebuild(self._seen)
+
+    def _take(self, param: nn.Parameter, view: Tensor) -> None:
+        if self._as_views:
+            param.grad = view
+        elif param.grad is None:
+            param.grad = view.clone()
+        else:
+            param.grad.copy_(view)
+
+    def _without_gradient(self, missing: Sequence[int]) -> str:
+        names = ", ".join(self.names[i] for i in missing[:10])
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        return (
+            f"backward gave no gradient to {names}{more}, so the ranks cannot average: if forward does not always use "
+            "every parameter, wrap the module with find_unused_parameters=True; if it never uses these, freeze them "
+            "with requires_grad_(False) before it is wrapped"
+        )
+
+    # ------------------------------------------------------------------ which bucket
+
+    def _planned(self) -> list[tuple[int, ...]]:
+        first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+        return buckets.assign(self.params, self._order, first_bytes=first_bytes, bucket_bytes=self._bucket_bytes)
+
+    def _rebuild(self, seen: Sequence[int]) -> None:
+        """Buckets in the order in which rank 0's gradients came the first time; collective."""
+        self._seen = None
+        first = dict.fromkeys(seen)
+        order = [*first, *(index for index in self._order if index not in first)]
+        self._order = self._control.broadcast(np.array(order, np.int64)).tolist()
+        plan = self._planned()
+        if plan == self._plan:
+            return
+        before, self._plan = self._buckets, plan
+        self._buckets, self._where = buckets.build(self.params, plan, self._group)
+        self._hook.rebuild(before, self._buckets)
+        self._counters["rebuilt"] += 1
+
+
+def leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaf tensors that a backward from `outputs` would give gradients to."""
+    found: list[Tensor] = [tensor for tensor in outputs if tensor.grad_fn is None]
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    known = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                todo.append(following)
+    return found
+
+
+def _own_group(group: ProcessGroup) -> ProcessGroup:
+    """A sub-group of all ranks for buckets alone. Ranks make their reducers in the same order, so names agree."""
+    number = _counted.get(group, 0)
+    _counted[group] = number + 1
+    return group.named_group(f"gradients{number}", range(group.size))
+
+
+def _grad_ready(reducer: weakref.ref[Reducer], index: int, param: Tensor) -> None:
+    if (found := reducer()) is not None and param._axon_reducer is reducer:  # type: ignore[attr-defined]
+        found.grad_ready(index)
+
+
+def _backward_begins(reducer: weakref.ref[Reducer], _: Tensor) -> None:
+    if (found := reducer()) is not None:
+        found.backward_begins()

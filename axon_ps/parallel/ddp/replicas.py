@@ -1,0 +1,101 @@
+"""That every rank has the same module: the same parameters by name, and the same values.
+
+Owns: comparing what ranks wrapped, and making tensors on all ranks those of one. Refuses: gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import InvalidRequest, LayoutMismatch
+from axon_ps.types import Array
+
+PACKED_BYTES = 25 << 20
+"""So much is sent at a time; a larger tensor is sent where it lies."""
+
+
+def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
+    """See that every rank has the same lines; collective.
+
+    Args:
+        group: the ranks.
+        lines: a description, one parameter a line.
+
+    Raises:
+        LayoutMismatch: some differ from those of rank 0, on every rank; the message says who does, and where if this
+            rank does.
+    """
+    text = np.frombuffer("\n".join(lines).encode(), np.uint8)
+    digest = np.frombuffer(hashlib.sha256(text.tobytes()).digest(), np.uint8)
+    digests = group.all_gather(digest).reshape(group.size, -1)
+    if not (different := [r for r in range(group.size) if not np.array_equal(digests[r], digests[0])]):
+        return
+    size = group.broadcast(np.array([text.size], np.int64))
+    theirs: Array = text.copy() if group.rank == 0 else np.empty(int(size[0]), np.uint8)
+    expected = group.broadcast(theirs).tobytes().decode().split("\n")
+    if list(lines) == expected:
+        raise LayoutMismatch(f"the ranks {different} of {group.name!r} wrap another module than rank 0 and this rank")
+    at = next((i for i, (a, b) in enumerate(zip(lines, expected, strict=False)) if a != b), None)
+    if at is None:
+        raise LayoutMismatch(f"this rank wraps {len(lines)} parameters and buffers, rank 0 {len(expected)}")
+    raise LayoutMismatch(f"this rank wraps {lines[at]!r} where rank 0 has {expected[at]!r}; build the same module")
+
+
+@torch.no_grad()
+def broadcast(group: ProcessGroup, tensors: Sequence[Tensor], root: int = 0) -> int:
+    """Every rank's tensors become the root's; collective. Tensors of a host travel packed.
+
+    Args:
+        group: the ranks.
+        tensors: dense ones of any dtype, the same in number, shape and dtype on every rank.
+        root: whose values.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        InvalidRequest: a tensor is sparse or on the meta device.
+        AxonError: what a collective failed with.
+    """
+    plain = [tensor.detach() for tensor in tensors if tensor.numel()]
+    for tensor in plain:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise InvalidRequest(f"a {tensor.layout} tensor on {tensor.device} cannot be sent; give dense ones")
+    if group.size > 1:
+        for pack in _packs(plain):
+            _send(group, pack, root)
+    return sum(tensor.nbytes for tensor in plain)
+
+
+def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours on one device, up to `PACKED_BYTES`."""
+    pack: list[Tensor] = []
+    for tensor in tensors:
+        if pack and (tensor.device != pack[0].device or sum(t.nbytes for t in pack) + tensor.nbytes > PACKED_BYTES):
+            yield pack
+            pack = []
+        pack.append(tensor)
+    if pack:
+        yield pack
+
+
+def _send(group: ProcessGroup, pack: Sequence[Tensor], root: int) -> None:
+    if len(pack) == 1 and pack[0].is_contiguous():
+        group.broadcast(_bytes(pack[0]), root)
+        return
+    flat = torch.cat([_bytes(tensor.contiguous()) for tensor in pack])
+    group.broadcast(flat, root)
+    if group.rank != root:
+        for tensor, data in zip(pack, torch.split(flat, [t.nbytes for t in pack]), strict=True):
+            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """u8[nbytes]: the same memory."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,170 @@
+"""`GradientSynchronizer`: average gradients over the ranks, by hand, bucket by bucket.
+
+Owns: when buckets are reduced (`GradSyncStrategy`). Refuses: modules and autograd; `ddp.DistributedDataParallel` has
+those.
+"""
+
+from __future__ import annotations
+
+import enum
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from axon_ps.collectives import functional
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.ddp.buckets import GradientBucket, Round, assign, build, check_dtype
+from axon_ps.types import ReduceOp
+
+BUCKET_NUMEL = 25 * (1 << 20) // 4
+"""How many elements share a bucket, if nobody says otherwise: 25 MiB of f32."""
+
+
+class GradSyncStrategy(enum.Enum):
+    """When gradients are averaged over the ranks."""
+
+    SYNCHRONOUS = "synchronous"
+    """All buckets after the last gradient has come."""
+    OVERLAPPED = "overlapped"
+    """Each bucket as soon as it is complete, while other gradients are still being computed."""
+    NO_SYNC = "no_sync"
+    """Never by itself."""
+
+
+class GradientSynchronizer:
+    """Averages gradients that it is given one by one.
+
+        synchronizer = GradientSynchronizer(GradSyncStrategy.OVERLAPPED)
+        synchronizer.prepare(tensors)                # once: what gradients will come, in the order they are expected
+        for i, gradient in ...:
+            synchronizer.add_gradient(i, gradient)   # OVERLAPPED: complete buckets are on their way
+        averaged = synchronizer.sync_all()           # in the order of `prepare`
+        synchronizer.clear()                         # for the next step
+
+    Every rank must prepare the same shapes and dtypes; gradients may come in any order, another one on every rank.
+
+    Args:
+        strategy: when buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
+        bucket_numel: elements that share a bucket.
+        group: the ranks; None = all workers of the current world.
+
+    Raises:
+        InvalidRequest: `bucket_numel` is not above 0.
+    """
+
+    def __init__(
+        self,
+        strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+        bucket_numel: int = BUCKET_NUMEL,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if bucket_numel < 1:
+            raise InvalidRequest(f"bucket_numel is {bucket_numel}; a bucket needs room for at least one element")
+        self.strategy = strategy
+        self.bucket_numel = bucket_numel
+        self._group = group
+        self._buckets: list[GradientBucket] = []
+        self._where: dict[int, tuple[GradientBucket, Tensor]] = {}
+        self._round: Round | None = None
+        self._synced = False
+
+    @property
+    def buckets(self) -> tuple[GradientBucket, ...]:
+        """The buckets of what was prepared, in the order in which they are reduced."""
+        return tuple(self._buckets)
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Make buckets for gradients of these shapes, dtypes and devices. Collective when it is the first time.
+
+        Args:
+            tensors: parameters, or anything like their gradients, in the order in which gradients are expected.
+
+        Raises:
+            InvalidRequest: they are no tensors, or gradients of some dtype cannot be summed.
+        """
+        if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+            raise InvalidRequest(
+                f"prepare() was given {reprlib.repr(tensors)}; it needs a list of the parameters (or of tensors like "
+                "their gradients), by whose shapes and dtypes it makes its buckets"
+            )
+        for i, tensor in enumerate(tensors):
+            check_dtype(tensor.dtype, f"tensor {i}")
+        size = self.bucket_numel * 4
+        plan = assign(tensors, range(len(tensors)), first_bytes=size, bucket_bytes=size)
+        shared = None if self.strategy is GradSyncStrategy.NO_SYNC else functional.current_group(self._group)
+        self._buckets, self._where = build(tensors, plan, shared)
+        self.clear()
+
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
+        """Give the gradient of tensor `index`; it is copied.
+
+        With NO_SYNC a gradient that comes again before `clear` is added to what came.
+
+        Raises:
+            Misuse: it came before, or everything was averaged; call `clear` before the next step.
+            InvalidRequest: there is no such tensor, or the gradient has another shape or dtype than it.
+        """
+        if index not in self._where:
+            raise InvalidRequest(f"there is no gradient {index}; prepare() was given {len(self._where)} tensors")
+        bucket, view = self._where[index]
+        if gradient.shape != view.shape or gradient.dtype is not view.dtype:
+            raise InvalidRequest(
+                f"gradient {index} is {gradient.dtype}{list(gradient.shape)}; needed is {view.dtype}{list(view.shape)}"
+            )
+        if self.strategy is GradSyncStrategy.NO_SYNC:
+            view.add_(gradient.detach())
+            return
+        round_ = self._current()
+        if self._synced or index not in round_.missing:
+            raise Misuse(f"gradient {index} has come already; call clear() before the next step")
+        view.copy_(gradient.detach())
+        round_.ready(bucket, index)
+
+    def sync_all(self) -> list[Tensor]:
+        """Wait until everything is averaged.
+
+        Returns:
+            The gradients, in the order of `prepare`; they lie in the buckets and hold until `clear`.
+
+        Raises:
+            Misuse: gradients are missing; the message says which.
+            AxonError: what a collective failed with.
+
+        After an error: `Misuse` changed nothing. After any other the gradients hold anything.
+        """
+        if self.strategy is not GradSyncStrategy.NO_SYNC and not self._synced:
+            round_ = self._current()
+            if missing := round_.missing:
+                raise Misuse(f"the gradients {missing} have not come; give them with add_gradient() before sync_all()")
+            round_.start_rest()
+            for _ in round_.finished():
+                pass
+            self._synced = True
+        return [self._where[i][1] for i in range(len(self._where))]
+
+    def clear(self) -> None:
+        """Forget the gradients; the buckets stay. Waits for what is on its way."""
+        if self._round is not None:
+            for _ in self._round.finished():
+                pass
+        self._round, self._synced = None, False
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+
+    def _current(self) -> Round:
+        if self._round is None:
+            overlapped = self.strategy is GradSyncStrategy.OVERLAPPED
+            self._round = Round(self._buckets, self._start, overlapped=overlapped, again="has come already")
+        return self._round
+
+    def _start(self, bucket: GradientBucket) -> Work[Any]:
+        work: Work[Any] = functional.current_group(self._group).all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
+        return work
+
+
+__all__ = ["BUCKET_NUMEL", "GradSyncStrategy", "GradientBucket", "GradientSynchronizer"]

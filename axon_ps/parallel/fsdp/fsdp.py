@@ -1,0 +1,580 @@
+"""`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
+
+Terms, used here and in the modules below as the design defines them: *unit* (parameters gathered together), *slice*
+(what one server owns of a unit), *replica* (what contributes one gradient per step), *version* (committed steps).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from axon_ps.collectives import cuda
+from axon_ps.collectives.functional import current_group
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
+from axon_ps.host import fork
+from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
+from axon_ps.parallel.fsdp import hooks, materialize, stats, wrap
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit
+from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
+from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
+from axon_ps.parallel.fsdp.memory import Meter, host_empty
+from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime, ReplicatedUnit
+from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime
+from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
+from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
+from axon_ps.parallel.fsdp.steps import Steps
+from axon_ps.parallel.fsdp.strategy import (
+    CPUOffload,
+    ShardingStrategy,
+    check_sub_group,
+    checked_node_size,
+    checked_policy,
+)
+from axon_ps.parallel.fsdp.values import ShardedValues
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout
+from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.plan import PlanOptions, default_options
+from axon_ps.sharding.policy import Policy, Synchronous
+from axon_ps.types import DType, StepResult, WirePrecision
+from axon_ps.worker.world import World, world_of
+
+
+class FullyShardedDataParallel(ShardedValues):
+    """Wrap a module so that its parameters and optimizer state live on the shard servers of the job.
+
+    Use it like the module. Parameters are gathered before a unit's forward and backward and freed after; gradients are
+    averaged over the replicas on the servers while backward runs; `optimizer.step()` of one of our optimizers applies
+    them there. Between uses a parameter has a shape and no values, and reading it is an error (`Misuse`) outside
+    `summon_full_params()`; once its gradient was sent, so is reading `param.grad`. Every worker must build the same
+    module and wrap it the same way. A job may have several models, by name; each has its own layout, optimizer, version
+    and steps.
+    Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay, and the step is local.
+
+    Args:
+        module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
+            lowest rank that registers first; those of the others are dropped.
+        group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
+            be any group of the world.
+        sharding_strategy: what a worker keeps between uses.
+        cpu_offload: what of it is in host memory.
+        mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16.
+        unit_types: module classes that become units.
+        auto_wrap_policy: says of a module whether it becomes a unit; instead of `unit_types`.
+        ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
+        intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
+        prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
+        param_init_fn: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
+        plan_options: how finely units are cut; None = chunks of about 2^18 elements (2^19 where all that travels is
+            compressed), as long as the largest units need to be cut evenly.
+        device: where parameters compute; None = where the module is (the CPU for the meta device).
+        policy: who waits for whom between steps: `Synchronous()` (None), `BoundedStaleness(...)`, `Asynchronous()`.
+        name: what the job calls the model; None = "model 0", "model 1" and so on, in the order in which this process
+            wraps models. Workers find each other's models by it.
+
+    Raises:
+        LayoutMismatch: another worker wrapped another module by that name; the message says where they differ.
+        Misuse: this process has wrapped a model by that name already; the message names both.
+        InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the group is not the
+            whole world, whose servers decide each step together with all of its workers. Or the policy does not
+            go with the strategy: where replicas step alone, others change the parameters between forward and backward,
+            so this worker must keep those that forward saw.
+
+    After an error: the module may have lost its values; build it again.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | World | None = None,
+        *,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload = CPUOffload.NONE,
+        mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
+        unit_types: Collection[type[nn.Module]] = (),
+        auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] = (),
+        intra_node_size: int | None = None,
+        prefetch: bool = True,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        plan_options: PlanOptions | None = None,
+        device: torch.device | str | None = None,
+        policy: Policy | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        group = current_group(group)
+        if unit_types and auto_wrap_policy is not None:
+            raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
+        if not group.is_everybody and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
+            check_sub_group(len(group.ranks), world_of(group).world_size, sharding_strategy)
+        self._group = group
+        self._strategy = sharding_strategy
+        self._precision = MixedPrecision.of(mixed_precision)
+        self._offload = cpu_offload
+        self._policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
+        self._eager = prefetch
+        self._node_size = checked_node_size(intra_node_size, sharding_strategy, world_of(group).membership.workers)
+        kinds = tuple(unit_types)
+        is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
+        parts = wrap.partition(module, is_unit, tuple(ignored_parameters))
+        self._built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
+        self._spec = self._make_spec(module, parts, plan_options)
+        where = torch.device(device) if device is not None else _device_of(parts)
+        if self._replicated:
+            self._name = name or ""
+            self._make(module, parts, where, param_init_fn)
+            return
+        with world_of(group).models.names.claiming(name, self._spec.described) as self._name:
+            self._make(module, parts, where, param_init_fn)
+
+    # ------------------------------------------------------------------ being made
+
+    def _make(
+        self,
+        module: nn.Module,
+        parts: tuple[wrap.Part, ...],
+        where: torch.device,
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ) -> None:
+        """Register the model or take part in its broadcast, and put what is needed around the user's module."""
+        share = self._broadcast_values if self._replicated else self._register
+        values = share(module, parts, param_init_fn)
+        materialize.make_buffers(module, param_init_fn, where)
+        self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
+        parts = materialize.replace_meta(module, parts)
+        self._stand_for(module)
+        self._meter = Meter()
+        self._runtime = self._make_runtime(self._make_units(parts, where), where)
+        for flat, value in zip(self._replicated_units(), values, strict=True):
+            flat.master.copy_(value)
+        self._say_where_parameters_belong()
+        self._hook_state_dicts()
+        hooks.attach(self._runtime)
+
+    @property
+    def _replicated(self) -> bool:
+        return self._strategy is ShardingStrategy.NO_SHARD
+
+    def _make_spec(self, module: nn.Module, parts: tuple[wrap.Part, ...], options: PlanOptions | None) -> JobSpec:
+        precision = self._precision.wire(self._built)
+        if self._replicated and (precision.param_compression or precision.grad_compression):
+            raise InvalidRequest(
+                "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
+                "use DistributedDataParallel with a compressing communication hook"
+            )
+        layout = wrap.layout_of(parts)
+        return JobSpec(
+            layout=layout,
+            precision=precision,
+            options=options or self._options_for(layout, precision),
+            replica_is_node=self._strategy is ShardingStrategy.HYBRID_SHARD,
+            policy=self._policy,
+            model=type(module).__qualname__,
+        )
+
+    def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
+        return even_options(layout, world_of(self._group).num_shards, self._node_size, default_options(precision))
+
+    def _register(
+        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+    ) -> list[torch.Tensor]:
+        """Give the job the model's layout, and the servers first values if we are the one to do so."""
+        initialized = False
+        while not initialized:
+            self._steps, registered = world_of(self._group).models.register(self._spec, self._name)
+            if registered.upload:
+                materialize.upload(module, parts, self._steps, init)
+            initialized = self._steps.wait_initialized(registered)
+        return []
+
+    def _broadcast_values(
+        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+    ) -> list[torch.Tensor]:
+        """The first worker's values of every unit, f32, once all are found to have the same layout."""
+        group = self._group
+        digest = torch.frombuffer(bytearray.fromhex(self._spec.layout.digest), dtype=torch.uint8)
+        everybody = group.all_gather(digest).view(group.world_size, -1)
+        for rank, theirs in zip(group.ranks, everybody, strict=True):
+            if not torch.equal(theirs, everybody[0]):
+                raise LayoutMismatch(
+                    f"worker {rank} wraps another model than worker {group.ranks[0]}; all must build the same"
+                )
+        values = []
+        for part in parts:
+            first = group.rank == 0
+            value = materialize.values_of(module, part, init) if first else torch.zeros(part.unit.numel)
+            values.append(group.broadcast(value))
+        return values
+
+    def _make_units(self, parts: tuple[wrap.Part, ...], device: torch.device) -> list[ModuleUnit]:
+        units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=self.module, flats=[])}
+        for index, part in enumerate(parts):
+            if part.owner not in units:
+                child = self.module.get_submodule(part.owner)
+                units[part.owner] = ModuleUnit(number=len(units), name=part.owner, module=child, flats=[])
+            units[part.owner].flats.append(self._make_flat(index, part, device))
+        return list(units.values())
+
+    def _wire_of(self, compute: torch.dtype) -> DType:
+        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
+        wire = self._spec.precision
+        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
+
+    def _make_flat(self, index: int, part: wrap.Part, device: torch.device) -> FlatUnit:
+        dtype = self._precision.compute(TORCH_DTYPES[part.unit.parameters[0].dtype])
+        wire = self._wire_of(dtype)
+        if self._replicated:
+            return ReplicatedUnit(
+                index,
+                part.unit,
+                part.params,
+                device=device,
+                dtype=dtype,
+                wire=wire,
+                meter=self._meter,
+                master_device=device if self._offload is CPUOffload.NONE else torch.device("cpu"),
+            )
+        host_copy = None
+        if self._offload.keeps_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
+            host_copy = host_empty(part.unit.numel, TORCH_DTYPES[wire], pinned=cuda.memory().is_device(device))
+            self._meter.add(host_copy.nbytes)
+        return FlatUnit(
+            index,
+            part.unit,
+            part.params,
+            device=device,
+            dtype=dtype,
+            wire=wire,
+            resident=self._strategy is ShardingStrategy.SHARD_GRAD_OP and host_copy is None,
+            meter=self._meter,
+            host_copy=host_copy,
+        )
+
+    def _make_runtime(self, units: list[ModuleUnit], where: torch.device) -> Runtime:
+        grad, pinned = self._spec.precision.grad, cuda.memory().is_device(where)
+        if self._replicated:
+            return ReplicatedRuntime(self._group, units, grad_wire=grad, meter=self._meter)
+        world = world_of(self._group)
+        steps: Steps = self._steps
+        node: NodeSteps | None = None
+        if self._strategy is ShardingStrategy.HYBRID_SHARD:
+            steps = node = NodeSteps(
+                self._steps,
+                WorldNodeGroups(world, self._node_size),
+                self._spec,
+                self._wire_of(self._precision.compute(self._built)),
+                world.num_shards,
+                device=where if pinned else None,
+                keep_on_device=not self._offload.keeps_params,
+                meter=self._meter,
+            )
+            fork.finalize(self, node.close)
+        runtime = Runtime(
+            steps,
+            units,
+            grad_wire=grad,
+            meter=self._meter,
+            pinned=pinned,
+            stage_grads=self._offload.stages_grads,
+            prefetch=self._eager,
+        )
+        if node is not None:
+            runtime.agree = node.agree
+        return runtime
+
+    def _say_where_parameters_belong(self) -> None:
+        for flat in (f for u in self._runtime.units for f in u.flats):
+            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ as a module
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with its parameters gathered unit by unit.
+
+        A forward whose parameters changed meanwhile (this worker was frozen or cut off, and the job went on) is run
+        again: what it returns is of one version.
+
+        Raises:
+            StepAborted: the parameters change faster than it can read them, since this worker is no member.
+            Misuse: this process is a fork of a worker.
+        """
+        while True:
+            output = self._run_once(args, kwargs)
+            if not hooks.again(self._runtime):
+                return output
+
+    def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime = self._runtime
+        hooks.before_root(runtime)
+        if self._precision.param_dtype is not None and self._precision.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), self._precision.param_dtype)
+        output = self.module(*args, **kwargs)
+        if self._precision.output_dtype is not None:
+            output = _cast(output, self._precision.output_dtype)
+        hooks.after_root(runtime, output)
+        return output
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """The sharding strategy."""
+        return self._strategy
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The workers that train it."""
+        return self._group
+
+    @property
+    def spec(self) -> JobSpec:
+        """What the model was registered with: layout, wire dtypes, chunk sizes."""
+        return self._spec
+
+    @property
+    def name(self) -> str:
+        """What the job calls the model; what it was given under NO_SHARD, where the job knows of none."""
+        return self._name
+
+    @property
+    def version(self) -> int:
+        """Committed steps of the model, copies from others included, as this worker knows it."""
+        return self._runtime.version if isinstance(self._runtime, ReplicatedRuntime) else self._steps.latest_version
+
+    def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
+        """Move the values towards another model's, where they lie: (1 - weight) * these + weight * the other's.
+
+        For target networks and averages of weights. It is a step of this model, of the other's version at that moment:
+        every worker calls it, all of them see it from their next forward on, and it commits or does not as a whole. The
+        optimizer's state stays as it is. Nothing but votes and decisions travels.
+
+        Args:
+            other: a model whose module is built and wrapped alike.
+            weight: above 0, at most 1.
+
+        Returns:
+            Whether it committed, as of `optimizer.step()`. When it did not (a worker left or joined) the values are
+            those of before; go on as after a step that did not commit.
+
+        Raises:
+            InvalidRequest: the weight is out of range, the other is cut otherwise, or replicas of one step alone.
+            Misuse: gradients were sent for the step under way, a forward is under way, or a model was released.
+            Timeout: no decision came in time.
+
+        After an error: it may or may not have committed; `version` tells.
+        """
+        if not 0.0 < weight <= 1.0:
+            raise InvalidRequest(f"weight is {weight}; it must be above 0 and at most 1")
+        if other is self:
+            raise InvalidRequest("copy_from was given the model itself; give another one")
+        self._check_idle("copy_from")
+        mine, theirs = self._runtime, other.runtime
+        if isinstance(mine, ReplicatedRuntime) != isinstance(theirs, ReplicatedRuntime):
+            raise InvalidRequest("copy_from needs both models on the servers, or both under NO_SHARD")
+        if difference := self._spec.cut_difference(other.spec):
+            raise InvalidRequest(f"model {self._name!r} cannot take the values of {other.name!r}: {difference}")
+        if isinstance(mine, ReplicatedRuntime) and isinstance(theirs, ReplicatedRuntime):
+            return mine.mix(theirs, weight)
+        steps = mine.steps if isinstance(mine.steps, NodeSteps) else self._steps
+        return mine.take_step(lambda: steps.copy_from(other._steps, weight))
+
+    def release(self) -> None:
+        """Have the servers forget the model and give its memory back; every worker calls it, and none uses it again.
+
+        Its name may be used for another model then. Checkpoints that have it stay as they are.
+
+        Raises:
+            Busy: a checkpoint is being written.
+            GenerationChanged, Timeout: as of `World.barrier`; nothing has changed then.
+
+        After an error: the model may be gone; releasing it again is harmless.
+        """
+        self._runtime.reset()
+        if not self._replicated:
+            world_of(self._group).barrier("axon_ps/release")
+            world_of(self._group).models.release(self._steps)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients in `param.grad`, to be added to the next backward outside."""
+        before, self._runtime.syncing = self._runtime.syncing, False
+        try:
+            yield
+        finally:
+            self._runtime.syncing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that wait for `no_sync()` to end.
+
+        Raises:
+            Misuse: gradients were sent for this step, which cannot be dropped.
+        """
+        self._runtime.drop_unsent()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm(self, max_norm: float) -> float | None:
+        """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        The norm is that of the averaged gradients of the whole model over all replicas. With servers it is known when
+        the step is decided and comes back as `StepResult.grad_norm`; under NO_SHARD the gradients are clipped at once.
+
+        Args:
+            max_norm: the norm, above 0; inf measures only. Of several calls before a step the smallest counts.
+
+        Returns:
+            Under NO_SHARD the norm before clipping, else None.
+
+        Raises:
+            InvalidRequest: it is not above 0.
+        """
+        norm = self.clip_grad_norm_(max_norm)
+        return None if isinstance(norm, PendingNorm) else float(norm)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`clip_grad_norm` by the name and with the result that torch's FSDP has; accelerate and Lightning call it.
+
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` does the same.
+
+        Args:
+            max_norm: as of `clip_grad_norm`.
+            norm_type: 2.
+
+        Returns:
+            The norm before clipping. With servers it can be read after `optimizer.step()`; before, reading it is an
+            error (`Misuse`).
+
+        Raises:
+            InvalidRequest: `max_norm` is not above 0, or `norm_type` is not 2.
+        """
+        if float(norm_type) != 2.0:
+            raise InvalidRequest(f"norm_type is {norm_type}; the L2 norm is computed, pass 2")
+        runtime = self._runtime
+        norm = runtime.sent.clip(float(max_norm))  # checks it
+        return torch.tensor(runtime.clip(float(max_norm))) if isinstance(runtime, ReplicatedRuntime) else norm
+
+    # ------------------------------------------------------------------ by hand
+
+    def gather_parameters(self) -> None:
+        """Make every parameter whole, as `summon_full_params()` does, until `reshard_parameters()` or a backward.
+
+        Raises:
+            Misuse: a forward is under way.
+        """
+        self._check_idle("gather_parameters")
+        self._runtime.gather_all()
+
+    def reshard_parameters(self) -> None:
+        """Give back the memory of every parameter that the strategy does not keep, and what was prefetched.
+
+        Raises:
+            Misuse: a forward is under way.
+        """
+        self._check_idle("reshard_parameters")
+        self._runtime.reset()
+
+    def sync_gradients(self) -> None:
+        """Send (NO_SHARD: average) the gradients accumulated inside `no_sync()`, without another backward."""
+        self._runtime.push_accumulated()
+
+    def prefetch_forward_params(self) -> None:
+        """Begin to gather what the next forward needs first. With `prefetch=True` the end of a step does it.
+
+        Raises:
+            Misuse: it was called before and no forward has come since, or the strategy keeps whole parameters.
+        """
+        if self._strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            raise Misuse(
+                f"prefetch_forward_params() has nothing to gather: {self._strategy.name} keeps whole parameters"
+            )
+        if self._runtime.prefetched:
+            raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
+        self._check_idle("prefetch_forward_params")
+        self._runtime.prefetch()
+
+    def has_pending_prefetch(self) -> bool:
+        """Whether `prefetch_forward_params()` was called and no forward has come since."""
+        return self._runtime.prefetched
+
+    def broadcast_updated_params(self) -> None:
+        """Bring what the strategy keeps on this worker up to the current version now, not at the next forward.
+
+        SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's part. NO_SHARD: every worker's parameters
+        become those of the first. FULL_SHARD: nothing is kept, and nothing happens.
+        """
+        runtime = self._runtime
+        if isinstance(runtime, ReplicatedRuntime):
+            runtime.broadcast()
+        elif self._strategy is ShardingStrategy.SHARD_GRAD_OP:
+            runtime.gather_all()
+            runtime.reset()
+        elif isinstance(runtime.steps, NodeSteps):
+            runtime.steps.agree()
+            runtime.steps.wait_pulled()
+
+    # ------------------------------------------------------------------ what it costs
+
+    def statistics(self) -> dict[str, float]:
+        """Counters and memory of this worker: bytes, seconds, steps; with the data plane's as `wire_*`."""
+        wire = {} if self._replicated else {f"wire_{k}": v for k, v in self._steps.statistics().items()}
+        return {**self._runtime.statistics(), **wire}
+
+    def memory_estimate(self) -> FSDPMemoryStats:
+        """What this worker's memory will be at the peak of a step, by strategy; `stats` has the formulas."""
+        runtime, layout = self._runtime, self._spec.layout
+        steps = runtime.steps
+        optimizer = runtime.optimizer if isinstance(runtime, ReplicatedRuntime) else None
+        trainable = max(1, layout.trainable_numel)
+        return stats.estimate(
+            layout,
+            [
+                UnitBytes(
+                    numel=sum(f.unit.numel for f in u.flats),
+                    trainable_numel=sum(f.unit.numel for f in u.flats if f.trainable),
+                )
+                for u in runtime.units
+            ],
+            strategy=self._strategy,
+            offload=self._offload,
+            compute_bytes=self._precision.compute(self._built).itemsize,
+            wire_bytes=self._wire_of(self._precision.compute(self._built)).itemsize,
+            grad_bytes=self._spec.precision.grad.itemsize,
+            built_bytes=self._built.itemsize,
+            part_numel=sum(map(steps.part_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
+            state_bytes=2 * self._built.itemsize if optimizer is None else optimizer.nbytes() // trainable,
+            copied=any(f.swapped for f in self._replicated_units()),
+            world_size=self._group.world_size,
+        )
+
+    def memory_stats(self) -> MemoryStats:
+        """What the parameters and the gradients on their way take in this worker's memory, and took at most."""
+        s = self._runtime.statistics()
+        return MemoryStats(
+            peak_memory_mb=s["peak_memory_bytes"] / stats.MIB,
+            current_allocation_mb=(s["param_memory_bytes"] + s["grad_buffer_bytes"]) / stats.MIB,
+        )
+
+    @property
+    def runtime(self) -> Runtime:
+        """What drives it; for optimizers."""
+        return self._runtime
+
+
+def _device_of(parts: tuple[wrap.Part, ...]) -> torch.device:
+    devices = {p.device for part in parts for p in part.params if not p.is_meta}
+    if len(devices) > 1:
+        raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast_one(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+    return torch.utils._pytree.tree_map(cast_one, value)

@@ -1,0 +1,108 @@
+"""Where autograd and modules tell the runtime what happens: the only place that registers hooks.
+
+Under `torch.compile` of a wrapped model every one of these is a break between graphs: what gathers and frees parameters
+runs in Python, what computes with them is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from axon_ps.host import fork
+from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime, in_backward
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def attach(runtime: Runtime) -> None:
+    """Register every hook of every unit. The root's forward is called by the wrapper itself."""
+    for unit in runtime.units:
+        if not unit.is_root:
+            unit.module.register_forward_pre_hook(
+                partial(_before_forward, runtime, unit), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(partial(_after_forward, runtime, unit))
+        flat = unit.trainable
+        for param in flat.params if flat is not None else ():
+            param.register_post_accumulate_grad_hook(partial(_grad_ready, runtime, unit))  # type: ignore[no-untyped-call]
+
+
+@uncompiled
+def _before_forward(
+    runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    runtime.before_forward(unit)
+    if unit.has_frozen and torch.is_grad_enabled() and not in_backward():
+        inputs = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
+        if inputs:
+            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: runtime.inputs_done(unit), mode="all")
+
+
+@uncompiled
+def _after_forward(runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: Any, output: Any) -> None:
+    watch_outputs(runtime, unit, output)
+    runtime.after_forward(unit)
+
+
+@uncompiled
+def before_root(runtime: Runtime) -> None:
+    """The wrapper is about to run the module inside.
+
+    Raises:
+        Misuse: this process is a fork of a worker.
+    """
+    fork.check()
+    runtime.before_forward(runtime.units[0])
+
+
+@uncompiled
+def after_root(runtime: Runtime, output: Any) -> None:
+    """The module inside has run."""
+    watch_outputs(runtime, runtime.units[0], output)
+    runtime.after_forward(runtime.units[0])
+
+
+@uncompiled
+def again(runtime: Runtime) -> bool:
+    """Whether the module inside must run once more, since its parameters changed meanwhile."""
+    return runtime.forward_again()
+
+
+def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:
+    """Have the unit gathered again when the gradient of any of its outputs arrives."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors_of(output):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_before_backward, runtime, unit))  # type: ignore[no-untyped-call]
+
+
+@uncompiled
+def _before_backward(runtime: Runtime, unit: ModuleUnit, grad: torch.Tensor) -> None:
+    runtime.before_backward(unit)
+
+
+@uncompiled
+def _grad_ready(runtime: Runtime, unit: ModuleUnit, param: torch.Tensor) -> None:
+    assert isinstance(param, nn.Parameter)
+    runtime.grad_ready(unit, param)

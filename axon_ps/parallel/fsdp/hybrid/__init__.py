@@ -1,0 +1,1 @@
+"""HYBRID_SHARD: the workers of a node as one replica."""

@@ -1,0 +1,115 @@
+"""The groups of a node's workers under HYBRID_SHARD, and making them again after one of them was lost.
+
+Invariant: a node has groups of exactly `size` workers, all of them members now or when the groups were made; a group of
+another set of members is never used again once `form` has been called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final, Protocol
+
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import AxonError, MemberLost, Timeout
+from axon_ps.types import Member
+from axon_ps.worker.world import World
+
+GRACE_S: Final = 2.0
+"""How long, beyond its lease, a worker may take to come back to its node while the job could go on without it."""
+
+
+class NodeGroups(Protocol):
+    """What `NodeSteps` works with.
+
+    Attributes:
+        data: the workers of the node.
+        control: another group of the same, whose calls do not wait behind data.
+    """
+
+    data: ProcessGroup
+    control: ProcessGroup
+
+    def form(self, error: AxonError | None = None) -> None:
+        """Make both of the node's present workers, once all are there; `error` is what ended the groups before."""
+
+
+class WorldNodeGroups:
+    """The groups of the workers of a world that are on this worker's node.
+
+    Args:
+        world: the world.
+        size: how many workers the node has.
+
+    Raises:
+        MemberLost: see `form`.
+    """
+
+    data: ProcessGroup
+    control: ProcessGroup
+
+    def __init__(self, world: World, size: int) -> None:
+        self._world = world
+        self._size = size
+        self._grace_s = world.lease_s + GRACE_S
+        self._ids: tuple[str, ...] = ()
+        self.form()
+
+    def form(self, error: AxonError | None = None) -> None:
+        """See `NodeGroups.form`.
+
+        Raises:
+            MemberLost: a worker of the node does not come back, and the job is complete without it: this node cannot
+                take part, so the worker should end and the node be started again.
+            Timeout: the job is not complete, and the message says what it waits for.
+            AxonError: `error`, when nobody of the node was lost: it has another cause, which would come back.
+        """
+        if error is not None:
+            self._wait_for_a_loss(error)
+        while True:
+            self._world.view.wait_complete()
+            self._wait_for_all(error)
+            ids = tuple(m.id for m in self._present())
+            with contextlib.suppress(MemberLost):  # this worker itself, which is told soon
+                data, control = self._world.node_group(), self._world.node_group()
+                if ids == _ids(data) == _ids(control):
+                    self._ids, self.data, self.control = ids, data, control
+                    return
+            self._wait_for_change(ids)
+
+    def _wait_for_a_loss(self, error: AxonError) -> None:
+        try:
+            self._wait_for_change(self._ids)
+        except Timeout:
+            raise error from None
+
+    def _wait_for_change(self, ids: tuple[str, ...]) -> None:
+        self._world.view.wait_members(
+            lambda _: tuple(m.id for m in self._present()) != ids, self._grace_s, "the workers of this node changed"
+        )
+
+    def _wait_for_all(self, error: AxonError | None) -> None:
+        try:
+            self._world.view.wait_members(
+                lambda _: len(self._present()) == self._size, self._grace_s, "the node had all its workers"
+            )
+        except Timeout:
+            if not self._world.membership.complete:
+                return
+            here = ", ".join(str(m.rank) for m in self._present()) or "none"
+            why = f"; {error}" if error is not None else ""
+            raise MemberLost(
+                f"of the {self._size} workers of this node only rank {here} is there, and the job goes on without the "
+                f"node; end this worker too, and start all of the node again{why}"
+            ) from error
+
+    def _present(self) -> list[Member]:
+        """The workers of this worker's node; none while it is no member itself."""
+        try:
+            node = self._world.view.me().node
+        except MemberLost:
+            return []
+        return [m for m in self._world.membership.workers if m.node == node]
+
+
+def _ids(group: ProcessGroup) -> tuple[str, ...]:
+    return tuple(m.id for m in group.members)

@@ -1,0 +1,129 @@
+"""First values: from the user's module to the shard servers, one unit at a time, also when it is on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.fsdp.wrap import Part
+from axon_ps.types import Array
+from axon_ps.worker.step_client import StepClient
+
+
+def upload(
+    module: nn.Module, parts: tuple[Part, ...], steps: StepClient, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Send every unit's values as f32; at most one unit is held beside the module itself.
+
+    Args:
+        module: the user's module.
+        parts: its units.
+        steps: where to send.
+        init: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
+
+    Raises:
+        InvalidRequest: a submodule on the meta device has no way to get values.
+    """
+    for index, part in enumerate(parts):
+        array: Array = values_of(module, part, init).numpy()
+        steps.upload(index, array)
+
+
+def values_of(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
+    """The first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
+    values = torch.empty(part.unit.numel, dtype=torch.float32)
+    made = _meta_values(module, part, init)
+    with torch.no_grad():
+        for spec, param in zip(part.unit.parameters, part.params, strict=True):
+            values[spec.offset : spec.end].view(spec.shape).copy_(made.get(spec.name, param))
+    return values
+
+
+def _meta_values(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> dict[str, torch.Tensor]:
+    """Values for the parameters of a part that are on the meta device, made by their own submodules."""
+    values: dict[str, torch.Tensor] = {}
+    done: set[str] = set()
+    for spec, param in zip(part.unit.parameters, part.params, strict=True):
+        holder = spec.name.rpartition(".")[0]
+        if not param.is_meta or holder in done:
+            continue
+        done.add(holder)
+        child = module.get_submodule(holder)
+        saved = dict(child._parameters)
+        try:
+            for name, p in saved.items():
+                if p is not None and p.is_meta:
+                    child._parameters[name] = nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+            _initialize(child, holder, init)
+            for name, p in child._parameters.items():
+                if p is not None:
+                    values[f"{holder}.{name}" if holder else name] = p.detach()
+        finally:
+            child._parameters.update(saved)
+    return values
+
+
+def _initialize(child: nn.Module, name: str, init: Callable[[nn.Module], None] | None) -> None:
+    if init is not None:
+        init(child)
+        return
+    reset = getattr(child, "reset_parameters", None)
+    if reset is None:
+        raise InvalidRequest(
+            f"submodule {name or '(root)'!r} ({type(child).__name__}) is on the meta device and has no "
+            "reset_parameters(); pass param_init_fn, or build it on the CPU"
+        )
+    reset()
+
+
+def make_buffers(module: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device) -> None:
+    """Give buffers that are on the meta device memory, and the values that their submodules' initialisation gives.
+
+    Raises:
+        InvalidRequest: a submodule with such a buffer has no way to get values.
+    """
+    for name, child in module.named_modules():
+        if not any(b is not None and b.is_meta for b in child._buffers.values()):
+            continue
+        saved = dict(child._parameters)
+        try:
+            for key, p in saved.items():
+                if p is not None:
+                    child._parameters[key] = nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+            for key, b in child._buffers.items():
+                if b is not None and b.is_meta:
+                    child._buffers[key] = torch.empty_like(b, device="cpu")
+            _initialize(child, name, init)
+        finally:
+            child._parameters.update(saved)
+        for key, b in child._buffers.items():
+            if b is not None:
+                child._buffers[key] = b.to(device)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Let floating-point buffers be of `dtype`; by name, which dtype those had that changed."""
+    before: dict[str, torch.dtype] = {}
+    for prefix, child in module.named_modules():
+        for key, b in child._buffers.items():
+            if dtype is not None and b is not None and b.is_floating_point() and b.dtype != dtype:
+                before[f"{prefix}.{key}" if prefix else key] = b.dtype
+                child._buffers[key] = b.to(dtype)
+    return before
+
+
+def replace_meta(module: nn.Module, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Put empty parameters in the place of those on the meta device (whose data cannot be set), ties kept."""
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child._parameters.items():
+            if param is not None and param.is_meta:
+                if param not in fresh:
+                    fresh[param] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
+                child._parameters[name] = fresh[param]
+    return tuple(
+        Part(owner=p.owner, unit=p.unit, params=tuple(fresh.get(param, param) for param in p.params)) for p in parts
+    )

@@ -1,0 +1,141 @@
+"""Buffers for what travels and a count of the bytes they take, so that memory promises can be tested."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from axon_ps.collectives import cuda
+from axon_ps.errors import Timeout
+from axon_ps.types import Array
+from axon_ps.worker.world import DEFAULT_TIMEOUT_S
+
+
+class Meter:
+    """Bytes held now and at most; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, amount_bytes: int) -> None:
+        """Count `amount_bytes` more (or fewer, when negative)."""
+        with self._lock:
+            self.current_bytes += amount_bytes
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """T[numel] in host memory, page-locked if `pinned`."""
+    if not pinned:
+        return torch.empty(numel, dtype=dtype)
+    return torch.from_numpy(cuda.memory().pinned(numel * dtype.itemsize)).view(dtype)
+
+
+class BufferPool:
+    """Buffers for what travels. Idle ones are kept for reuse, for as much or less, while all are within the limit.
+
+    Args:
+        limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
+        meter: counts the memory, idle buffers included.
+        pinned: page-lock the buffers, for copies to and from a GPU.
+        device: where the buffers are; None = in host memory.
+        make: gives memory for a buffer, u8[size]; None = torch does.
+        timeout_s: how long `wait_for_room` waits at most. What holds buffers ends by itself before, when the membership
+            changes or its own deadline passes.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        meter: Meter,
+        *,
+        pinned: bool = False,
+        device: torch.device | None = None,
+        make: Callable[[int], Array] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._limit_bytes = limit_bytes
+        self._device = device
+        self._make = cuda.memory().pinned if pinned and device is None else make
+        self._changed = threading.Condition()
+        self._idle: list[torch.Tensor] = []  # u8, the one that is idle for longest first
+        self._out: dict[int, torch.Tensor] = {}  # u8, by address
+        self._out_bytes = 0  # of the memory behind them, which may be more than was asked for
+        self._idle_bytes = 0
+        self._meter = meter
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether a buffer of this size stays within the limit; one buffer always does."""
+        return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
+
+    def wait_for_room(self, size_bytes: int) -> None:
+        """Block until there is room; another thread must be giving buffers back.
+
+        Raises:
+            Timeout: none was given back for so long.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.has_room(size_bytes), self._timeout_s):
+                raise Timeout(
+                    f"no room for {size_bytes} bytes after {self._timeout_s:g} s: {self._out_bytes} bytes are still "
+                    f"under way, {self._limit_bytes} may be; what was sent before is not taken"
+                )
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of exactly `numel` elements, room or not."""
+        size_bytes = numel * dtype.itemsize
+        if size_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        with self._changed:
+            memory = self._smallest_idle(size_bytes)
+            self._out_bytes += size_bytes if memory is None else memory.nbytes
+            if memory is None:
+                self._shrink(self._limit_bytes - self._out_bytes)
+                self._meter.add(size_bytes)
+        if memory is None:
+            memory = self._new(size_bytes)
+        with self._changed:
+            self._out[memory.data_ptr()] = memory
+        return memory[:size_bytes].view(dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer that nobody uses any more."""
+        if buffer.nbytes == 0:
+            return
+        with self._changed:
+            memory = self._out.pop(buffer.data_ptr())
+            self._out_bytes -= memory.nbytes
+            self._idle.append(memory)
+            self._idle_bytes += memory.nbytes
+            self._shrink(self._limit_bytes - self._out_bytes)
+            self._changed.notify_all()
+
+    def trim(self) -> None:
+        """Drop idle buffers."""
+        with self._changed:
+            self._shrink(0)
+
+    def _new(self, size_bytes: int) -> torch.Tensor:
+        if self._make is not None:
+            return torch.from_numpy(self._make(size_bytes))
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def _smallest_idle(self, size_bytes: int) -> torch.Tensor | None:
+        """An idle buffer that is large enough, which is idle no more."""
+        fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
+        if not fitting:
+            return None
+        memory = self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
+        self._idle_bytes -= memory.nbytes
+        return memory
+
+    def _shrink(self, most_bytes: int) -> None:
+        while self._idle and self._idle_bytes > most_bytes:
+            size_bytes = self._idle.pop(0).nbytes
+            self._idle_bytes -= size_bytes
+            self._meter.add(-size_bytes)

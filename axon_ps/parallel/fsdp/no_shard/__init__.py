@@ -1,0 +1,1 @@
+"""NO_SHARD: every worker keeps everything."""

@@ -1,0 +1,221 @@
+"""Checkpoints of a model that is kept whole on every worker (NO_SHARD), in the format of the shard servers.
+
+So a job may go on from its checkpoint with another strategy: what a worker writes here the servers restore, and the
+other way round. The work is that of a shard server that owns everything: `shard.core.engine` holds the values, and
+`shard.server.snapshot` writes and reads them. It takes a second copy of parameters and moments while it lasts.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.optim import registry
+from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedRuntime, ReplicatedUnit
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.server import snapshot
+from axon_ps.shard.server.apply import Hold, SnapshotGate
+from axon_ps.sharding.job import JobSpec
+from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
+from axon_ps.types import Hyper, OptimizerSpec
+from axon_ps.worker.checkpoints import CheckpointInfo
+
+_JOB = "no_shard"
+"""What a manifest says of who wrote it, where no servers did."""
+
+
+class Moments:
+    """An optimizer's state by unit: of one of ours, or of torch's, which uses the same names.
+
+    Args:
+        optimizer: a `LocalOptimizer`, a torch optimizer of the model's parameters, or None.
+        flats: every unit, in layout order.
+
+    Attributes:
+        spec: the optimizer as servers know it; None without one.
+
+    Raises:
+        InvalidRequest: the optimizer is none that servers have.
+    """
+
+    def __init__(
+        self, optimizer: LocalOptimizer | torch.optim.Optimizer | None, flats: Sequence[ReplicatedUnit]
+    ) -> None:
+        self._flats = flats
+        self._ours = optimizer if isinstance(optimizer, LocalOptimizer) else None
+        self._torch = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self.spec: OptimizerSpec | None = None
+        if self._ours is not None:
+            self.spec = self._ours.spec
+        elif self._torch is not None:
+            self.spec = _spec_of(self._torch, flats)
+
+    def version(self) -> int:
+        """Steps made, as far as they are counted here: the most updates of a parameter."""
+        if self.spec is None:
+            return 0
+        return max((n for f in self._flats if f.trainable for n in self.updates(f)), default=0)
+
+    def updates(self, flat: ReplicatedUnit) -> list[int]:
+        """Per parameter, how many updates it had."""
+        if self._ours is not None:
+            return list(self._ours.updates[flat.index])
+        return [_updates(self._state(p)) for p in flat.params]
+
+    def arrays(self, flat: ReplicatedUnit) -> dict[str, torch.Tensor]:
+        """f32[unit_numel] by name."""
+        if self._ours is not None:
+            return self._ours.state[flat.index]
+        if self.spec is None:
+            return {}
+        arrays = {name: torch.full((flat.unit.numel,), value) for name, value in _initial_states(self.spec).items()}
+        for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+            for name, array in arrays.items():
+                value = self._state(param).get(name)
+                if isinstance(value, torch.Tensor):
+                    array[spec.offset : spec.end].view(spec.shape).copy_(value)
+        return arrays
+
+    def take(self, flat: ReplicatedUnit, arrays: Mapping[str, torch.Tensor], updates: Sequence[int]) -> None:
+        """Let the state of a unit be what a checkpoint has: f32[unit_numel] by name, and updates per parameter."""
+        if self._ours is not None:
+            for name, array in self._ours.state[flat.index].items():
+                if name in arrays:
+                    array.copy_(arrays[name])
+            self._ours.updates[flat.index] = list(updates)
+        elif self._torch is not None:
+            for spec, param, count in zip(flat.unit.parameters, flat.params, updates, strict=True):
+                self._torch.state.pop(param, None)
+                if count:
+                    state: dict[str, Any] = {
+                        name: array[spec.offset : spec.end]
+                        .view(spec.shape)
+                        .to(flat.master.device, flat.master.dtype, copy=True)
+                        for name, array in arrays.items()
+                    }
+                    if not isinstance(self._torch, torch.optim.SGD):
+                        state["step"] = torch.tensor(float(count))
+                    self._torch.state[param] = state
+
+    def _state(self, param: torch.Tensor) -> Mapping[str, Any]:
+        return self._torch.state.get(param, {}) if self._torch is not None else {}
+
+
+def save(
+    uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, extra: Mapping[str, Any], version: int | None
+) -> CheckpointInfo:
+    """Write a checkpoint; on one worker.
+
+    Args:
+        uri: where.
+        spec: layout and plan.
+        runtime: has the masters.
+        moments: the optimizer's.
+        extra: what is given back on load.
+        version: steps made; None = as runtime or moments say.
+
+    Raises:
+        StorageFull: no space left; what was there before is untouched.
+        CheckpointError: it could not be written; what was there before is untouched.
+    """
+    version = max(runtime.version, moments.version()) if version is None else version
+    engine = ShardEngine()
+    engine.configure(spec, 0, 1)
+    for flat in runtime.flats:
+        owned = engine.slice_of(flat.index)
+        owned.master[:] = flat.master.detach().to("cpu", torch.float32).numpy()
+        owned.publish(version)
+        if flat.trainable and moments.spec is not None:
+            owned.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
+            owned.set_updates(moments.updates(flat))
+    engine.restored(version, "")
+    entry = snapshot.write(engine, uri, version, 0, 1, SnapshotGate(), Hold(version))
+    manifest = Manifest(
+        job=_JOB,
+        version=version,
+        layout=spec.layout,
+        optimizer=moments.spec,
+        num_servers=1,
+        options=spec.options,
+        files=(entry,),
+        extra=dict(extra),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        uri=uri,
+    )
+    write_manifest(uri, manifest)
+    return _info(manifest)
+
+
+def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, name: str = "") -> CheckpointInfo:
+    """Read a checkpoint of any strategy into masters and moments; on every worker.
+
+    Moments are taken if they are of the same kind of optimizer. `name` says which model, where it has several.
+
+    Raises:
+        InvalidRequest: it lacks the model, a parameter, or has it in another shape.
+        CheckpointError: it cannot be read, or is damaged; masters and moments are untouched then.
+    """
+    engine = ShardEngine()
+    engine.configure(spec, 0, 1)
+    section = read_manifest(uri).section(name)
+    restore = snapshot.prepare(engine, section.uri, section.version, section.name)
+    snapshot.load(engine, restore)
+    ours = moments.spec is not None and moments.spec.name == restore.optimizer
+    for flat in runtime.flats:
+        owned = engine.slice_of(flat.index)
+        with torch.no_grad():
+            flat.master.copy_(torch.from_numpy(owned.master))
+        if flat.trainable and ours:
+            arrays = {name: torch.from_numpy(array) for name, array in owned.state.items()}
+            moments.take(flat, arrays, owned.parameter_updates())
+    runtime.restored(restore.manifest.version)
+    return _info(restore.manifest)
+
+
+def _info(manifest: Manifest) -> CheckpointInfo:
+    return CheckpointInfo(uri=manifest.uri, version=manifest.version, bytes=manifest.bytes, extra=manifest.extra)
+
+
+def _initial_states(spec: OptimizerSpec) -> dict[str, float]:
+    kernels = registry.create(spec.name)
+    groups = tuple(kernels.validate(g) for g in spec.groups)
+    return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
+
+
+def _updates(state: Mapping[str, Any]) -> int:
+    """torch's `step`; SGD counts none, and its momentum only matters once there is one."""
+    return int(state["step"]) if "step" in state else int(any(v is not None for v in state.values()))
+
+
+def _spec_of(optimizer: torch.optim.Optimizer, flats: Sequence[ReplicatedUnit]) -> OptimizerSpec:
+    name = type(optimizer).__name__.lower()
+    if name not in registry.names():
+        raise InvalidRequest(
+            f"the state of {type(optimizer).__name__} has no form on shard servers; save with optimizer=None, and its "
+            f"state_dict() beside it, or use one of {', '.join(registry.names())}"
+        )
+    known = registry.create(name).defaults
+    groups: list[Hyper] = []
+    for group in optimizer.param_groups:
+        if any(group.get(flag) for flag in ("amsgrad", "maximize")):
+            raise InvalidRequest(
+                f"{name} with amsgrad or maximize has no form on shard servers; save with optimizer=None, and its "
+                "state_dict() beside it"
+            )
+        values: dict[str, float] = {}
+        for key, value in group.items():
+            if key == "betas":
+                values["beta1"], values["beta2"] = map(float, value)
+            elif key in known:
+                values[key] = float(value)
+        groups.append(values)
+    group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return OptimizerSpec(
+        name=name,
+        groups=tuple(groups),
+        group_of=tuple(group_of.get(p, -1) if f.trainable else -1 for f in flats for p in f.params),
+    )

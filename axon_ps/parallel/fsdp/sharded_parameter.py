@@ -1,0 +1,140 @@
+"""What a sharded parameter is in the user's hands, and what torch's functions may do to it.
+
+Owns: the two classes that a parameter alternates between, and what `param.grad` is once the gradient was sent.
+Refuses: to know when a unit is gathered (`flat`, `runtime`).
+
+Note: [Classes as states]
+    A sharded parameter stays the object that the user's module made. While its unit is unsharded its class adds nothing
+    to torch's dispatch, so that forward and backward run as on plain parameters. While the unit is sharded its class
+    has a `__torch_function__`, which lets through what asks for the shape and its like and raises for all that would
+    read or write values. What never asks Python (autograd's own C++, a `DisableTorchFunctionSubclass` block) is not
+    stopped; there the values are NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl
+
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.fsdp.sent_gradients import Home
+from axon_ps.parallel.fsdp.torch_functions import DESCRIBES, function_name
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+_GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
+_OWN_GRAD = {_GET_GRAD, _SET_GRAD, _GRAD.__delete__}
+_DATA: Any = Tensor.data
+_DETACHING = {Tensor.detach, _DATA.__get__}
+
+
+class _Sharded:
+    """A tensor whose values are on the shard servers; see Note: [Classes as states]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in DESCRIBES or func in _OWN_GRAD:
+            return _disabled_torch_function_impl(func, types, args, kwargs or {})
+        if func in _DETACHING:
+            detached = _disabled_torch_function_impl(func, types, args, kwargs or {}).as_subclass(ShardedValue)
+            detached._axon_home = getattr(args[0], "_axon_home", None)
+            return detached
+        _refuse_read(func, (*args, *(kwargs or {}).values()))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        where: Any = self
+        name = home.name if (home := getattr(self, "_axon_home", None)) is not None else "?"
+        return f"<parameter {name!r} {list(where.shape)} {where.dtype}, its values are on the shard servers>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+class ShardedValue(_Sharded, Tensor):  # type: ignore[misc]
+    """A sharded parameter, detached."""
+
+
+class _GradOfSharded:
+    """`param.grad` of a parameter whose gradient may have been sent."""
+
+    _axon_home: Home
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient; once it was sent, what stands for it: it can be clipped, and nothing else."""
+        own = own_grad(self)
+        home: Home | None = getattr(self, "_axon_home", None)
+        return own if own is not None or home is None else home.sent.of(self, home)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if (home := getattr(self, "_axon_home", None)) is not None and home.unit in home.sent:
+            home.sent.refuse(home, "setting param.grad" if value is not None else "dropping it (zero_grad)")
+        set_own_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
+States: TypeAlias = tuple[type[nn.Parameter], type[nn.Parameter]]
+
+
+@functools.cache
+def states_of(plain: type[nn.Parameter]) -> States:
+    """The classes of a parameter while its unit is sharded, and while it is unsharded.
+
+    Args:
+        plain: the class it was made with; one of the two gives the same two.
+    """
+    if issubclass(plain, _GradOfSharded):
+        plain = plain.__mro__[plain.__mro__.index(_GradOfSharded) + 1]
+    sharded = type(f"Sharded{plain.__name__}", (_Sharded, _GradOfSharded, plain), {})
+    unsharded = type(f"Unsharded{plain.__name__}", (_GradOfSharded, plain), {})
+    return sharded, unsharded
+
+
+def become(param: nn.Parameter, state: type[nn.Parameter]) -> None:
+    """Let a parameter be in another state.
+
+    Raises:
+        InvalidRequest: its class cannot be extended.
+    """
+    try:
+        param.__class__ = state
+    except TypeError as error:
+        raise InvalidRequest(
+            f"a parameter of class {type(param).__name__} cannot be sharded ({error}); use torch.nn.Parameter"
+        ) from error
+
+
+def own_grad(param: Any) -> Tensor | None:
+    """The gradient that is here, whatever was sent."""
+    grad: Tensor | None = _disabled_torch_function_impl(_GET_GRAD, (), (param,), {})
+    return grad
+
+
+def set_own_grad(param: Any, grad: Tensor | None) -> None:
+    """Let the gradient that is here be another."""
+    _disabled_torch_function_impl(_SET_GRAD, (), (param, grad), {})
+
+
+def _refuse_read(func: Any, args: Sequence[Any]) -> NoReturn:
+    homes = (
+        getattr(a, "_axon_home", None) for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))
+    )
+    name = next((home.name for home in homes if home is not None), "?")
+    raise Misuse(
+        f"{function_name(func)} was called on parameter {name!r}, whose values are on the shard servers; they are here "
+        "only while its unit runs. Read it inside `with model.summon_full_params():` or from model.state_dict(); "
+        "change it with model.load_state_dict(); to train it use an optimizer of "
+        "axon_ps.parallel, as axon_ps.parallel.AdamW"
+    )
+
+
+__all__ = ["ShardedValue", "States", "become", "own_grad", "set_own_grad", "states_of"]

@@ -1,0 +1,164 @@
+"""What a wrapped model costs a worker: the estimate from its strategy, and the types of what is measured. Pure.
+
+P    parameters of the model, T of them trainable; u the largest unit, r the root (what is in no unit)
+c    bytes of an element in compute, w as gathered, g as a gradient travels, m as the model was built
+G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter (8 under Adam in f32)
+
+strategy        parameters in memory                     gradients     optimizer state
+FULL_SHARD      c·(r + 2u)                               g·2u          on the servers
+SHARD_GRAD_OP   c·P + w·T (gathered ahead)               g·2u          on the servers
+HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the servers
+NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
++ PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
+
+A unit with frozen parameters is freed one unit later in backward: + c·u where it says u, and with SHARD_GRAD_OP
+2·w·u of its frozen part, which passed through buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.sharding.layout import Layout
+
+MIB = 1 << 20
+_F32_BYTES = 4 * 4
+"""Of a parameter: its value, gradient and two moments."""
+
+
+@dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Memory of one worker, as estimated from the strategy; see the module for the formulas.
+
+    Attributes:
+        total_params: parameters of the model.
+        param_memory_bytes: parameters in the worker's memory at the peak of a step, copies on the host included.
+        grad_memory_bytes: gradients of whole units at the peak of a step, on their way or waiting for the optimizer.
+        optim_memory_bytes: optimizer state in the worker's memory; 0 where it is on the servers.
+        world_size: workers.
+        host_memory_bytes: how much of `param_memory_bytes` is in host memory by `CPUOffload`.
+        replicated_memory_bytes: what a worker would hold that keeps everything: parameters, gradients and two moments;
+            None = that of `total_params` in f32.
+    """
+
+    total_params: int
+    param_memory_bytes: int
+    grad_memory_bytes: int
+    optim_memory_bytes: int
+    world_size: int
+    host_memory_bytes: int = 0
+    replicated_memory_bytes: int | None = None
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.param_memory_bytes + self.grad_memory_bytes + self.optim_memory_bytes
+
+    @property
+    def total_memory_mb(self) -> float:
+        """The same in MiB."""
+        return self.total_memory_bytes / MIB
+
+    @property
+    def memory_savings(self) -> float:
+        """The share that the strategy saves of what a worker without sharding would hold: 0 = nothing, 1 = all."""
+        whole = self.replicated_memory_bytes
+        whole = _F32_BYTES * self.total_params if whole is None else whole
+        return 1.0 - self.total_memory_bytes / whole if whole else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStats:
+    """Memory of one worker, as measured: what its parameters and gradients on their way took.
+
+    Attributes:
+        peak_memory_mb: at most, since the model was wrapped, in MiB.
+        current_allocation_mb: now, in MiB.
+    """
+
+    peak_memory_mb: float
+    current_allocation_mb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBytes:
+    """Elements of one module unit.
+
+    Attributes:
+        numel: parameters.
+        trainable_numel: those that the optimizer moves.
+    """
+
+    numel: int
+    trainable_numel: int
+
+    @property
+    def frozen_numel(self) -> int:
+        """Those that it does not move."""
+        return self.numel - self.trainable_numel
+
+
+def estimate(
+    layout: Layout,
+    units: Sequence[UnitBytes],
+    *,
+    strategy: ShardingStrategy,
+    offload: CPUOffload,
+    compute_bytes: int,
+    wire_bytes: int,
+    grad_bytes: int,
+    built_bytes: int,
+    part_numel: int,
+    state_bytes: int,
+    copied: bool,
+    world_size: int,
+) -> FSDPMemoryStats:
+    """The table of the module's docstring.
+
+    Args:
+        layout: of the model.
+        units: module units, the root first.
+        strategy: what a worker keeps.
+        offload: what is on the host.
+        compute_bytes: c.
+        wire_bytes: w.
+        grad_bytes: g.
+        built_bytes: m, of the dtype the model was built in.
+        part_numel: HYBRID_SHARD: elements of this worker's parts.
+        state_bytes: NO_SHARD: optimizer state per trainable parameter, in bytes.
+        copied: NO_SHARD: whether the module computes with copies of the masters.
+        world_size: workers.
+    """
+    total, trainable = layout.numel, layout.trainable_numel
+    inner = units[1:]
+    one = max((u.numel for u in inner), default=0)
+    ahead = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
+    frozen = max((u.frozen_numel for u in inner), default=0)
+    copies = ahead if frozen else compute_bytes * (units[0].numel + one)
+    pushed = grad_bytes * min(2 * max(u.trainable_numel for u in units), trainable)
+    grads, optim, host = pushed, 0, 0
+    if strategy is ShardingStrategy.NO_SHARD:
+        params = built_bytes * total + (copies if copied else 0)
+        host = built_bytes * total if offload is not CPUOffload.NONE else 0
+        grads, optim = built_bytes * trainable, state_bytes * trainable
+    elif strategy is ShardingStrategy.HYBRID_SHARD:
+        params = wire_bytes * part_numel + ahead
+        host = wire_bytes * part_numel
+    elif offload.keeps_params:
+        params = wire_bytes * total + copies
+        host = wire_bytes * total
+    elif strategy is ShardingStrategy.SHARD_GRAD_OP:
+        params = compute_bytes * total + wire_bytes * (trainable + 2 * frozen)
+    else:
+        params = ahead
+    return FSDPMemoryStats(
+        total_params=total,
+        param_memory_bytes=params,
+        grad_memory_bytes=grads,
+        optim_memory_bytes=optim,
+        world_size=world_size,
+        host_memory_bytes=host,
+        replicated_memory_bytes=built_bytes * total + (built_bytes + 8) * trainable,
+    )

@@ -1,0 +1,115 @@
+"""What a wrapped model needs to make steps: implemented by `StepClient`, and by `NodeSteps` for a node's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from axon_ps.collectives.work import Awaited
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
+from axon_ps.worker.step_client import Ticket
+
+
+class Pending(Awaited, Protocol):
+    """Something under way that can be taken back."""
+
+    def cancel(self) -> None:
+        """Stop it; its memory is not touched afterwards."""
+
+
+class Steps(Protocol):
+    """Where parameters come from, where gradients go, and who decides; see `StepClient`."""
+
+    @property
+    def epoch(self) -> int:
+        """How often the parameters were replaced from outside."""
+
+    @property
+    def asked_epoch(self) -> int:
+        """The newest epoch that this worker asked for, or waited for."""
+
+    @property
+    def version(self) -> int:
+        """Committed steps."""
+
+    @property
+    def copied(self) -> int:
+        """The newest version that took another model's values, which frozen units are of; 0 = none."""
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the job its optimizer."""
+
+    def gather(self, unit: int, out: Any) -> Pending:
+        """Fill `out` with a unit: an array; a tensor in device memory where the steps are `OnDevice`."""
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        """(epoch, version) that this worker has heard of; those it computes with may be older."""
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """What the step is named by that is computed from (epoch, version) `began`; void if those are over."""
+
+    def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
+        """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
+        device memory where the steps are `OnDevice`."""
+
+    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+        """Say that all gradients were given, and wait for the decision."""
+
+    def wait_complete(self, timeout_s: float | None = None) -> object:
+        """Block until a step can be made."""
+
+
+@runtime_checkable
+class OnDevice(Steps, Protocol):
+    """Steps that may move units and gradients in device memory."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where they take them; None = in host memory."""
+
+
+@runtime_checkable
+class Assuming(Steps, Protocol):
+    """Steps that gather by themselves what a step will make of units, before it is decided."""
+
+    def assume(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+
+
+class Mapped(Protocol):
+    """A unit in memory that its server writes and this process reads; see `shard.same_host.shared_copy`."""
+
+    @property
+    def values(self) -> Array:
+        """wire[unit_numel]; the same memory as long as the server lives."""
+
+    def holds(self, version: int) -> bool:
+        """Whether `values` are, and have been since they were found to be, those of a version."""
+
+    def forget_writes(self) -> None:
+        """Whatever was written to `values` here is gone."""
+
+
+@runtime_checkable
+class Mapping(Steps, Protocol):
+    """Steps whose parameters may lie in memory that can be mapped. Nobody reads it beyond the next vote."""
+
+    def mapped(self, unit: int) -> Mapped | None:
+        """A unit's current values, if they are mapped and there."""
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed."""
+
+    def map(self, unit: int, dtype: DType) -> Pending:
+        """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
+
+
+@runtime_checkable
+class Foresight(Steps, Protocol):
+    """Steps whose result can be gathered before they are decided."""
+
+    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
+        """Fill `out` with a unit as an unclipped step with `hyper` will make it."""

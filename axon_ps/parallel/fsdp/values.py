@@ -1,0 +1,381 @@
+"""What a wrapped model's parameters are: whole, replaced, saved and loaded, whatever the strategy."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime, ReplicatedUnit
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.wrapper import ModuleWrapper
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Parameter
+from axon_ps.worker.checkpoints import CheckpointInfo
+from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.world import world_of
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.fsdp.no_shard.local_checkpoint import Moments
+
+_TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
+
+
+class ShardedValues(ModuleWrapper):
+    """The half of `FullyShardedDataParallel` that is about values; what moves when is the other half's."""
+
+    _group: ProcessGroup
+    _name: str
+    _spec: JobSpec
+    _steps: StepClient
+    _runtime: Runtime
+    _buffer_dtypes: dict[str, torch.dtype]
+    _missing = 0
+
+    def _replicated_units(self) -> list[ReplicatedUnit]:
+        return self._runtime.flats if isinstance(self._runtime, ReplicatedRuntime) else []
+
+    def _check_idle(self, what: str) -> None:
+        if any(u.depth for u in self._runtime.units):
+            raise Misuse(f"{what}() was called inside a forward; call it between steps")
+
+    # ------------------------------------------------------------------ whole parameters
+
+    @contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Inside, every parameter holds its current value, in compute dtype. They are to be read, not changed.
+
+        Raises:
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which is lost
+                (what is done to `param.data` is not noticed).
+            StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
+        """
+        self._check_idle("summon_full_params")
+        try:
+            self._runtime.gather_all()
+            params = [] if self._replicated_units() else list(self.sharded_parameters())
+            before = [param._version for param in params]
+            yield
+            changed = sum(param._version != version for param, version in zip(params, before, strict=True))
+            torn = self._runtime.torn
+        finally:
+            self._runtime.reset()
+        if changed:
+            for flat in (f for u in self._runtime.units for f in u.flats):
+                flat.release()  # also where the strategy would keep what was changed
+            raise Misuse(
+                f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
+                "old values; give them others with load_state_dict() or update_shards()"
+            )
+        if torn:
+            raise StepAborted(_TORN)
+
+    def sharded_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
+        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
+        return (p for p in self.parameters() if p in managed)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters what they say.
+
+        Raises:
+            Misuse: it would move or cast sharded parameters.
+        """
+        managed = set(self.sharded_parameters())
+        for dtype, device in {(p.dtype, p.device) for p in managed}:
+            there = fn(torch.empty(0, dtype=dtype, device=device))
+            if (there.dtype, there.device) != (dtype, device):
+                raise Misuse(
+                    f"the parameters of a wrapped model cannot go from {dtype} on {device} to {there.dtype} on "
+                    f"{there.device}; say device= and mixed_precision= when you wrap it"
+                )
+        for child in self.module.modules():
+            child._buffers.update({k: fn(b) for k, b in child._buffers.items() if b is not None})
+            for param in {p for p in child._parameters.values() if p is not None} - managed:
+                param.data = fn(param.data)
+        return self
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
+
+        Takes the memory of one unit at a time.
+
+        Raises:
+            StepAborted: the job went on without this worker (it was frozen or cut off), so what it has read is of
+                several versions; begin again. Where replicas step alone they may always be.
+        """
+        local = self._replicated_units()
+        began = None if local else (self._steps.epoch, self._steps.latest_version)
+        for index, unit in enumerate(self._spec.layout.units):
+            if local:
+                values = local[index].master.detach().to("cpu", torch.float32)
+            else:
+                values = torch.empty(unit.numel, dtype=torch.float32)
+                self._steps.gather(index, values.numpy(), exact=True).wait()
+                if (self._steps.epoch, self._steps.latest_version) != began and not self._spec.policy.alone:
+                    raise StepAborted(_TORN)
+            for spec in unit.parameters:
+                yield spec.name, values[spec.offset : spec.end].view(spec.shape)
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Every parameter in the dtype it was built with, and every buffer, by the names of the user's module.
+
+        Each worker gets all of it, and none needs the others for it; for models too big for that use
+        `world.save_checkpoint` and `axon-ps checkpoint export`. `state_dict()` of the user's module, and what is built
+        on it (`save_pretrained()` of transformers), gives the same. Tied parameters are one tensor under several names,
+        as in torch.
+
+        Args:
+            args: as `nn.Module.state_dict` takes them.
+            destination: where to put it; None = a new dict.
+            prefix: what names begin with.
+            keep_vars: give the parameters themselves, which have no values.
+        """
+        given: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        if args:
+            given |= dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+        state: dict[str, Any] = self.module.state_dict(**given)
+        return state
+
+    def _hook_state_dicts(self) -> None:
+        """Have `state_dict()` of the user's module give values, as long as there is a wrapper."""
+        wrapper = weakref.ref(self)
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            if (found := wrapper()) is not None:
+                found._fill(state, prefix)
+
+        def end_of_loading(module: nn.Module, keys: _IncompatibleKeys) -> None:
+            assert isinstance(module, ShardedValues)
+            del keys.missing_keys[module._missing :]  # torch went into the user's module, and found nothing there
+
+        self.module.register_state_dict_post_hook(fill)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
+
+    def _fill(self, state: dict[str, Any], prefix: str) -> None:
+        by_name = {p.name: p for _, p in self._spec.layout.parameters()}
+        keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
+        wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
+        if not wanted:
+            return  # keep_vars
+        for name, value in self.full_parameters():
+            kept = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
+            state.update({k: kept for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
+        members = (
+            self.module.named_parameters(remove_duplicate=False),
+            self.module.named_buffers(remove_duplicate=False),
+        )
+        for name, own in itertools.chain(*members):
+            if (key := prefix + name) in state and key not in keys:
+                state[key] = own.detach().to(self._buffer_dtypes.get(name, own.dtype), copy=True)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Give every parameter and buffer other values; optimizer state and version stay. Every worker calls it.
+
+        Parameters are those that the worker of lowest rank gives; buffers each worker's own.
+
+        Args:
+            state_dict: by the names of the user's module, as `state_dict()` gives.
+            strict: names must match exactly; else what is missing keeps its value.
+            assign: not possible.
+
+        Returns:
+            The missing and unexpected names.
+
+        Raises:
+            InvalidRequest: names or shapes do not match, or `assign` is set.
+
+        After an error: before anything was sent, nothing has changed; later, see `World.replace_parameters`.
+        """
+        if assign:
+            raise InvalidRequest("load_state_dict(assign=True) cannot be: the values of a sharded model are elsewhere")
+        own = self.module.state_dict(keep_vars=True)
+        keys = _IncompatibleKeys([k for k in own if k not in state_dict], [k for k in state_dict if k not in own])
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise InvalidRequest(
+                f"the state dict does not fit: missing {keys.missing_keys}, unexpected {keys.unexpected_keys}; pass "
+                "strict=False to load what fits"
+            )
+        tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
+        for name, tensor in tensors.items():
+            if name in state_dict and state_dict[name].shape != tensor.shape:
+                raise InvalidRequest(
+                    f"{name!r} has shape {list(state_dict[name].shape)} in the state dict and {list(tensor.shape)} in "
+                    "the model"
+                )
+        given = {name: state_dict[name] for name in own if name in state_dict}
+        sharded = {alias for _, p in self._spec.layout.parameters() for alias in (p.name, *p.aliases)}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in given and name not in sharded:
+                    tensor.copy_(given[name])
+        for name in given.keys() - tensors.keys():  # extra state
+            self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
+        self._replace(lambda p: next((given[n] for n in (p.name, *p.aliases) if n in given), None))
+        return keys
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """What `load_state_dict()` of a module calls in which this one is; every worker must call that."""
+        taken = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        try:
+            keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in taken.items()}, strict=False)
+            missing_keys += [prefix + name for name in keys.missing_keys]
+            unexpected_keys += [prefix + name for name in keys.unexpected_keys]
+        except InvalidRequest as error:
+            error_msgs.append(str(error))
+        self._missing = len(missing_keys)
+
+    def update_shards(self, flat: torch.Tensor) -> None:
+        """Give every parameter other values, from one flat tensor. Every worker calls it.
+
+        Args:
+            flat: [total_params], the parameters one after the other in layout order (that of `full_parameters()`); the
+                one of the worker of lowest rank counts.
+
+        Raises:
+            InvalidRequest: it is not of that length.
+
+        After an error: see `World.replace_parameters`.
+        """
+        layout = self._spec.layout
+        if flat.shape != (layout.numel,):
+            raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
+        pieces = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        by_name = {p.name: piece for (_, p), piece in zip(layout.parameters(), pieces, strict=True)}
+        self._replace(lambda p: by_name[p.name].view(p.shape))
+
+    def _replace(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> None:
+        """Let parameters be `value_of` them; where that is None they keep their values."""
+        self._check_idle("load_state_dict")
+        self._runtime.reset()
+        keeps = any(value_of(p) is None for _, p in self._spec.layout.parameters())
+        old = dict(self.full_parameters()) if keeps else {}  # the servers drop what they have
+        values = self._new_values(value_of, old)
+        if isinstance(self._runtime, ReplicatedRuntime):
+            for (_, value), flat in zip(values, self._runtime.flats, strict=True):
+                with torch.no_grad():
+                    flat.master.copy_(value)
+            self._runtime.broadcast()
+            return
+        world_of(self._group).replace_parameters(((index, value.numpy()) for index, value in values), model=self._name)
+
+    def _new_values(
+        self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Per unit, its number and f32[unit_numel]."""
+        for index, unit in enumerate(self._spec.layout.units):
+            values = torch.empty(unit.numel)
+            for spec in unit.parameters:
+                value = value_of(spec)
+                values[spec.offset : spec.end].view(spec.shape).copy_(old[spec.name] if value is None else value)
+            yield index, values
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        version: int | None = None,
+    ) -> CheckpointInfo | None:
+        """Write parameters and optimizer state; every worker calls it, and it returns when the checkpoint is complete.
+
+        The format is the same for every strategy, so a job may go on with another one. With servers they write it, and
+        all models of the job are in it; under NO_SHARD the first worker does, which takes a second copy of both in its
+        memory.
+
+        Args:
+            uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
+            optimizer: under NO_SHARD, whose state to save: ours, or one of torch.optim with a counterpart of ours;
+                None = parameters alone. With servers it is theirs in any case.
+            extra: what you want back on load, JSON values.
+            version: under NO_SHARD with torch's optimizer, how many steps were made; None = as its state says.
+
+        Returns:
+            What was written; None on workers that did not write.
+
+        Raises:
+            CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
+        """
+        world, info = world_of(self._group), None
+        if isinstance(self._runtime, ReplicatedRuntime):
+            if self._group.rank == 0:
+                from axon_ps.parallel.fsdp.no_shard import (
+                    local_checkpoint,  # it computes as servers do, which loads a compiler
+                )
+
+                info = local_checkpoint.save(
+                    uri, self._spec, self._runtime, self._moments(optimizer), extra or {}, version
+                )
+            self._group.barrier()
+            return info
+        if world.is_main_process:
+            info = world.save_checkpoint(uri, extra=extra)
+        world.barrier("axon_ps/save_checkpoint")
+        return info
+
+    def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
+        """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
+
+        Of a checkpoint of several models this one alone goes back; `World.restore_checkpoint` takes all of them.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            optimizer: as for `save_checkpoint`; its hyperparameters stay what they are.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            InvalidRequest: it was saved from another model.
+        """
+        world = world_of(self._group)
+        if isinstance(self._runtime, ReplicatedRuntime):
+            from axon_ps.parallel.fsdp.no_shard import local_checkpoint
+
+            info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer), self._name)
+            self._group.barrier()
+            return info
+        before = self._steps.epoch
+        world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
+        told: dict[str, Any] | None = None
+        if world.is_main_process:
+            told = asdict(world.restore_checkpoint(uri, models=[self._name]))
+        told = next(t for t in world.gather_json(told, name="axon_ps/load_checkpoint") if t is not None)
+        self._steps.wait_epoch(before + 1)
+        return CheckpointInfo(**told)
+
+    def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:
+        runtime = self._runtime
+        assert isinstance(runtime, ReplicatedRuntime)
+        ours = runtime.optimizer if getattr(optimizer, "kind", None) is not None else None
+        from axon_ps.parallel.fsdp.no_shard.local_checkpoint import Moments
+
+        return Moments(ours or optimizer, runtime.flats)

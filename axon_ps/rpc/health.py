@@ -1,0 +1,33 @@
+"""A server's health, as it answers by grpc.health.v1."""
+
+from __future__ import annotations
+
+from grpc_health.v1 import health_pb2
+
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+
+SERVING = "SERVING"
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+
+
+async def health_of(address: str, security: Security, *, service: str = "", timeout_s: float) -> str:
+    """What a server says of its health: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
+
+    Args:
+        address: the server's.
+        security: TLS and token.
+        service: full name of one service; empty = the server as a whole.
+        timeout_s: seconds it may take.
+
+    Raises:
+        AxonError: it does not answer, or refuses.
+    """
+    channel = connect(address, security)
+    try:
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = await Stub(channel, _HEALTH, peer=address).call("Check", request, timeout_s=timeout_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+    finally:
+        await channel.close()

@@ -1,0 +1,525 @@
+"""A worker's end of the shard servers: gather units, push gradients, upload first values.
+
+`ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
+Everything here runs on one event loop; every method must be called on its thread.
+
+What is retried here and what is not: a gather or an upload does no harm when repeated, so a broken connection and a
+changed generation are retried until the deadline. A push belongs to one generation: a broken connection is resumed
+where the server says, a changed generation is the caller's to handle (the step is lost).
+
+    shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from axon_ps.aggregation.client.peers import MakeContext, Peers
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.feedback import Feedback
+from axon_ps.compress.registry import compressor_of
+from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
+from axon_ps.host.malloc import keep_message_memory
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.shard.client import transfers
+from axon_ps.shard.client.transfers import Transfer, Transfers
+from axon_ps.shard.same_host.access import Servers
+from axon_ps.shard.same_host.shared_buffers import shared_buffer
+from axon_ps.shard.same_host.shared_copy import MappedCopy
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.plan import Slice
+from axon_ps.types import Array, Compression, DType, Hyper, Membership
+from axon_ps.wire.v1 import memory_pb2, shard_pb2
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+_Do = Callable[[Stub, Slice, Transfer], Awaitable[T]]
+
+_GATHER_LANE, _PUSH_LANE = 0, 1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+
+
+class ShardGroup:
+    """The shard servers of a job, as one worker sees them for one model.
+
+    Args:
+        security: TLS and token.
+        lanes: connections per server: gathers on the first, pushes and uploads on the second.
+        node: name of this host: with servers on it, memory is read instead of sent, where the kernel allows it. "" =
+            everything is sent.
+    """
+
+    def __init__(self, security: Security, lanes: int = 2, node: str = "") -> None:
+        keep_message_memory()
+        self._peers = Peers(security, lanes)
+        self._reach = Servers(node)
+        self._begin(Transfers())
+
+    def _begin(self, transfers: Transfers) -> None:
+        """What is of one model."""
+        self._transfers = transfers
+        self._spec: JobSpec | None = None
+        self._feedback = Feedback()
+        self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
+        self._retries = 0
+
+    def for_another(self) -> ShardGroup:
+        """The same servers for another model, over the same connections and streams; `close` is this one's."""
+        other = copy.copy(self)
+        other._begin(self._transfers.sharing())
+        return other
+
+    def release(self) -> None:
+        """The model is the job's no more: forget what is mapped and owed."""
+        self._mapped.clear()
+        self._feedback.clear()
+
+    def set_members(self, membership: Membership, me: str = "") -> None:
+        """Take the current shard servers, and our own id; calls under way go on, and retries use the new addresses."""
+        self._peers.set_members(membership)
+        self._reach.set_members(membership, me)
+
+    def set_spec(self, spec: JobSpec) -> None:
+        """Take the model's layout."""
+        self._spec = spec
+        self._peers.wake()
+
+    async def _owners(self, unit: int, deadline: Deadline) -> tuple[JobSpec, Sequence[Slice]]:
+        """The model's spec and the slices of a unit, once layout and members are known.
+
+        Raises:
+            InvalidRequest: there is no such unit.
+            Timeout: something did not become known in time.
+            Closed: the connections were closed.
+        """
+        while self._spec is None:
+            if deadline.passed:
+                raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
+            await self._peers.wait(deadline.remaining())
+        num_servers = await self._peers.num_servers(deadline)
+        units = len(self._spec.layout.units)
+        if not 0 <= unit < units:
+            raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
+        return self._spec, self._spec.plan(num_servers).slices[unit]
+
+    @staticmethod
+    def warm_up(spec: JobSpec) -> None:
+        """Compile what this worker needs for the job's compressions. Any thread but the loop's: it may take seconds."""
+        p = spec.precision
+        for how in (_compressor(p.param_compression), _compressor(p.grad_compression)):
+            if how is not None:
+                how.warm_up()
+        if p.param_compression is not None:
+            transfers.warm_up()
+
+    def settle(self, step: int, *, committed: bool) -> None:
+        """A step is decided: what its compressed gradients lost is owed from now on, if it committed."""
+        self._feedback.settle(step, committed=committed)
+
+    def forget_residuals(self) -> None:
+        """The parameters were replaced: nothing is owed any more."""
+        self._feedback.clear()
+
+    async def gather(
+        self,
+        unit: int,
+        out: Array,
+        *,
+        min_version: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
+        compressed: bool = False,
+        epoch: int = 0,
+    ) -> int:
+        """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
+
+        Where replicas step alone, others commit all the time: each element is at `min_version` or later then.
+
+        Args:
+            unit: its number.
+            out: wire[n], contiguous; float32, uint16 (bf16) or float16 decides what travels.
+            min_version: the oldest version that will do; owners that are behind are waited for.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element.
+            end: one past the last; None = the unit's end.
+            compressed: if the job compresses parameters, they travel so, and `out` is what they are widened to.
+            epoch: how often the job had been restored when it was at `min_version`; owners wait until they know of it.
+
+        Returns:
+            The (oldest) version of what was gathered: at least `min_version`.
+
+        Raises:
+            InvalidRequest: there is no such unit, or `out` does not fit.
+            Timeout: an owner did not answer, or was not there, or did not reach the version in time.
+            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
+
+        After an error: `out` holds anything; nothing changed on the servers.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._owners(unit, deadline)
+        begin, end = _range(spec, unit, begin, end, out)
+        if out.dtype not in transfers.DTYPE_OF:
+            raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
+        how = _compressor(spec.precision.param_compression) if compressed else None
+        while True:
+            transfer = Transfer(
+                begin=begin,
+                end=end,
+                array=out,
+                dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
+                chunk_numel=spec.options.chunk_numel,
+                context=context,
+                deadline=deadline,
+                min_version=min_version,
+                epoch=epoch,
+                one_version=not spec.policy.alone,
+                compressor=how,
+                reach=self._reach,
+            )
+            versions = await _together(
+                [self._repeated(self._transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
+            )
+            if min(versions) == max(versions) or spec.policy.alone:
+                return max(min(versions), min_version)
+            min_version = max(versions)  # some owners committed in between: ask all of them for the later one
+            self._retries += 1
+
+    async def map(
+        self,
+        unit: int,
+        *,
+        dtype: DType,
+        min_version: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        epoch: int = 0,
+    ) -> MappedCopy | None:
+        """The memory that a unit lies in on this host, once it is at `min_version` or later.
+
+        Args:
+            unit: its number.
+            dtype: what it is wanted as.
+            min_version: the oldest version that will do.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            epoch: as for `gather`.
+
+        Returns:
+            None where it must be gathered: it lies on another host or on several servers, travels compressed or as
+            another dtype, or replicas step alone. See `same_host.shared_copy`, Note: [When a mapped unit may change].
+
+        Raises:
+            InvalidRequest: there is no such unit.
+            Timeout: its owner did not answer, or was not there, or did not reach the version in time.
+            StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._owners(unit, deadline)
+        precision = spec.precision
+        if len(slices) > 1 or spec.policy.alone or precision.param_compression or dtype is not precision.param:
+            return None
+        begin, end = _range(spec, unit, 0, None, None)
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=None,
+            dtype=dtype,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            min_version=min_version,
+            epoch=epoch,
+            reach=self._reach,
+        )
+        mapping = await self._repeated(self._transfers.locate, _GATHER_LANE, slices[0], transfer)
+        if mapping is None:
+            return None
+        known = self._mapped.get(unit)
+        if known is None or known[0] != mapping:
+            try:
+                known = self._mapped[unit] = mapping, MappedCopy(mapping, end, dtype)
+            except Unreachable as error:
+                _logger.info("unit %d is gathered and not mapped: %s", unit, error)
+                return None
+        return known[1]
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for gradients; servers of this host read them there. See `shard.same_host.shared_buffers`."""
+        return shared_buffer(size_bytes) if self._reach.near else np.empty(size_bytes, np.uint8)
+
+    async def gather_ahead(
+        self,
+        unit: int,
+        out: Array,
+        *,
+        step: int,
+        hyper: tuple[Hyper, ...],
+        context: MakeContext,
+        timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> int:
+        """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
+
+        Args:
+            unit: its number.
+            out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
+            step: the undecided step attempt.
+            hyper: per parameter group, the hyperparameters it is taken to have.
+            context: gives job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element wanted, counted from the unit's start.
+            end: one past the last element wanted; None = the unit's end.
+
+        Returns:
+            The version this would be.
+
+        Raises:
+            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            GenerationChanged: the step is lost.
+            InvalidRequest: `out` does not fit, or another worker assumes otherwise.
+            Timeout: a replica did not push in time.
+            Broken: a connection broke.
+
+        After an error: `out` holds anything; nothing changed on the servers.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._owners(unit, deadline)
+        begin, end = _range(spec, unit, begin, end, out)
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=out,
+            dtype=spec.precision.param,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            step=step,
+            assumed=hyper,
+            compressor=_compressor(spec.precision.param_compression),
+            reach=self._reach,
+        )
+        wanted = (spec.precision.param.numpy,) if transfer.compressor is None else tuple(transfers.DTYPE_OF)
+        if out.dtype not in wanted:
+            raise InvalidRequest(
+                f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
+            )
+
+        async def pull(s: Slice) -> int:
+            stub = await self._peers.stub(s.server, _GATHER_LANE, deadline)
+            return await self._transfers.pull(stub, s, transfer)
+
+        return max(await _together([pull(s) for s in slices if transfer.touches(s)]))
+
+    async def reduce_scatter(
+        self,
+        unit: int,
+        grad: Array | None,
+        *,
+        step: int,
+        replica: int,
+        context: MakeContext,
+        timeout_s: float | None,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Add this replica's gradient of elements [begin, end) of a unit to the step's sum, on every owner.
+
+        Args:
+            unit: its number.
+            grad: wire[n] in the job's gradient dtype (f32 when they are compressed, which happens here, with what
+                earlier steps owe), contiguous; None when this replica has none for the unit.
+            step: the step attempt.
+            replica: this worker's replica.
+            context: gives job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            begin: first element; must begin a chunk of its owner.
+            end: one past the last; must end a chunk of its owner; None = the unit's end.
+
+        Raises:
+            InvalidRequest: unit, replica, range or `grad` do not fit the job.
+            GenerationChanged: the step is lost, and with it what was pushed.
+            StepAborted: the step ended without a commit.
+            Timeout: an owner was not reached, or a replica before this one did not push in time.
+
+        After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
+        generation is harmless; pushing another one is not noticed.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._owners(unit, deadline)
+        begin, end = _range(spec, unit, begin, end, grad)
+        if grad is not None and grad.dtype != spec.precision.grad.numpy:
+            raise InvalidRequest(
+                f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
+            )
+        how = _compressor(spec.precision.grad_compression)
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=grad,
+            dtype=spec.precision.grad,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            step=step,
+            replica=replica,
+            compressor=how,
+            reach=self._reach,
+            residuals=None if how is None or grad is None else self._feedback.open(unit, begin, end, step),
+        )
+        await _together([self._resumed(s, transfer) for s in slices if transfer.touches(s)])
+
+    async def upload(
+        self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
+    ) -> None:
+        """Store the first values of a unit on its owners.
+
+        Args:
+            unit: its number.
+            values: f32[unit_numel], contiguous.
+            context: gives the present job, generation and incarnation.
+            timeout_s: seconds it may take in all; None = no deadline.
+            epoch: how often the job has been restored; owners wait until they know of it, and drop values of an older.
+
+        Raises:
+            InvalidRequest: there is no such unit, or `values` does not fit.
+            Misuse: steps were committed already.
+            Timeout: an owner was not reached in time.
+
+        After an error: some owners may have some or all of it; uploading again is harmless.
+        """
+        deadline = Deadline(timeout_s)
+        spec, slices = await self._owners(unit, deadline)
+        begin, end = _range(spec, unit, 0, None, values)
+        if values.dtype != np.float32:
+            raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")
+        transfer = Transfer(
+            begin=begin,
+            end=end,
+            array=values,
+            dtype=DType.F32,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            epoch=epoch,
+        )
+        await _together([self._repeated(self._transfers.store, _PUSH_LANE, s, transfer) for s in slices])
+
+    async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
+        """The counters of one shard server, as its `statistics()` gives them.
+
+        Raises:
+            Unreachable: nobody answers.
+            Timeout: it did not answer in time.
+        """
+        deadline = Deadline(timeout_s)
+        stub = await self._peers.stub(server, _GATHER_LANE, deadline)
+        reply = await stub.call("Stats", shard_pb2.StatsRequest(context=context()), timeout_s=deadline.remaining())
+        return dict(reply.values)
+
+    def statistics(self) -> dict[str, float]:
+        """What was done, payload bytes and chunks in each direction, retries, and memory of residuals."""
+        counters = {
+            **self._transfers.counters,
+            "retries": self._retries,
+            "residual_bytes": self._feedback.nbytes,
+        }
+        return {name: float(value) for name, value in sorted(counters.items())}
+
+    async def close(self) -> None:
+        """Close every connection; calls under way fail. Harmless when repeated."""
+        self._reach.close()
+        await self._peers.close()
+
+    async def _repeated(self, do: _Do[T], lane: int, s: Slice, transfer: Transfer) -> T:
+        """What may be repeated from its start, until it succeeds or the deadline passes."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            stub = await self._peers.stub(s.server, lane, transfer.deadline)
+            try:
+                return await do(stub, s, transfer)
+            except (Broken, GenerationChanged, Closed) as error:
+                transfer = await self._again(pause_s, s, transfer, error)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _resumed(self, s: Slice, transfer: Transfer) -> None:
+        """A push, resumed when the connection breaks, until the deadline passes."""
+        pause_s = _FIRST_PAUSE_S
+        resume = False
+        while True:
+            stub = await self._peers.stub(s.server, _PUSH_LANE, transfer.deadline)
+            try:
+                return await self._transfers.push(stub, s, transfer, resume=resume)
+            except (Broken, Closed) as error:
+                transfer = await self._again(pause_s, s, transfer, error)
+            resume = True
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _again(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
+        """Before another attempt: wait a moment, less if the membership changes.
+
+        A call is `Closed` when the server has moved, and its old connection was closed under it. What has failed for
+        another reason than a new generation may have failed because one side cannot read the other any more.
+
+        Returns:
+            What to attempt: nothing is lent or borrowed if that may be what failed.
+
+        Raises:
+            Closed: all connections were closed by their owner.
+            Timeout: there is no time left for another attempt.
+        """
+        if transfer.deadline.remaining() <= pause_s:
+            what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"
+            raise Timeout(what) from error
+        self._retries += 1
+        await self._peers.wait(pause_s)
+        if isinstance(error, GenerationChanged):
+            return transfer
+        self._reach.forget(s.server)
+        return dataclasses.replace(transfer, sent=True)
+
+
+@functools.cache
+def _compressor(compression: Compression | None) -> Compressor | None:
+    return None if compression is None else compressor_of(compression)
+
+
+def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:
+    """The range asked for, once it lies in the unit and `array` has its length."""
+    numel = spec.layout.units[unit].numel
+    end = numel if end is None else end
+    if not 0 <= begin < end <= numel:
+        raise InvalidRequest(f"elements {begin} to {end} are not a range of unit {unit}, which has {numel}")
+    if array is not None and (array.shape != (end - begin,) or not array.flags.c_contiguous):
+        raise InvalidRequest(
+            f"the array for elements {begin} to {end} of unit {unit} has shape {list(array.shape)} and strides "
+            f"{array.strides}; needed is a contiguous 1-D array of {end - begin} elements"
+        )
+    return begin, end
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error ends the others, and is raised once they are over."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

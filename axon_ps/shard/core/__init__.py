@@ -1,0 +1,1 @@
+"""What a shard server holds and decides, as a deterministic state machine: no threads, sockets or clocks."""

@@ -1,0 +1,1 @@
+"""A shard server as a process: protocol, waits, threads, checkpoints and reports around the core."""

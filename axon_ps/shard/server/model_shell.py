@@ -1,0 +1,536 @@
+"""Around the engine of one model: its waits and threads, and what it reports. Decides nothing.
+
+Everything here runs on one event loop, apart from what the apply pool and the files' thread do. Events of the
+coordinator's session that are about the model come in through `on_event`, streams through the coroutines that the
+servicer calls. What all models of a server share is `shard.server.shell`'s.
+
+Note: [In order]
+    A decision that needs no word of this server first (each replica steps alone, or another model's values are copied)
+    may come while an earlier one is applied. It waits for its turn, and everything about the model that comes after it
+    waits behind it. What must find the model as it is between two events, a snapshot of it or a copy from it, takes its
+    place in the same order (`in_order`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from axon_ps.compress import cast
+from axon_ps.compress.registry import compressor_of
+from axon_ps.coordinator.core.events import UPLOADED, Event, JobState, RestoreOrder, SnapshotFile
+from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
+from axon_ps.shard.core.engine import Push, ShardEngine
+from axon_ps.shard.server import snapshot
+from axon_ps.shard.server.apply import ApplyPool, Hold, SnapshotGate
+from axon_ps.shard.server.waiters import Waiters
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
+
+_logger = logging.getLogger(__name__)
+
+
+def warm_up(spec: JobSpec) -> None:
+    """Compile what a server needs for a layout. Any thread but the loop's: it may take seconds."""
+    precision = spec.precision
+    for dtype in (precision.param, precision.grad):
+        cast.warm_up(dtype)
+    for compression in (precision.param_compression, precision.grad_compression):
+        if compression is not None:
+            compressor_of(compression).warm_up()
+
+
+class Reports(Protocol):
+    """What a shard server tells the coordinator; `coordinator.client.session.CoordinatorClient` is one.
+
+    Attributes:
+        rank: our number among the shard servers.
+        num_shards: shard servers of the job.
+    """
+
+    rank: int
+    num_shards: int
+
+    def ready(
+        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
+    ) -> None:
+        """Every slice has every replica's gradients, or those of `replica` where replicas step alone."""
+
+    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
+        """Every slice of a model has its values."""
+
+    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
+        """Our files of a checkpoint are written, or why not."""
+
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
+        """We could not restore a model."""
+
+
+class Server(Protocol):
+    """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
+
+    Attributes:
+        reports: the way to the coordinator.
+    """
+
+    reports: Reports | None
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something; if it raises, the server ends."""
+
+    async def in_files_thread(self, work: Callable[[], Any]) -> Any:
+        """Do something slow in the thread for that, after what was given to it before."""
+
+    def fail(self, error: BaseException) -> None:
+        """This server cannot go on."""
+
+    def wake(self) -> None:
+        """Something about a model changed that callers wait for."""
+
+
+@dataclass(frozen=True)
+class Copying:
+    """A decision that values of `source` are copied; `held` is how `source` is kept as they are until that is done."""
+
+    decision: Decision
+    source: ModelShell
+    held: asyncio.Future[Hold]
+
+
+class ModelShell:
+    """One model's engine with what it needs to run.
+
+    Args:
+        number: of the model.
+        server: whose it is.
+        threads: for applying; None = one per core this process may use.
+
+    Attributes:
+        engine: the state.
+        name: what the job calls it; empty until that is known.
+    """
+
+    def __init__(self, number: int, server: Server, threads: int | None = None) -> None:
+        self.number = number
+        self.name = ""
+        self.engine = ShardEngine()
+        self._server = server
+        self._membership: Membership | None = None
+        self._members: dict[str, Member] = {}
+        self._waiters = Waiters()
+        self._gate = SnapshotGate()
+        self._pool = ApplyPool(self.engine, self._gate, threads, self._finished, server.fail)
+        self._applying = 0
+        self._readers = 0  # copies from here that are under way
+        self._copy: tuple[ModelShell, Hold] | None = None  # what is copied to here
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pushing: set[asyncio.Task[Any]] = set()
+        self._epoch = 0
+        self._ordered = 0  # epoch of the newest restore order, and of the newest that has room for its values
+        self._withdrawn = 0
+        self._served = 0  # epoch of the values that there are
+        self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
+        self._events: deque[Event | Copying | Callable[[], None]] = deque()
+        self._released = False
+
+    def stop(self) -> None:
+        """Let everybody go who waits for a unit; an unfinished snapshot or copy fails."""
+        self._gate.close()
+
+    async def close(self) -> None:
+        """End the threads, after `stop`."""
+        await asyncio.to_thread(self._pool.close)
+
+    async def release(self) -> None:
+        """The job has the model no more: end what is under way, and give its memory back."""
+        self._released = True
+        for task in self._pushing:
+            task.cancel()
+        self._waiters.wake_all()
+        await self._idle.wait()
+        self.stop()
+        await self.close()
+        self.engine.release()
+
+    # ------------------------------------------------------------------ events from the coordinator
+
+    def on_event(self, event: Event | Copying) -> None:
+        """Take one event of the session, in order, on the loop's thread. See Note: [In order].
+
+        Where replicas step alone there are at most as many decisions waiting as replicas, since each needs our word on
+        its next attempt; a copy needs every worker's.
+        """
+        if self._applying and (self.engine.alone or self._events or isinstance(event, Copying)):
+            self._events.append(event)
+        else:
+            self._take(event)
+
+    def in_order(self, call: Callable[[], None]) -> None:
+        """Call something when everything that came before it has been taken."""
+        if self._events:
+            self._events.append(call)
+        else:
+            call()
+
+    def hold(self, version: int) -> Hold:
+        """Keep the units at `version`, which they are at or get to, until a snapshot has passed them."""
+        return self._gate.hold(version)
+
+    def keep(self, version: int) -> Hold:
+        """The same for a copy, until `let_go`."""
+        self._readers += 1
+        self._idle.clear()
+        return self._gate.hold(version, firm=True)
+
+    def let_go(self, hold: Hold) -> None:
+        """A copy is done."""
+        self._gate.release(hold)
+        self._readers -= 1
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._applying and not self._readers:
+            self._idle.set()
+
+    def _take(self, event: Event | Copying) -> None:
+        try:
+            if isinstance(event, Membership):
+                self._on_membership(event)
+            elif isinstance(event, JobState):
+                self._on_job(event)
+            elif isinstance(event, Decision):
+                self._on_decision(event)
+            elif isinstance(event, Copying):
+                self._on_copying(event)
+            elif isinstance(event, RestoreOrder):
+                self.engine.begin_restore(uploaded=event.uri == UPLOADED)
+                self._ordered = event.epoch
+                self._server.start(self._replace(event) if event.uri == UPLOADED else self._restore(event))
+        except AxonError as error:
+            self._server.fail(error)
+
+    def _on_membership(self, membership: Membership) -> None:
+        spec = self.engine.spec
+        numbered = membership if spec is None else membership.numbered(spec.replica_is_node)
+        self._membership = membership
+        self._members = {m.incarnation: m for m in numbered.workers}
+        if membership.generation > self.engine.generation:
+            step, version = membership.progress(self.number)
+            self.engine.membership(membership.generation, step, version, numbered.num_replicas)
+            for task in self._pushing:
+                task.cancel()
+        self._wake_all()
+        self._report_ready()
+
+    def _on_job(self, job: JobState) -> None:
+        reports = self._server.reports
+        assert reports is not None
+        self.name = job.name or self.name
+        self._epoch = max(self._epoch, job.epoch)
+        if job.spec is not None and not self.engine.configured:
+            self.engine.configure(job.spec, reports.rank, reports.num_shards)
+            self._renumber(job.spec.replica_is_node)
+            self._server.start(self._warm_up(partial(warm_up, job.spec)))
+            if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
+                reports.initialized(version=job.version, epoch=self._epoch, model=self.number)
+        if job.optimizer is not None and self.engine.updater is None:
+            updater = self.engine.set_optimizer(job.optimizer)
+            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
+        self._wake_all()
+
+    def _renumber(self, by_node: bool) -> None:
+        """The layout says what a replica is, which may be another thing than the membership took it to be."""
+        if self._membership is not None and self._membership.by_node != by_node:
+            numbered = self._membership.numbered(by_node)
+            self._members = {m.incarnation: m for m in numbered.workers}
+            self.engine.set_replicas(numbered.num_replicas)
+
+    def _on_decision(self, decision: Decision) -> None:
+        if units := self.engine.decide(decision):
+            self._begin(units)
+            self._pool.start(units)
+        self._waiters.wake_all()
+
+    def _on_copying(self, copying: Copying) -> None:
+        units = self.engine.decide(copying.decision)
+        self._begin(units)
+        self._server.start(self._copy_from(copying, units))
+        self._waiters.wake_all()
+
+    def _begin(self, units: tuple[int, ...]) -> None:
+        self._applying = len(units)
+        if units:
+            self._idle.clear()
+
+    async def _copy_from(self, copying: Copying, units: tuple[int, ...]) -> None:
+        """Copy all chunks, each unit once the other model is at the version wanted."""
+        source, how = copying.source, copying.decision.copy
+        assert how is not None
+        weight, version, slices = how.weight, how.version, source.engine.slices
+        hold = await copying.held
+        if not units:
+            source.let_go(hold)
+            return
+
+        def copy(unit: int, first: int, last: int, scratch: Array) -> None:
+            if source._gate.wait_until(lambda: slices[unit].reached >= version):
+                self.engine.copy(unit, first, last, slices[unit], weight, scratch)
+
+        self._copy = source, hold
+        self._pool.start(units, copy)
+
+    def _finished(self, unit: int) -> None:
+        if self._copy is None:
+            self.engine.finish(unit)
+        else:
+            self.engine.end_copy(unit)
+        self._gate.notify()
+        self._waiters.wake_unit(unit)
+        self._applying -= 1
+        if self._applying == 0:
+            if self._copy is not None:
+                (source, hold), self._copy = self._copy, None
+                source.let_go(hold)
+            self._report_ready()
+            while self._events and not self._applying:
+                event = self._events.popleft()
+                if callable(event):
+                    event()
+                else:
+                    self._take(event)
+            self._rest()
+
+    def _report_ready(self) -> None:
+        engine = self.engine
+        for replica, step in engine.complete():
+            name = (engine.generation, step)
+            if self._reported.get(replica) == name or (total := engine.ready(replica)) is None:
+                continue
+            reports = self._server.reports
+            assert reports is not None
+            self._reported[replica] = name
+            reports.ready(
+                generation=engine.generation,
+                step=step,
+                sum_of_squares=total,
+                replica=replica if engine.alone else None,
+                model=self.number,
+            )
+
+    async def _warm_up(self, *compiles: Callable[[], None]) -> None:
+        """Compile kernels before the first gradient needs them."""
+        for compile_it in compiles:
+            await self._server.in_files_thread(compile_it)
+
+    def _wake_all(self) -> None:
+        self._waiters.wake_all()
+        self._server.wake()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def write(self, uri: str, version: int, hold: Hold) -> SnapshotFile:
+        """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
+        reports = self._server.reports
+        assert reports is not None
+        try:
+            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self._gate, hold)
+        finally:
+            self._gate.release(hold)
+        return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
+
+    def unhold(self, hold: Hold) -> None:
+        """A snapshot will not be written."""
+        self._gate.release(hold)
+
+    async def _restore(self, order: RestoreOrder) -> None:
+        reports = self._server.reports
+        assert reports is not None
+        engine = self.engine
+        await self._idle.wait()
+        try:
+            prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section)
+            restore = await self._server.in_files_thread(prepare)
+            engine.withdraw()
+            await self._server.in_files_thread(lambda: snapshot.load(engine, restore))
+        except AxonError as error:
+            _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
+            engine.cancel_restore()
+            self._served = order.epoch  # what is left, if anything is, is all that this epoch has
+            reports.restore_report(order.epoch, error, model=self.number)
+        else:
+            engine.restored(order.version, restore.optimizer)
+            self._epoch, self._served = max(self._epoch, order.epoch), order.epoch
+            reports.initialized(version=order.version, epoch=order.epoch, model=self.number)
+        self._waiters.wake_all()
+
+    async def _replace(self, order: RestoreOrder) -> None:
+        """Make room for the values that a worker is about to upload."""
+        await self._idle.wait()
+        self.engine.withdraw()
+        self._withdrawn = order.epoch
+        self._waiters.wake_all()
+        if self.engine.initialized:  # nothing is owned here
+            self._values_replaced()
+
+    def _values_replaced(self) -> None:
+        reports = self._server.reports
+        assert reports is not None
+        self.engine.replaced()
+        self._served = self._withdrawn
+        reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
+        self._waiters.wake_all()
+
+    async def wait_withdrawn(self, epoch: int, generation: int) -> None:
+        """Before first values are stored: wait until those that they replace, if any, are withdrawn.
+
+        The worker that brings them may have heard of the order before this server has.
+
+        Args:
+            epoch: how often the model had been restored when they were sent.
+            generation: the worker's.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        while self._withdrawn < epoch and self._ordered <= epoch:
+            await self._waiters.wait()
+            self.check_generation(generation)
+
+    # ------------------------------------------------------------------ streams
+
+    @property
+    def configured(self) -> bool:
+        """Whether the layout is known."""
+        return self.engine.configured
+
+    def member(self, incarnation: str) -> Member | None:
+        """The worker of an incarnation, with the replica that it contributes to here."""
+        return self._members.get(incarnation)
+
+    def check_generation(self, generation: int) -> None:
+        """Refuse a generation that is over, and what is about a model that the job has no more.
+
+        Raises:
+            GenerationChanged: it is.
+            Misuse: the model was released.
+        """
+        if self._released:
+            raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
+        if generation != self.engine.generation:
+            raise GenerationChanged(
+                f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
+            )
+
+    @asynccontextmanager
+    async def pushing(self, generation: int) -> AsyncIterator[None]:
+        """A stream of gradients is under way in the calling task: it ends when the generation does.
+
+        Raises:
+            GenerationChanged: it did.
+            Misuse: the model was released.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._pushing.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.engine.generation == generation and not self._released:
+                raise
+            task.uncancel()
+            self.check_generation(generation)
+        finally:
+            self._pushing.discard(task)
+
+    async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
+        """Add a gradient chunk when its turn comes; False for a duplicate. See `ShardEngine.push`."""
+        engine = self.engine
+        while (done := engine.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+            await self._waiters.wait(unit, offset, replica)
+        if done is Push.DUPLICATE:
+            return False
+        self._waiters.wake_turn(unit, offset, replica + 1)
+        if engine.is_last(replica):
+            self._report_ready()
+        return True
+
+    async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
+        """Say that a replica has no gradient for elements [offset, offset + numel); how many chunks that passed."""
+        owned = self.engine.slice_of(unit)
+        first, last = owned.range_of(offset, offset + numel)
+        dtype = self.engine.grad_dtype
+        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
+
+    async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
+        """Wait until the unit can be served at `min_version` of `epoch` or later.
+
+        Versions grow within an epoch only. Who asks may have heard of a restore before this server has, or after it.
+
+        Raises:
+            GenerationChanged: while it waited.
+            StepAborted: the parameters are of a later epoch.
+        """
+        while True:
+            if epoch < self._served:
+                raise StepAborted(
+                    f"the model was restored: the parameters are of epoch {self._served}, no longer {epoch}"
+                )
+            if epoch == self._served and self.engine.available(unit, min_version):
+                return
+            await self._waiters.wait(unit)
+            self.check_generation(generation)
+
+    async def foreseen(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
+        """One chunk as an undecided step will make it, once that is known. See `ShardEngine.foresee`.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        engine = self.engine
+        scratch = engine.scratch()
+        while (frame := engine.foresee(step, unit, index, hypers, scratch)) is None:
+            await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
+            self.check_generation(generation)
+        return frame
+
+    async def encoded(self, unit: int, index: int, dtype: DType, generation: int) -> bytes:
+        """One chunk in a dtype that is encoded on demand, when nothing is changing it.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        await self.unchanging(unit, generation)
+        return self.engine.encode(unit, index, dtype)
+
+    async def unchanging(self, unit: int, generation: int) -> None:
+        """Wait until the unit has values and no step is being applied to it; frames may be served before.
+
+        Raises:
+            GenerationChanged: while it waited.
+        """
+        while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
+            await self._waiters.wait(unit)
+            self.check_generation(generation)
+
+    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
+        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
+        if epoch < self._ordered:
+            return self.engine.initialized
+        before, replacing = self.engine.initialized, self.engine.replacing
+        complete = self.engine.upload(unit, offset, values)
+        if complete and replacing:
+            self._values_replaced()
+        elif complete and not before:
+            reports = self._server.reports
+            assert reports is not None
+            reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
+        if complete or self.engine.available(unit, 0):
+            self._waiters.wake_unit(unit)
+        return complete

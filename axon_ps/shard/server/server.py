@@ -1,0 +1,124 @@
+"""One shard server as a process runs it: a gRPC server, a session with the coordinator, and the shell between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.host.malloc import keep_message_memory
+from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.server import listen
+from axon_ps.rpc.service import service_handler
+from axon_ps.shard.server.servicer import ShardServicer
+from axon_ps.shard.server.shell import ShardShell
+from axon_ps.types import Role
+from axon_ps.wire.v1 import shard_pb2
+
+_logger = logging.getLogger(__name__)
+_SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """How a shard server runs.
+
+    Attributes:
+        coordinator: "host:port" of the coordinator.
+        job: name of the job.
+        host: address to listen on, or a host of this process (see `rpc.in_process`).
+        port: port to listen on; 0 = any free one.
+        advertise: "host" or "host:port" where workers reach us; empty = `host`, or our host name if that is a wildcard.
+        node: host or container we run on; empty = our host name.
+        rank: wanted number among the shard servers; -1 = any.
+        threads: for applying steps; None = one per core we may use.
+        security: TLS and token.
+        join_timeout_s: how long the coordinator may take to answer.
+        reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
+        grace_s: how long streams under way may take when we stop.
+    """
+
+    coordinator: str
+    job: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    node: str = ""
+    rank: int = -1
+    threads: int | None = None
+    security: Security = field(default_factory=Security)
+    join_timeout_s: float = 60.0
+    reconnect_timeout_s: float = 600.0
+    grace_s: float = 2.0
+
+
+async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, then drain: say NOT_SERVING, leave the job, end the streams.
+
+    Args:
+        config: how to run.
+        ready: called with the port once workers can be served, that is after joining the job.
+        stop: set it (on this loop) to end.
+
+    Raises:
+        ConfigurationError: the address cannot be listened on, or TLS files cannot be used.
+        Unreachable: the coordinator did not answer in time.
+        PermissionDenied: wrong job name or token.
+        AxonError: the session ended for good, or this server's parameters can no longer be right.
+    """
+    keep_message_memory()
+    shell = ShardShell(config.job, config.threads)
+    servicer = ShardServicer(shell)
+    handler = service_handler(_SERVICE, servicer)
+    server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
+    session: CoordinatorClient | None = None
+    try:
+        port = await server.start()
+        session = shell.reports = CoordinatorClient(
+            config.coordinator,
+            job=config.job,
+            role=Role.SHARD,
+            node=config.node or socket.gethostname(),
+            security=config.security,
+            listen_address=_advertised(config, port),
+            requested_rank=config.rank,
+            on_event=shell.on_event,
+            reconnect_timeout_s=config.reconnect_timeout_s,
+        )
+        await session.start(config.join_timeout_s)
+        _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
+        ready(port)
+        await _first_of(stop, shell.failure)
+    finally:
+        servicer.drain()
+        stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
+        if session is not None:
+            await session.close("the shard server stops")
+        await stopping
+        await shell.close()
+
+
+async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
+    """Wait for `stop`; raise what `failure` has if that comes first."""
+    stopped = asyncio.ensure_future(stop.wait())
+    ends: list[asyncio.Future[Any]] = [stopped, failure]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            failure.result()
+    finally:
+        stopped.cancel()
+
+
+def _advertised(config: ShardConfig, port: int) -> str:
+    """Where workers are told to find us."""
+    advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
+    host, colon, given_port = advertise.rpartition(":")
+    if colon and given_port.isdigit() and (":" not in host or host.startswith("[")):
+        return advertise
+    return join_address(advertise or socket.gethostname(), port)

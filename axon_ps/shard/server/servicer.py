@@ -1,0 +1,303 @@
+"""The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
+
+All streams are kept: each is for one gather, push, upload or collective after the other. See `rpc.stream_pool`.
+
+Note: [Two kinds of first message]
+    The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
+    as any other, and nothing is sent back until the reply: that is the lean way. Without payload it asks where to go on
+    after a broken stream, and the answer comes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from axon_ps.aggregation.server import servicer
+from axon_ps.errors import InvalidRequest, PermissionDenied
+from axon_ps.host.leases import Lender, address_of
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream_pool import IdleStreams
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.same_host.access import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
+from axon_ps.shard.server.model_shell import ModelShell
+from axon_ps.shard.server.shell import ShardShell
+from axon_ps.types import WIRE_DTYPES, Array, DType, Member
+from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
+from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
+from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
+
+
+class ShardServicer:
+    """What `rpc.service.service_handler` calls."""
+
+    def __init__(self, shell: ShardShell) -> None:
+        self._shell = shell
+        self._idle = IdleStreams()
+
+    def drain(self) -> None:
+        """End the streams that nothing is under way on, now and from now on: they would be waited for."""
+        self._idle.drain()
+
+    async def all_gather(self, context: ServerStream) -> None:
+        """Gathers, one after the other."""
+        while (request := await self._idle.next(context.read())) is not EOF:
+            await self._gather(request, context)
+
+    async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
+        """Chunks of a range, once the unit is at the version asked for."""
+        shell, _ = await self._shell.fence(request.context)
+        engine = shell.engine
+        dtype = dtype_from_proto(request.dtype)
+        if dtype not in WIRE_DTYPES:
+            raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
+        if request.assumed:
+            await self._foresee(shell, request, context)
+            return
+        await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
+        engine.counters["gathers"] += 1
+        if request.compressed and not engine.compresses_params:
+            raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
+        if request.map:
+            await self._show(shell, context, request, dtype)
+            return
+        if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
+            frames = engine.frames(request.unit, request.begin, request.end)
+            for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
+                await self._serve(engine, context, request, some, engine.slice_of(request.unit).lender)
+        else:
+            for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+                frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
+                await context.write(frame)
+                _count(engine, "out", len(frame))
+
+    async def _show(
+        self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
+    ) -> None:
+        """Where the caller can map the unit; nowhere, if it must gather a copy."""
+        engine = shell.engine
+        owned = engine.slice_of(request.unit)
+        await shell.unchanging(request.unit, request.context.generation)
+        shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
+        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
+        if shared is not None:
+            header.mapping.CopyFrom(shared.mapping)
+        await context.write(encode_chunk(header, None))
+
+    async def _foresee(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
+        """Chunks of a range as an undecided step will make them, each as soon as it is known."""
+        engine = shell.engine
+        if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
+            how = "compressed" if engine.compresses_params else engine.param_dtype.value
+            raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
+        hypers = hypers_from_proto(request.assumed)
+        engine.counters["gathers"] += 1
+        for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+            frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
+            lender = engine.slice_of(request.unit).lender_of(index, frame)
+            await self._serve(engine, context, request, (frame,), lender)
+
+    async def _serve(
+        self,
+        engine: ShardEngine,
+        context: ServerStream,
+        request: shard_pb2.AllGatherRequest,
+        frames: Sequence[bytes],
+        lender: Lender,
+    ) -> None:
+        """Send a frame that the slice keeps, or lend the payloads of several to a caller that can read our memory."""
+        for frame in frames:
+            _count(engine, "out", len(frame))
+        frame = frames[0]
+        if request.lend and len(frame) >= LEAST_LENT_BYTES:
+            headers, payloads = zip(*map(decode_chunk, frames), strict=True)
+            header = headers[0]
+            header.numel = sum(h.numel for h in headers)
+            header.loans.extend(_lent(engine, lender, payload) for payload in payloads)
+            frame = encode_chunk(header, None)
+        await context.write(frame)
+
+    async def reduce_scatter(self, context: ServerStream) -> None:
+        """Pushes, one after the other."""
+        while (message := await self._idle.next(context.read())) is not EOF:
+            await context.write(await self._push(message, context))
+
+    async def _push(self, message: Any, context: ServerStream) -> shard_pb2.ReduceScatterReply:
+        """Gradient chunks of one replica. See Note: [Two kinds of first message]."""
+        header, payload = _first(message)
+        shell, member = await self._shell.fence(header.context)
+        engine = shell.engine
+        step, unit, replica = header.step, header.unit, header.replica
+        if replica != member.replica:
+            raise InvalidRequest(f"worker {member.rank} contributes to replica {member.replica}, not {replica}")
+        position, end = _range_of(engine, header)
+        engine.counters["pushes"] += 1
+        summed = 0
+        async with shell.pushing(header.context.generation):
+            if header.numel == 0:
+                position = min(end, engine.resume_offset(step, unit, position, replica))
+                await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
+                message = None
+            while position < end:
+                if message is None:
+                    message = await context.read()
+                    header, payload = _chunk(message)
+                _check_chunk(header, unit, position)
+                if (header.step, header.replica) != (step, replica):
+                    raise InvalidRequest("a push is of one step and one replica")
+                position += header.numel
+                _count(engine, "in", len(message))
+                if header.absent:
+                    summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
+                else:
+                    for one in self._borrowed(engine, member, header) if header.loans else (payload,):
+                        dtype, grad = _gradient(engine, header, one)
+                        summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
+                message = None
+        return shard_pb2.ReduceScatterReply(step=step, chunks=summed)
+
+    async def upload(self, context: ServerStream) -> None:
+        """First values, a slice after the other."""
+        while (message := await self._idle.next(context.read())) is not EOF:
+            await context.write(await self._store(message, context))
+
+    async def _store(self, message: Any, context: ServerStream) -> shard_pb2.UploadReply:
+        """First values of a slice, f32."""
+        header, payload = _first(message)
+        shell, _ = await self._shell.fence(header.context)
+        engine, epoch, unit = shell.engine, header.epoch, header.unit
+        position, end = _range_of(engine, header)
+        await shell.wait_withdrawn(epoch, header.context.generation)
+        complete = False
+        while position < end:
+            if message is None:
+                message = await context.read()
+                header, payload = _chunk(message)
+            _check_chunk(header, unit, position)
+            _count(engine, "in", len(message))
+            complete = shell.upload(epoch, unit, position, _first_values(header, payload))
+            position += header.numel
+            message = None
+        return shard_pb2.UploadReply(complete=complete)
+
+    async def collective(self, context: ServerStream) -> None:
+        """A worker's part in collectives and messages of its groups, one after the other."""
+        await servicer.serve(self._shell.collectives, self._idle, context)
+
+    async def introduce(self, request: shard_pb2.IntroduceRequest, context: Any) -> shard_pb2.IntroduceReply:
+        """Whether this server and a worker of its host can read each other's memory."""
+        _, member = await self._shell.fence(request.context)
+        return self._shell.callers.introduce(member.id, request.introduction)
+
+    async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
+        """Counters of this server. An operator may ask, who is no worker."""
+        if request.context.job != self._shell.job:
+            raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
+        return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
+
+    def _borrowed(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
+        """Payloads of the chunks that a gradient is, from its sender's memory; `header` becomes that of each."""
+        assert engine.spec is not None
+        chunk_numel = engine.spec.options.chunk_numel
+        loan = loan_from_proto(header.loans[0])
+        element_bytes, rest = divmod(loan.size_bytes, max(1, header.numel))
+        if len(header.loans) > 1 or rest:
+            raise InvalidRequest(f"{header.numel} elements were lent as {len(header.loans)} x {loan.size_bytes} bytes")
+        begin, end = header.offset, header.offset + header.numel
+        there = self._shell.callers.view(member.id, header.loans[0])
+        while header.offset < end:
+            header.numel = min(chunk_numel, end - header.offset)
+            size_bytes = header.numel * element_bytes
+            part = dataclasses.replace(loan, size_bytes=size_bytes)
+            if there is None:
+                payload = self._shell.callers.read(member.id, part, chunk_numel * MOST_ELEMENT_BYTES)
+            else:
+                payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
+                engine.counters["mapped_bytes_in"] += size_bytes
+            engine.counters["lent_bytes_in"] += payload.nbytes
+            engine.counters["bytes_in"] += payload.nbytes
+            yield payload
+            loan = dataclasses.replace(loan, address=loan.address + size_bytes)
+            header.offset += header.numel
+
+
+def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
+    """What a push or an upload is of: first element, and one past the last."""
+    owned = engine.slice_of(header.unit)
+    owned.index_of(header.offset)
+    if not header.offset < header.end <= owned.end:
+        raise InvalidRequest(
+            f"elements {header.offset} to {header.end} of unit {header.unit} were announced; this server has "
+            f"{owned.begin} to {owned.end}"
+        )
+    return header.offset, header.end
+
+
+def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
+    """A gradient chunk's element type (U8 when it is compressed) and elements."""
+    dtype = dtype_from_proto(header.dtype)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
+    compressor = engine.grad_compressor
+    sizes = None if compressor is None else compressor.compressed_bytes
+    return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
+
+
+def _lent(engine: ShardEngine, lender: Lender, payload: memoryview) -> memory_pb2.Loan:
+    engine.counters["lent_bytes_out"] += payload.nbytes
+    return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
+
+
+def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
+    engine.counters[f"chunks_{direction}"] += 1
+    engine.counters[f"bytes_{direction}"] += message_bytes
+
+
+def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Frames in groups that are lent in one message each; one that is too small to be lent is alone."""
+    group: list[bytes] = []
+    group_bytes = 0
+    for frame in frames:
+        small = min(len(frame), len(group[0])) < LEAST_LENT_BYTES if group else False
+        if small or (group and group_bytes + len(frame) > MOST_LENT_BYTES):
+            yield tuple(group)
+            group, group_bytes = [], 0
+        group.append(frame)
+        group_bytes += len(frame)
+    if group:
+        yield tuple(group)
+
+
+def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
+    """The first message of a push or an upload, which must say who calls."""
+    header, payload = _chunk(message)
+    if not header.HasField("context"):
+        raise InvalidRequest("the first message must have a context: job, generation and incarnation")
+    return header, payload
+
+
+def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
+    """A message that must be there: header and payload."""
+    if message is EOF:
+        raise InvalidRequest("the stream ended before everything had come that its first message says")
+    return decode_chunk(message)
+
+
+def _check_chunk(header: common_pb2.Chunk, unit: int, position: int) -> None:
+    """Refuse a chunk whose turn it is not."""
+    if (header.unit, header.offset) != (unit, position) or not header.numel:
+        raise InvalidRequest(
+            f"{header.numel} elements at {header.offset} of unit {header.unit} came; expected were those from "
+            f"{position} of unit {unit}"
+        )
+
+
+def _first_values(header: common_pb2.Chunk, payload: memoryview) -> Array:
+    values = payload_array(header, payload, header.numel)
+    if dtype_from_proto(header.dtype) is not DType.F32:
+        raise InvalidRequest("first values travel as f32")
+    return values

@@ -1,0 +1,255 @@
+"""Around the engines of a shard server: one `ModelShell` a model, and what they share. Decides nothing.
+
+Everything here runs on one event loop, apart from what threads do. Events of the coordinator's session come in through
+`on_event` and go to the model that they are about, or to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from axon_ps.aggregation.server.shell import CollectiveShell
+from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
+from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.same_host.access import Callers
+from axon_ps.shard.server.apply import Hold
+from axon_ps.shard.server.model_shell import Copying, ModelShell, Reports
+from axon_ps.shard.server.waiters import Waiters
+from axon_ps.storage.manifest import discard
+from axon_ps.types import Decision, Member, Membership, Outcome
+from axon_ps.wire.v1.common_pb2 import CallContext
+
+_logger = logging.getLogger(__name__)
+
+_PLACES = frozenset(("generation", "step", "version"))
+"""Statistics that are not added up: those of the first model are shown."""
+
+
+class ShardShell:
+    """One shard server's models with what they need to run.
+
+    Args:
+        job: name of the job; calls for another one are refused.
+        threads: for applying, a model; None = one per core this process may use.
+
+    Attributes:
+        collectives: what workers do together here; nothing of it concerns the parameters.
+        callers: the workers whose memory this server can read.
+        reports: the way to the coordinator; set before the first event.
+        failure: set when this server cannot go on; the server ends with it.
+    """
+
+    def __init__(self, job: str, threads: int | None = None) -> None:
+        self.job = job
+        self.collectives = CollectiveShell(job)
+        self.reports: Reports | None = None
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.callers = Callers()
+        self._threads = threads
+        self._generation = 0
+        self._membership: Membership | None = None
+        self._models: dict[int, ModelShell] = {}
+        self._released: dict[int, str] = {}
+        self._waiters = Waiters()
+        self._files = ThreadPoolExecutor(1, "axon-ps-files")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.model(0)
+
+    async def close(self) -> None:
+        """End the threads; unfinished snapshots fail."""
+        self.collectives.close()
+        if self.failure.done():
+            self.failure.exception()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for model in self._models.values():
+            model.stop()
+        for model in self._models.values():
+            await model.close()
+        await asyncio.to_thread(self._files.shutdown)
+
+    # ------------------------------------------------------------------ the models
+
+    def model(self, number: int = 0) -> ModelShell:
+        """The model of a number; made when it is first heard of."""
+        if number not in self._models:
+            model = self._models[number] = ModelShell(number, self, self._threads)
+            if self._membership is not None:
+                model.on_event(self._membership)
+        return self._models[number]
+
+    @property
+    def engine(self) -> ShardEngine:
+        """That of the first model."""
+        return self.model().engine
+
+    def statistics(self) -> dict[str, float]:
+        """What `ShardEngine.statistics` says of all models together; where there are several, memory of each, too."""
+        total: Counter[str] = Counter()
+        models = sorted(self._models.items())
+        for number, model in models:
+            for name, value in model.engine.statistics().items():
+                if name not in _PLACES or number == models[0][0]:
+                    total[name] += value  # type: ignore[assignment]
+                if len(models) > 1 and (name.endswith("_bytes") or name in ("step", "version")):
+                    total[f"model/{model.name}/{name}"] = value  # type: ignore[assignment]
+        return {name: float(value) for name, value in sorted(total.items())}
+
+    # ------------------------------------------------------------------ events from the coordinator
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the session, in order, on the loop's thread."""
+        if isinstance(event, Membership):
+            self._membership = event
+            self._generation = event.generation
+            self.collectives.on_membership(event)
+            self.callers.set_members(event)
+            for model in self._models.values():
+                model.on_event(event)
+            self.wake()
+        elif isinstance(event, JobState) and event.released:
+            self._release(event)
+        elif isinstance(event, Decision) and event.copy is not None and event.outcome is Outcome.COMMIT:
+            self._copy(event)
+        elif isinstance(event, (JobState, Decision, RestoreOrder)):
+            if event.model not in self._released:
+                self.model(event.model).on_event(event)
+        elif isinstance(event, SnapshotOrder):
+            self._order_snapshot(event)
+        elif isinstance(event, SessionLost) and event.final:
+            self.fail(event.error)
+
+    def _copy(self, decision: Decision) -> None:
+        """Have a model take another's values, which are kept as they are until it has."""
+        assert decision.copy is not None
+        source, version = self.model(decision.copy.source), decision.copy.version
+        held: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
+        source.in_order(lambda: held.set_result(source.keep(version)))
+        self.model(decision.model).on_event(Copying(decision, source, held))
+
+    def _release(self, event: JobState) -> None:
+        model = self._models.pop(event.model, None)
+        self._released[event.model] = event.name
+        if model is not None:
+            self.start(model.release())
+        self.wake()
+
+    def _order_snapshot(self, order: SnapshotOrder) -> None:
+        """Have every model hold its version at its place among the events, then write them one after the other."""
+        versions = {p.model: p.version for p in order.models}
+        if 0 in self._models and (self._models[0].configured or not versions):
+            versions[0] = order.version
+        holds: dict[int, asyncio.Future[Hold]] = {}
+        for number, version in sorted(versions.items()):
+            held = holds[number] = asyncio.get_running_loop().create_future()
+            model = self.model(number)
+            model.in_order(lambda m=model, v=version, h=held: h.set_result(m.hold(v)))  # type: ignore[misc]
+        self.start(self._snapshot(order, versions, holds))
+
+    async def _snapshot(
+        self, order: SnapshotOrder, versions: dict[int, int], holds: dict[int, asyncio.Future[Hold]]
+    ) -> None:
+        reports = self.reports
+        assert reports is not None
+        files: list[SnapshotFile] = []
+        try:
+            for number in holds:
+                model, hold = self.model(number), await holds[number]
+                write = partial(model.write, order.uri, versions[number], hold)
+                files.append(await self.in_files_thread(write))
+        except AxonError as error:
+            _logger.error("the checkpoint at %s failed: %s", order.uri, error)
+            for number in holds:
+                self.model(number).unhold(await holds[number])
+            if files:
+                await self._discard(order.uri, files)
+            reports.snapshot_report(order.id, error=error)
+        else:
+            reports.snapshot_report(order.id, tuple(files))
+
+    async def _discard(self, uri: str, files: list[SnapshotFile]) -> None:
+        """Remove what is of no use without the other models' files; who removes the checkpoint may try again."""
+        try:
+            await self.in_files_thread(lambda: discard(uri, [f.name for f in files]))
+        except AxonError as error:
+            _logger.warning("files of the checkpoint that failed are left at %s: %s", uri, error)
+
+    async def in_files_thread(self, work: Callable[[], Any]) -> Any:
+        """Do something slow in the thread for that, after what was given to it before.
+
+        Raises:
+            InternalError: it raised what is no error of ours.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._files, work)
+        except AxonError:
+            raise
+        except Exception as error:
+            _logger.exception("what the files' thread was given failed")
+            raise InternalError(f"{type(error).__name__}: {error}") from error
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something; if it raises, the server ends."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """This server cannot go on."""
+        if not self.failure.done():
+            _logger.critical("this shard server cannot go on: %s", error)
+            self.failure.set_exception(error)
+
+    def wake(self) -> None:
+        """Something about a model changed that callers wait for in `fence`."""
+        self._waiters.wake_all()
+
+    # ------------------------------------------------------------------ streams
+
+    async def fence(self, context: CallContext) -> tuple[ModelShell, Member]:
+        """The model and the worker that calls, once our generation is the caller's and the layout is known.
+
+        Raises:
+            PermissionDenied: another job, or not a worker of the generation it names.
+            GenerationChanged: the caller's generation is over.
+            Misuse: the model was released.
+        """
+        if context.job != self.job:
+            raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
+        while not self._knows(context):
+            await self._waiters.wait()
+        if context.model in self._released:
+            name = self._released[context.model]
+            raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
+        if context.generation < self._generation:
+            raise GenerationChanged(
+                f"generation {context.generation} is over; the current one is {self._generation}", self._generation
+            )
+        model = self._models[context.model]
+        model.check_generation(context.generation)
+        member = model.member(context.incarnation)
+        if member is None:
+            raise PermissionDenied(
+                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
+            )
+        return model, member
+
+    def _knows(self, context: CallContext) -> bool:
+        """Whether it can be said what becomes of a call."""
+        if context.model in self._released or context.generation < self._generation:
+            return True
+        model = self._models.get(context.model)
+        return model is not None and model.configured and model.engine.generation >= context.generation

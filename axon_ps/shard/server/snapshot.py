@@ -1,0 +1,248 @@
+"""The slices of a shard server in a checkpoint: written from live arrays, read back at any server count.
+
+A server writes one safetensors file. Per slice, in unit order, it holds `{unit}.param` f32[n], each moment as
+`{unit}.{name}` f32[n], and `{unit}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first
+alone. Where a slice lies in its unit follows from the manifest: layout, server count and plan options.
+
+Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
+and other units. Everything that can be wrong with a checkpoint is found in `prepare`, before `load` overwrites values.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import CheckpointCorrupt, Closed, Misuse
+from axon_ps.observe.moments import Moment, reached
+from axon_ps.optim import registry
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.apply import Hold, SnapshotGate
+from axon_ps.sharding.layout import Layout, Parameter
+from axon_ps.sharding.plan import Move, Slice, moves_into
+from axon_ps.storage.checkpoint import (
+    FileEntry,
+    SafetensorsReader,
+    SafetensorsWriter,
+    TensorSpec,
+    check_file,
+    create_file,
+    open_file,
+)
+from axon_ps.storage.files import open_store
+from axon_ps.storage.manifest import Manifest, file_prefix, read_manifest
+from axon_ps.types import DType
+
+PARAM, UPDATES = "param", "updates"
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write(
+    engine: ShardEngine, uri: str, version: int, server: int, num_servers: int, gate: SnapshotGate, hold: Hold
+) -> FileEntry:
+    """Write this server's slices as they are at `version`. Runs in a thread of its own; see `shard.server.apply`.
+
+    Args:
+        engine: whose slices.
+        uri: the checkpoint's directory.
+        version: the version to write, which `hold` keeps.
+        server: our number.
+        num_servers: shard servers of the job.
+        gate: lets applies pass behind us.
+        hold: ours.
+
+    Raises:
+        Misuse: there are no values yet.
+        Closed: the server stops.
+        StorageFull: no space left; nothing of the file remains.
+        CheckpointError: it could not be written; nothing of the file remains.
+    """
+    if not engine.initialized:
+        raise Misuse("this shard server holds no parameters yet; there is nothing to save")
+    states = {unit: owned.state for unit, owned in engine.slices.items()}
+    tensors = [t for unit, owned in engine.slices.items() for t in _tensors(unit, owned, list(states[unit]))]
+    name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
+    metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
+    with create_file(open_store(uri), name, tensors, metadata) as writer:
+        for unit, owned in engine.slices.items():
+            if not gate.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
+                raise Closed("the shard server stops; the checkpoint is not written")
+            _write_slice(writer, unit, owned, list(states[unit]))
+            reached(Moment.CHECKPOINT, version)
+            gate.passed(hold, unit)
+    return writer.entry(name)
+
+
+def _tensors(unit: int, owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
+    for name in (PARAM, *states):
+        yield TensorSpec(name=f"{unit}.{name}", dtype=DType.F32, shape=(owned.numel,))
+    if owned.trainable:
+        yield TensorSpec(name=f"{unit}.{UPDATES}", dtype=DType.I64, shape=(len(owned.parameter_updates()),))
+
+
+def _write_slice(writer: SafetensorsWriter, unit: int, owned: OwnedSlice, states: list[str]) -> None:
+    writer.write(f"{unit}.{PARAM}", owned.master)
+    for name in states:
+        writer.write(f"{unit}.{name}", owned.state[name])
+    if owned.trainable:
+        writer.write(f"{unit}.{UPDATES}", np.array(owned.parameter_updates(), np.int64))
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """A checkpoint that fits: what `load` does.
+
+    Attributes:
+        manifest: of the checkpoint.
+        moves: per owned unit, where its values come from.
+        servers: the servers of the checkpoint whose files are needed.
+    """
+
+    manifest: Manifest
+    moves: Mapping[int, tuple[Move, ...]]
+    servers: tuple[int, ...]
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer whose moments the checkpoint has; empty when it has none."""
+        return self.manifest.optimizer.name if self.manifest.optimizer else ""
+
+
+def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> Restore:
+    """Check that a checkpoint is whole and fits the layout; changes nothing.
+
+    Args:
+        engine: whose slices.
+        uri: the checkpoint.
+        version: the version it must hold.
+        section: what the checkpoint calls the model; empty = the only one in it.
+
+    Raises:
+        Misuse: no layout is registered yet.
+        InvalidRequest: it lacks the model or a parameter of it, or has it in another shape.
+        CheckpointNotFound: there is no complete checkpoint.
+        CheckpointCorrupt: a file that we need is missing, truncated or altered, or it is of another version.
+        CheckpointError: a file could not be read.
+    """
+    if engine.spec is None:
+        raise Misuse("this shard server has no layout yet; register the job's spec before restoring")
+    manifest = read_manifest(uri).section(section, alone=not section)
+    if manifest.version != version:
+        raise CheckpointCorrupt(
+            f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"
+        )
+    layout = engine.spec.layout
+    moves = {
+        unit: moves_into(Slice(unit=unit, server=0, begin=s.begin, end=s.end), layout, manifest.layout)
+        for unit, s in engine.slices.items()
+    }
+    pieces = manifest.plan.slices
+    servers = {s.server for m in moves.values() for move in m for s, _, _ in _overlaps(move, pieces[move.source_unit])}
+    for server in sorted(servers):
+        check_file(open_store(manifest.uri), manifest.file_of(server))
+    return Restore(manifest=manifest, moves=moves, servers=tuple(sorted(servers)))
+
+
+def load(engine: ShardEngine, restore: Restore) -> None:
+    """Fill the slices from a prepared checkpoint and encode their frames. In a thread; nothing is applied meanwhile.
+
+    Raises:
+        CheckpointError: a file could not be read after all; the slices hold anything.
+    """
+    assert engine.spec is not None
+    store = open_store(restore.manifest.uri)
+    with ExitStack() as files:
+        readers = {s: files.enter_context(open_file(store, restore.manifest.file_of(s).name)) for s in restore.servers}
+        loader = _Loader(readers, restore.manifest, engine.spec.layout)
+        for unit, owned in engine.slices.items():
+            loader.fill(owned, restore.moves[unit])
+            owned.publish(restore.manifest.version)
+
+
+class _Loader:
+    """Fills slices from the files of a checkpoint.
+
+    Args:
+        readers: per server of the checkpoint, its file.
+        manifest: of the checkpoint.
+        layout: of the job that restores.
+    """
+
+    def __init__(self, readers: Mapping[int, SafetensorsReader], manifest: Manifest, layout: Layout) -> None:
+        self._readers = readers
+        self._layout = layout
+        self._old = manifest.layout
+        self._pieces = manifest.plan.slices
+        self._home: dict[str, tuple[int, int, Parameter]] = {}
+        for u, unit in enumerate(manifest.layout.units):
+            for i, p in enumerate(unit.parameters):
+                for name in (p.name, *p.aliases):
+                    self._home[name] = u, i, p
+        self._initial = _initial_states(manifest)
+
+    def fill(self, owned: OwnedSlice, moves: tuple[Move, ...]) -> None:
+        """Parameters, moments and update counts of one slice."""
+        if owned.trainable:
+            there, owned.state = owned.state, {}
+            for name, value in self._initial.items():
+                array = there.pop(name, None)
+                owned.state[name] = np.empty(owned.numel, np.float32) if array is None else array
+                owned.state[name].fill(value)
+            owned.set_updates(self._updates(owned))
+        for move in moves:
+            for piece, begin, end in _overlaps(move, self._pieces[move.source_unit]):
+                self._copy(owned, move, piece, begin, end)
+
+    def _copy(self, owned: OwnedSlice, move: Move, piece: Slice, begin: int, end: int) -> None:
+        """Copy elements [begin, end) of the old unit, which lie in `piece`."""
+        reader = self._readers[piece.server]
+        first = move.begin + begin - move.source_begin - owned.begin
+        part = slice(first, first + end - begin)
+        reader.read_into(f"{piece.unit}.{PARAM}", begin - piece.begin, owned.master[part])
+        if owned.trainable and self._old.units[piece.unit].trainable:
+            for name, array in owned.state.items():
+                if f"{piece.unit}.{name}" in reader.tensors:
+                    reader.read_into(f"{piece.unit}.{name}", begin - piece.begin, array[part])
+
+    def _updates(self, owned: OwnedSlice) -> list[int]:
+        """Per parameter of the slice's unit, its update count; 0 for those that lie outside the slice."""
+        updates: list[int] = []
+        for p in self._layout.units[owned.unit].parameters:
+            u, index, q = self._home[p.name]
+            begin = max(p.offset, owned.begin)
+            if begin >= min(p.end, owned.end) or not self._old.units[u].trainable:
+                updates.append(0)
+                continue
+            element = q.offset + begin - p.offset
+            server = next(s.server for s in self._pieces[u] if s.begin <= element < s.end)
+            count = np.zeros(1, np.int64)
+            self._readers[server].read_into(f"{u}.{UPDATES}", index, count)
+            updates.append(int(count[0]))
+        return updates
+
+
+def _initial_states(manifest: Manifest) -> dict[str, float]:
+    """The moments of the checkpoint's optimizer, and the value of each where there is none yet."""
+    if manifest.optimizer is None:
+        return {}
+    kernels = registry.create(manifest.optimizer.name)
+    groups = tuple(kernels.validate(g) for g in manifest.optimizer.groups)
+    return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
+
+
+def _overlaps(move: Move, pieces: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:
+    """The old slices that a move reads from, each with the range it gives."""
+    for piece in pieces:
+        begin, end = max(move.source_begin, piece.begin), min(move.source_begin + move.numel, piece.end)
+        if begin < end:
+            yield piece, begin, end

@@ -1,0 +1,94 @@
+"""Where workers that only a launcher has started can leave word for each other, before there is a job.
+
+Note: [Whose MASTER_ADDR is]
+    `MASTER_ADDR` and `MASTER_PORT` name torch's store, here as for `init_process_group`: torchrun's agent serves it
+    (`TORCHELASTIC_USE_AGENT_STORE`), else the worker of rank 0 does. They never name our coordinator, which is
+    `AXON_PS_COORDINATOR`: with that, none of this is needed. Without either, the workers must be on one host, whose
+    kernel is the store (`local_store`), or a step of Slurm's, whose first node rank 0 is on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.channels import join_address
+from axon_ps.worker.bootstrap.local_store import LocalStore
+from axon_ps.worker.bootstrap.torch_store import torch_store
+from axon_ps.worker.environment import SLURM, Place, port_of
+
+_SLURM_PORTS = range(20000, 28000)
+"""A step's store listens at one of these, by the job's number, as long as MASTER_PORT does not say where."""
+
+
+class Store(Protocol):
+    """The part of a c10d store that beginning a job takes."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that is there."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key; whether it was there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these keys are there; waits for nobody."""
+
+
+def open_store(env: Mapping[str, str], place: Place, number: int, timeout_s: float) -> Store:
+    """The store that the launcher of this worker gives it. See Note: [Whose MASTER_ADDR is].
+
+    Args:
+        env: the process's environment.
+        place: this worker's, from there.
+        number: how many jobs the workers have begun before in this way; every one has its own keys.
+        timeout_s: how long the store may take to answer, in seconds.
+
+    Raises:
+        ConfigurationError: nothing tells where the workers can meet; the message says what to set.
+        Unreachable: nobody answers there.
+    """
+    if place.launcher is None or place.rank < 0 or not place.world_size:
+        master = "MASTER_ADDR is set, but " if env.get("MASTER_ADDR") else "AXON_PS_COORDINATOR is not set, and "
+        raise ConfigurationError(
+            f"which job? {master}RANK and WORLD_SIZE are not: start the script with `axon-ps run`, torchrun, mpirun or "
+            "srun, or set AXON_PS_COORDINATOR=host:port to join a job that runs"
+        )
+    if address := master_of(env, place):
+        return torch_store(address, place, f"axon_ps/{number}", timeout_s)
+    if place.run and place.local_world_size == place.world_size:
+        return LocalStore(f"{place.run}/{number}", serves=place.rank == 0, timeout_s=timeout_s)
+    here = f", {place.local_world_size} of them on this host" if place.local_world_size else ""
+    raise ConfigurationError(
+        f"this is rank {place.rank} of {place.world_size} workers{here}, by {place.launcher.rank} and "
+        f"{place.launcher.world_size}, and nothing says where they can meet: set MASTER_ADDR to the host of rank 0 for "
+        f"all of them (and MASTER_PORT, if {port_of({})} is not free there), or AXON_PS_COORDINATOR to a coordinator "
+        "that runs"
+    )
+
+
+def master_of(env: Mapping[str, str], place: Place) -> str:
+    """ "host:port" of torch's store; empty when nothing says where it is.
+
+    Raises:
+        ConfigurationError: a variable is malformed.
+    """
+    if host := env.get("MASTER_ADDR"):
+        return join_address(host, port_of(env))
+    if place.launcher is SLURM and place.local_world_size != place.world_size:
+        number = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
+        port = port_of(env) if env.get("MASTER_PORT") else _SLURM_PORTS[number % len(_SLURM_PORTS)]
+        nodes = env.get("SLURM_STEP_NODELIST", "")
+        return join_address(first_host(nodes), port) if nodes else ""
+    return ""
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
+    assert match is not None  # it may match nothing at all
+    return "".join(part or "" for part in match.groups())

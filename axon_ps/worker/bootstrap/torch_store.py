@@ -1,0 +1,54 @@
+"""torch's own store as a place to meet: torchrun's agent serves it, or the worker of rank 0 does.
+
+torch is loaded here when it is needed: who is told of its store by `MASTER_ADDR` has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from axon_ps.errors import ConfigurationError, Unreachable
+from axon_ps.observe.reminders import reminding
+from axon_ps.worker.environment import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_logger = logging.getLogger(__name__)
+
+
+def torch_store(address: str, place: Place, prefix: str, timeout_s: float) -> Store:
+    """Connect to torch's store, or serve it, exactly as `init_process_group` does, which can use it, too.
+
+    Args:
+        address: "host:port".
+        place: this worker's.
+        prefix: of our keys.
+        timeout_s: how long connecting may take, in seconds; on rank 0, if it serves, until all have come.
+
+    Raises:
+        ConfigurationError: torch is not installed.
+        Unreachable: nobody answers there, or not all came.
+    """
+    try:
+        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+    except ImportError as error:
+        raise ConfigurationError(
+            f"MASTER_ADDR and MASTER_PORT name torch's store at {address}, and torch is not installed: install "
+            "axon-ps[torch], or set AXON_PS_COORDINATOR=host:port to join a job that runs"
+        ) from error
+    url = f"tcp://{address}?rank={place.rank}&world_size={place.world_size}"
+    what = f"rank {place.rank} of {place.world_size} is waiting for torch's store at {address} and the others there"
+    try:
+        with reminding(_logger, lambda: what):
+            store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise Unreachable(
+            f"torch's store at {address} (MASTER_ADDR, MASTER_PORT), where the workers of this job meet, cannot be "
+            f"used: {reason}"
+        ) from None
+    return PrefixStore(prefix, store)

@@ -1,0 +1,279 @@
+"""What a worker learns from its environment: where the coordinator is, which rank it is, how to prove who it is.
+
+Pure functions of a mapping, so tests need no real environment. The names are torchrun's where torchrun has one, so a
+script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists all of them.
+How workers that only a launcher has started find each other is `worker.bootstrap`.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from axon_ps.errors import ConfigurationError
+from axon_ps.rpc.security import Security
+
+DEFAULT_JOB = "default"
+DEFAULT_MASTER_PORT = 29500
+_TRUE = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The names by which a program that starts workers tells each of them who it is; any of one variable's, in order.
+
+    Attributes:
+        name: what messages call it.
+        rank: the worker's rank.
+        world_size: how many workers there are.
+        local_rank: its position among those of its host.
+        local_world_size: how many those are.
+        run: what together names this run, and no other on the host; empty = nothing does.
+        needs: without these the other names mean something else.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    run: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def is_behind(self, env: Mapping[str, str]) -> bool:
+        """Whether it has started this process."""
+        names = self.rank, self.world_size, self.local_rank, self.local_world_size
+        return any(env.get(name) for name in names) and all(env.get(name) for name in self.needs)
+
+
+TORCHRUN = Launcher(
+    name="torchrun",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_world_size="LOCAL_WORLD_SIZE",
+)
+"""torchrun and `axon-ps run`, and whoever sets their variables by hand."""
+
+OPEN_MPI = Launcher(
+    name="mpirun",
+    rank="OMPI_COMM_WORLD_RANK",
+    world_size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    run=("PMIX_NAMESPACE",),
+)
+SLURM = Launcher(
+    name="srun",
+    rank="SLURM_PROCID",
+    world_size="SLURM_NTASKS",
+    local_rank="SLURM_LOCALID",
+    local_world_size="",  # see `_of_slurm`
+    run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    needs=("SLURM_STEP_ID", "SLURM_STEP_NUM_NODES"),  # a batch script that calls no srun has the others, too
+)
+HYDRA = Launcher(
+    name="mpiexec",
+    rank="PMI_RANK",
+    world_size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_world_size="MPI_LOCALNRANKS",
+)
+"""MPICH's and Intel MPI's."""
+
+LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA)
+"""Whichever is found first: a worker that torchrun starts inside of `srun` is torchrun's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which worker of how many this process is, as its launcher says.
+
+    Attributes:
+        launcher: who started it; None = nobody that we know.
+        rank: its rank; -1 = not said.
+        world_size: how many workers there are; 0 = not said.
+        local_rank: its position among those of its host.
+        local_world_size: how many those are; 0 = not said.
+        run: names this run of the launcher, and no other on the host; empty = nothing does.
+    """
+
+    launcher: Launcher | None
+    rank: int = -1
+    world_size: int = 0
+    local_rank: int = 0
+    local_world_size: int = 0
+    run: str = ""
+
+
+def place_of(env: Mapping[str, str]) -> Place:
+    """Which worker this process is, by the first launcher whose variables are there.
+
+    Raises:
+        ConfigurationError: a variable is malformed, or the rank is none of that many workers.
+    """
+    launcher = next((one for one in LAUNCHERS if one.is_behind(env)), None)
+    if launcher is None:
+        return Place(launcher=None)
+    rank, world_size = _integer(env, launcher.rank, -1, least=-1), _integer(env, launcher.world_size, 0, least=0)
+    if world_size and rank >= world_size:
+        names = launcher.rank, launcher.world_size
+        raise ConfigurationError(f"{names[0]} is {rank} and {names[1]} is {world_size}; it must be below that")
+    local_world_size = _tasks_here(env) if launcher is SLURM else _integer(env, launcher.local_world_size, 0, least=1)
+    run = [env.get(name, "") for name in launcher.run]
+    return Place(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(env, launcher.local_rank, 0, least=0),
+        local_world_size=local_world_size,
+        run="/".join([launcher.name, *run]) if run and all(run) else "",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """How one worker joins its job.
+
+    Attributes:
+        coordinator: "host:port" of the coordinator.
+        job: name of the job.
+        rank: wanted rank; -1 = whichever is free.
+        world_size: workers the job starts with; 0 = as the coordinator was told.
+        local_rank: position among the workers of this node.
+        local_world_size: workers of this node.
+        node: name of the host or container; workers of one node share it.
+        security: token and certificates.
+        backend: name of the backend of the default group, or "auto" = by where the workers are.
+        standby: whether to wait, without a rank, until the job has lost a worker, and take its place.
+        direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
+    """
+
+    coordinator: str
+    job: str = DEFAULT_JOB
+    rank: int = -1
+    world_size: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: str = field(default_factory=socket.gethostname)
+    security: Security = field(default_factory=Security)
+    backend: str = "auto"
+    direct_memory: bool = True
+    standby: bool = False
+
+
+def worker_config(env: Mapping[str, str]) -> WorkerConfig:
+    """Read a worker's configuration from environment variables; docs/environment.md says what each means.
+
+    Raises:
+        ConfigurationError: a variable is missing or malformed; the message names it.
+    """
+    standby = env.get("AXON_PS_STANDBY", "") not in ("", "0")
+    place = place_of(env)
+    return WorkerConfig(
+        coordinator=_coordinator(env),
+        job=job_of(env),
+        rank=-1 if standby else place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size or 1,
+        node=node_of(env),
+        backend=env.get("AXON_PS_BACKEND") or "auto",
+        direct_memory=env.get("AXON_PS_DIRECT_MEMORY") != "0",
+        standby=standby,
+        security=security_of(env),
+    )
+
+
+def security_of(env: Mapping[str, str]) -> Security:
+    """Token and certificates.
+
+    Raises:
+        ConfigurationError: they do not go together, or the token's file cannot be read.
+    """
+    return Security(
+        token=_token(env),
+        ca_file=env.get("AXON_PS_TLS_CA", ""),
+        cert_file=env.get("AXON_PS_TLS_CERT", ""),
+        key_file=env.get("AXON_PS_TLS_KEY", ""),
+        insecure=env.get("AXON_PS_INSECURE", "").lower() in _TRUE,
+    )
+
+
+def node_of(env: Mapping[str, str]) -> str:
+    """The name that the workers of this host or container share.
+
+    Two agents of torchrun on one host are two nodes, as two launches of `axon-ps run` are.
+    """
+    if given := env.get("AXON_PS_NODE"):
+        return given
+    agents = env.get("GROUP_WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in env else "1"
+    return socket.gethostname() if agents == "1" else f"{socket.gethostname()}/{env.get('GROUP_RANK', '0')}"
+
+
+def job_of(env: Mapping[str, str]) -> str:
+    """The job's name."""
+    return env.get("AXON_PS_JOB") or DEFAULT_JOB
+
+
+def port_of(env: Mapping[str, str]) -> int:
+    """The port of torch's store."""
+    return _integer(env, "MASTER_PORT", DEFAULT_MASTER_PORT, least=1)
+
+
+def shards_of(env: Mapping[str, str]) -> int:
+    """How many shard servers workers start that nobody started any for; 0 = one a node."""
+    return _integer(env, "AXON_PS_SHARDS", 0, least=1)
+
+
+def _coordinator(env: Mapping[str, str]) -> str:
+    address = env.get("AXON_PS_COORDINATOR", "")
+    if not address:
+        raise ConfigurationError(
+            "no coordinator is named: set AXON_PS_COORDINATOR=host:port, or start the script with `axon-ps run` or "
+            "torchrun"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"the coordinator's address is {address!r}; it must be host:port, such as node1:7077")
+    return address
+
+
+def _token(env: Mapping[str, str]) -> str:
+    path = env.get("AXON_PS_TOKEN_FILE", "")
+    if not path:
+        return env.get("AXON_PS_TOKEN", "")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError as error:
+        raise ConfigurationError(f"AXON_PS_TOKEN_FILE is {path!r}, which cannot be read: {error.strerror}") from error
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not said."""
+    counts: list[int] = []
+    for part in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigurationError(
+                f"SLURM_STEP_TASKS_PER_NODE is {env['SLURM_STEP_TASKS_PER_NODE']!r}; it must be like 2(x3),1"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _integer(env, "SLURM_NODEID", 0, least=0)
+    return counts[node] if node < len(counts) else 0
+
+
+def _integer(env: Mapping[str, str], name: str, default: int, *, least: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} is {text!r}; it must be an integer") from None
+    if value < least:
+        raise ConfigurationError(f"{name} is {value}; it must be at least {least}")
+    return value

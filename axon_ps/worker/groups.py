@@ -1,0 +1,187 @@
+"""The groups of a world: one default group per set of workers, and the news of deaths for all of them.
+
+Owns: which default group is the current one, and telling groups that a member is gone. Runs on the background loop's
+thread (news) and on users' threads (asking for the group).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from axon_ps.collectives.backends.base import GroupContext, Store
+from axon_ps.collectives.current_world import JobWorld
+from axon_ps.collectives.flight_recorder import Recorder
+from axon_ps.collectives.group_base import EVERYBODY, MakeBackend
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.errors import AxonError, MemberLost
+from axon_ps.types import Member, Membership
+
+_NODE = "node"
+
+
+class Groups:
+    """The groups of one worker.
+
+    Args:
+        world: the world.
+        make: makes backends.
+        store: where members meet.
+        backend: name of the default group's.
+        timeout_s: default deadline of collectives.
+        recorder: keeps what happened.
+        incarnation: gives this worker's incarnation, once it has joined.
+    """
+
+    def __init__(
+        self,
+        world: JobWorld,
+        make: MakeBackend,
+        store: Store,
+        *,
+        backend: str,
+        timeout_s: float,
+        recorder: Recorder,
+        incarnation: Callable[[], str],
+    ) -> None:
+        self._world = world
+        self._make = make
+        self._store = store
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._recorder = recorder
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._workers: tuple[Member, ...] = ()
+        self._made: dict[tuple[str, ...], ProcessGroup] = {}
+        self._node_groups: Counter[tuple[str, ...]] = Counter()
+
+    def set_members(self, membership: Membership) -> Sequence[Member]:
+        """Take the current members; wakes nobody.
+
+        Returns:
+            The workers that are gone: for `end_with`, once all of this worker knows of the membership.
+        """
+        with self._lock:
+            now = {m.id for m in membership.workers}
+            lost = [m for m in self._workers if m.id not in now]
+            self._workers = membership.workers
+        return lost
+
+    def end_with(self, lost: Sequence[Member], membership: Membership) -> None:
+        """End the groups that any of these workers was in, which this membership has no more; messages of those that
+        had finished stay.
+        """
+        ended = {m.id for m in membership.finished}
+        finished, died = [m for m in lost if m.id in ended], [m for m in lost if m.id not in ended]
+        with self._lock:
+            groups = list(self._made.values())
+        for group in groups:
+            if finished:
+                group.member_finished({m.id for m in finished}, _gone(finished, "has finished", membership.generation))
+            if died:
+                group.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
+
+    def abort(self, error: AxonError) -> None:
+        """The session is over: end everything."""
+        with self._lock:
+            groups = list(self._made.values())
+        for group in groups:
+            group.abort(error)
+
+    def default(self) -> ProcessGroup:
+        """The group of all current workers: the same object while they are the same.
+
+        Every worker must use it in the same generation for its calls to meet. A worker that was lost and came back is
+        another member: who was in a group with it gets a new one.
+
+        Raises:
+            MemberLost: the coordinator does not count this worker as a member.
+        """
+        self._release()
+        with self._lock:
+            key = _key(self._workers)
+            if key not in self._made:
+                positions = [i for i, m in enumerate(self._workers) if m.incarnation == self._incarnation()]
+                if not positions:
+                    raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
+                self._made[key] = self._group(_name_of(self._workers), positions[0], self._workers)
+            return self._made[key]
+
+    def _release(self) -> None:
+        """Free the groups of earlier workers, if there are others now. Waits for calls that are ending; not under lock.
+
+        (The loop's thread, which ends them, takes the lock.)
+        """
+        with self._lock:
+            earlier = {k: g for k, g in self._made.items() if k != _key(self._workers)}
+        over = {key for key, group in earlier.items() if group.release()}
+        with self._lock:
+            self._made = {k: g for k, g in self._made.items() if k not in over}
+
+    def node(self) -> ProcessGroup:
+        """A new group of the workers that are on this worker's node now; collective among them alone.
+
+        They must make as many such groups as each other, in the same order.
+
+        Raises:
+            MemberLost: the coordinator does not count this worker as a member.
+        """
+        with self._lock:
+            me = next((m for m in self._workers if m.incarnation == self._incarnation()), None)
+            if me is None:
+                raise MemberLost("the coordinator lost sight of this worker, which is in no group until it is back")
+            members = tuple(m for m in self._workers if m.node == me.node)
+            self._node_groups[_key(members)] += 1  # and never less: a name is not used again
+            number = str(self._node_groups[_key(members)])
+            name = f"node-{_digest_of(members)}/{number}"
+            group = self._group(name, members.index(me), members)
+            self._made[_NODE, number, *_key(members)] = group
+            return group
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Free every group; what was sent in the background has `linger_s` seconds, in all, to be taken."""
+        deadline = time.monotonic() + linger_s
+        with self._lock:
+            groups, self._made = list(self._made.values()), {}
+        for group in groups:
+            group.close(max(0.0, deadline - time.monotonic()))
+
+    def _group(self, name: str, position: int, members: tuple[Member, ...]) -> ProcessGroup:
+        context = GroupContext(
+            name=name,
+            rank=position,
+            ranks=tuple(m.rank for m in members),
+            members=members,
+            store=self._store,
+            timeout_s=self._timeout_s,
+        )
+        return ProcessGroup.made_by(
+            context,
+            self._make,
+            timeout_s=self._timeout_s,
+            recorder=self._recorder,
+            backend=self._backend,
+            world=self._world,
+        )
+
+
+def _name_of(workers: tuple[Member, ...]) -> str:
+    """The name of the default group of these workers: the same on all of them, and no other group's."""
+    return f"{EVERYBODY}{max(m.joined for m in workers)}-{_digest_of(workers)}"
+
+
+def _gone(members: Sequence[Member], how: str, generation: int) -> MemberLost:
+    who = ", ".join(f"rank {m.rank} (node {m.node})" for m in members)
+    return MemberLost(f"{who} {how}; a group with it is over (generation {generation})")
+
+
+def _digest_of(workers: tuple[Member, ...]) -> str:
+    return hashlib.sha256(" ".join(_key(workers)).encode()).hexdigest()[:16]
+
+
+def _key(workers: tuple[Member, ...]) -> tuple[str, ...]:
+    return tuple(m.id for m in workers)

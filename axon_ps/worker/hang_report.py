@@ -1,0 +1,72 @@
+"""Tells the job when a collective of this worker hangs, so that `axon-ps doctor` can say who waits for whom.
+
+Owns: the key "doctor/RANK" of the job's store, which is there while something hangs. Refuses: to end anything; deaths
+are pushed and deadlines are the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from axon_ps.collectives.flight_recorder import Recorder
+from axon_ps.errors import AxonError
+
+HANGS_AFTER_S: Final = 5.0
+"""A collective that takes longer is told."""
+
+INTERVAL_S: Final = 1.0
+"""How often to look."""
+
+SHOWN: Final = 16
+"""How many of the last collectives are told with it."""
+
+
+def key_of(rank: int) -> str:
+    """Where a worker's report is."""
+    return f"doctor/{rank}"
+
+
+def report(recorder: Recorder, now: float, node: str) -> bytes:
+    """What to tell; empty when nothing hangs.
+
+    Args:
+        recorder: of this worker.
+        now: seconds since the epoch.
+        node: where it runs.
+    """
+    hanging = [e for e in recorder.pending() if now - e.started > HANGS_AFTER_S]
+    if not hanging:
+        return b""
+    last = recorder.entries()[-SHOWN:]
+    content = {
+        "node": node,
+        "pid": os.getpid(),
+        "pending": [e.as_json() for e in hanging],
+        "last": [e.as_json() for e in last],
+    }
+    return json.dumps(content).encode()
+
+
+async def watch(
+    recorder: Recorder,
+    node: str,
+    put: Callable[[bytes], Awaitable[object]],
+    delete: Callable[[], Awaitable[object]],
+) -> None:
+    """Look every `INTERVAL_S`, and tell what changed, until cancelled."""
+    told = b""
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        content = report(recorder, time.time(), node)
+        if content == told:
+            continue
+        try:
+            await (put(content) if content else delete())
+            told = content
+        except AxonError:  # the coordinator is away; look again later
+            continue

@@ -1,0 +1,119 @@
+"""A whole job inside this process: the coordinator, the shard servers and their clients on one event loop.
+
+They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`. There are
+no sockets, no ports and no other processes, and any number of such jobs may exist at once.
+
+Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from axon_ps.collectives.store import MemoryStore
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server import server as coordinator_server
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.in_process import PORT, new_network
+from axon_ps.rpc.security import Security
+from axon_ps.shard.server import server as shard_server
+from axon_ps.shard.server.server import ShardConfig
+from axon_ps.storage.state_store import MemoryStateStore
+
+JOB: Final = "mock"
+START_S: Final = 30.0
+"""How long a service may take to begin, or a worker to join: all of it is arithmetic of this process."""
+
+REPLACED_S: Final = 0.2
+"""How long the others wait for a worker that has left to be replaced. Nobody can join, so they are told at once."""
+
+_END_S: Final = 5.0
+"""How long the services may take to end."""
+
+_Serve = Callable[[Callable[[int], None]], Awaitable[None]]
+
+
+class MockJob:
+    """The services of one job.
+
+    Args:
+        world_size: its workers, each of which calls `leave` in the end.
+        shards: its shard servers.
+
+    Attributes:
+        loop: where everything runs, the workers' clients too.
+        coordinator: the coordinator's address.
+        store: where groups of threads meet.
+
+    Raises:
+        ConfigurationError: there is less than one server.
+    """
+
+    def __init__(self, world_size: int, shards: int) -> None:
+        config = CoordinatorConfig(
+            job=JOB, world_size=world_size, num_shards=shards, join_timeout_s=REPLACED_S, shares_process=True
+        )
+        self.store = MemoryStore()
+        self._network = new_network()
+        self.coordinator = f"{self._host('coordinator')}:{PORT}"
+        self._world_size = world_size
+        self._left = itertools.count(1)
+        self._services: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+        self.loop = BackgroundLoop("axon-ps-mock", settle_s=0.0)
+        try:
+            self.loop.run(self._start(config), START_S)
+        except BaseException:
+            self.loop.close()
+            raise
+
+    def leave(self) -> None:
+        """A worker has left; with the last one the job ends."""
+        if next(self._left) < self._world_size:
+            return
+        try:
+            self.loop.run(self._end(), 2 * _END_S)
+        finally:
+            self.loop.close()
+
+    def forget(self) -> None:
+        """A worker is gone that did not leave; with the last one the job ends. Any thread, and without waiting."""
+        if next(self._left) >= self._world_size:
+            self.loop.end()
+
+    async def _start(self, config: CoordinatorConfig) -> None:
+        security, store = Security(), MemoryStateStore()
+        host = self._host("coordinator")
+        stop = asyncio.Event()
+        await self._begin(
+            lambda ready: coordinator_server.serve(config, host, PORT, security, store, ready, stop), stop
+        )
+        for rank in range(config.num_shards):
+            await self._begin_shard(rank)
+
+    async def _begin_shard(self, rank: int) -> None:
+        host, stop = self._host(f"shard-{rank}"), asyncio.Event()
+        config = ShardConfig(
+            coordinator=self.coordinator, job=JOB, host=host, port=PORT, node=host, rank=rank, threads=1
+        )
+        await self._begin(lambda ready: shard_server.serve(config, ready, stop), stop)
+
+    async def _begin(self, serve: _Serve, stop: asyncio.Event) -> None:
+        """Run a service until `stop` is set; returns once it serves."""
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        task: asyncio.Task[Any] = asyncio.ensure_future(serve(ready.set_result))
+        self._services.append((task, stop))
+        await asyncio.wait([ready, task], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+
+    async def _end(self) -> None:
+        """Stop the services, in the reverse of the order in which they began."""
+        for task, stop in reversed(self._services):
+            stop.set()
+            await asyncio.wait([task], timeout=_END_S)
+
+    def _host(self, name: str) -> str:
+        return name + self._network

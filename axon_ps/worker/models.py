@@ -1,0 +1,215 @@
+"""The models of the job that this process has: by number what is known of each, by name those that it has wrapped.
+
+The coordinator numbers models by their names, so that workers find each other's whatever the order in which they make
+them. A process cannot have two of one name: both would be bound to the same parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.errors import Misuse
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Decision, Membership
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.step_client import StepClient
+
+
+class Names:
+    """What the models of a process are called, and what each is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._described: dict[str, str] = {}
+        self._made = 0
+
+    @contextmanager
+    def claiming(self, name: str | None, described: str) -> Iterator[str]:
+        """Inside, a model is registered with the job; if that raises, it is not this process's, and was never made.
+
+        A model stays the job's when its wrapper is deleted: its parameters are still on the servers.
+
+        Args:
+            name: what the job is to call it; None = by its number in the order made.
+            described: what it is, in words.
+
+        Returns:
+            Its name.
+
+        Raises:
+            Misuse: the process has registered another model by that name; the message says which.
+        """
+        with self._lock:
+            name = name or f"model {self._made}"
+            if (first := self._described.get(name)) is not None:
+                raise Misuse(
+                    f"{described} cannot be wrapped as {name!r}: this process has wrapped {first} by that name, whose "
+                    "parameters the second would get. Give it another name=, or release() the first; to give a model "
+                    "other values, use its load_state_dict()"
+                )
+            self._described[name] = described
+            self._made += 1
+        try:
+            yield name
+        except BaseException:
+            with self._lock:
+                del self._described[name]
+                self._made -= 1
+            raise
+
+    def free(self, name: str) -> None:
+        """The model of a name is gone."""
+        with self._lock:
+            self._described.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        with self._lock:
+            return iter(list(self._described))
+
+    def __len__(self) -> int:
+        return len(self._described)
+
+
+class Models:
+    """All of them.
+
+    Args:
+        loop: the background loop.
+        coordinator: the session.
+        shards: the shard servers, for the first model; the others share its connections.
+        view: what is known of the members.
+        timeout_s: default deadline of every operation, in seconds.
+
+    Attributes:
+        names: those of the models that this process has wrapped.
+    """
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        coordinator: CoordinatorClient,
+        shards: ShardGroup,
+        view: JobView,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._shards = shards
+        self._view = view
+        self._timeout_s = timeout_s
+        self._clients: dict[int, StepClient] = {}
+        self._by_name: dict[str, StepClient] = {}
+        self.names = Names()
+        self.client(0)
+
+    def client(self, number: int) -> StepClient:
+        """The model of a number; made when it is first heard of."""
+        with self._view.changed:
+            if number not in self._clients:
+                self._clients[number] = StepClient(
+                    self._loop,
+                    self._coordinator,
+                    self._shards.for_another() if number else self._shards,
+                    self._view,
+                    model=number,
+                    timeout_s=self._timeout_s,
+                )
+            return self._clients[number]
+
+    @property
+    def wrapped(self) -> list[StepClient]:
+        """Those that this process has registered and not released, by number."""
+        with self._view.changed:
+            return sorted(self._by_name.values(), key=lambda client: client.model)
+
+    def named(self, name: str) -> StepClient:
+        """The model of a name.
+
+        Raises:
+            Misuse: this process has none of that name.
+        """
+        with self._view.changed:
+            if (client := self._by_name.get(name)) is not None:
+                return client
+            known = ", ".join(map(repr, self._by_name)) or "none"
+        raise Misuse(f"this process has no model {name!r}; it has {known}")
+
+    def only(self) -> StepClient:
+        """The only model, or what is known of the first while there is none.
+
+        Raises:
+            Misuse: there are several.
+        """
+        found = self.wrapped
+        if len(found) > 1:
+            names = ", ".join(repr(client.name) for client in found)
+            raise Misuse(f"the job has several models ({names}); ask the one that is meant, as in model.version")
+        return found[0] if found else self.client(0)
+
+    def register(self, spec: JobSpec, name: str) -> tuple[StepClient, Registered]:
+        """Give a model its layout, or check ours against the one that it has.
+
+        Raises:
+            LayoutMismatch: another rank registered something else by that name; the message says where they differ.
+        """
+        self._shards.warm_up(spec)
+        registering = self._coordinator.register(spec=spec, timeout_s=self._timeout_s, name=name)
+        reply = self._loop.run(registering, self._timeout_s)
+        client = self.client(reply.model)
+        client.registered(spec, reply, name)
+        with self._view.changed:
+            self._by_name[name] = client
+            self._view.models = len(self._by_name)
+        return client, reply
+
+    def release(self, client: StepClient) -> None:
+        """Have the job drop a model; harmless when another worker has already.
+
+        Raises:
+            Busy: a checkpoint is being written.
+        """
+        self._loop.run(self._coordinator.release(client.model, timeout_s=self._timeout_s), self._timeout_s)
+        self._view.until(
+            lambda: True if client.released else None,
+            self._timeout_s,
+            lambda: f"the release of model {client.name!r} has not been announced to this worker",
+        )
+        with self._view.changed:
+            self._by_name.pop(client.name, None)
+            self._view.models = len(self._by_name)
+        self.names.free(client.name)
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the session, in order, on the loop's thread."""
+        if isinstance(event, (JobState, Decision)):
+            self.client(event.model).on_event(event)
+            return
+        with self._view.changed:
+            if isinstance(event, Membership):
+                self._view.take(event)
+                me = self._view.me_in(event)
+                self._shards.set_members(event, "" if me is None else me.id)
+            elif isinstance(event, SessionLost) and event.final:
+                self._view.failure = event.error
+            for client in list(self._clients.values()):
+                client.on_event(event)
+            self._view.changed.notify_all()
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the data plane of all models together; see `StepClient.statistics`."""
+        with self._view.changed:
+            clients = sorted(self._clients.items())
+        total: dict[str, float] = {}
+        for _, client in clients:
+            for name, value in client.statistics().items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+
+__all__ = ["Models", "Names"]

@@ -1,0 +1,893 @@
+"""A worker's half of the training steps of one model: gather parameters, push gradients, vote, learn what was decided.
+
+`StepClient` joins the two things a step needs, the coordinator's session and the shard servers, and keeps the one piece
+of state that a worker has about the model: which step and version it is in. Gathers and pushes run on the background
+loop and give `Work` handles; votes block until the decision. What is true of the job is in the `JobView` that the
+clients of all models share, and with it the lock.
+
+Invariants:
+- A *ticket* (generation, step, replica, number of replicas) is taken when the first gradient of a step is pushed and
+  used for all of that step. When the membership changes, the ticket is void: its pushes are dropped and the vote
+  returns an aborted decision without having been cast.
+- The version moves only by a decision or by a membership event, never by what a gather happened to return; where
+  replicas step alone, only at the end of a step of ours (`worker.staleness`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from axon_ps.collectives.work import Awaited, LoopWork
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
+from axon_ps.observe.moments import Moment, reached
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.same_host.shared_copy import MappedCopy
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Array, CopyFrom, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
+from axon_ps.wire.v1.common_pb2 import CallContext
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.staleness import Pace
+
+T = TypeVar("T")
+
+NO_GENERATION = -1
+"""Of a void ticket."""
+
+_ARRIVED_EVERY_S = 1.0
+"""While pushes last, the coordinator is told so often that this worker waits, and is not the one waited for."""
+
+_ASK_S = 2.0
+"""How long the coordinator may take to say for whom a step waits, once that has timed out."""
+
+_DECISIONS_KEPT = 16
+"""After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """What every push of one step attempt is named by."""
+
+    generation: int
+    step: int
+    replica: int
+    num_replicas: int
+    why_void: str = ""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its step cannot commit."""
+        return self.generation == NO_GENERATION
+
+    def void(self, why: str) -> Self:
+        """The same, of a step that cannot commit: nothing is pushed under it, and its vote is an abort."""
+        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why)
+
+
+class StepClient:
+    """Gather, push, vote; thread-safe.
+
+    Args:
+        loop: the background loop that everything runs on.
+        coordinator: the joined session; its events about the model must be passed to `on_event`.
+        shards: the connections to the shard servers, for this model.
+        view: what is known of the job's members.
+        model: number of the model.
+        timeout_s: default deadline of every operation, in seconds.
+
+    Attributes:
+        view: as given.
+        model: as given.
+        name: what the job calls the model, once it was registered here.
+    """
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        coordinator: CoordinatorClient,
+        shards: ShardGroup,
+        view: JobView,
+        *,
+        model: int = 0,
+        timeout_s: float,
+    ) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._shards = shards
+        self.timeout_s = timeout_s
+        self.view = view
+        self.model = model
+        self.name = ""
+        self._changed = view.changed
+        self._spec: JobSpec | None = None
+        self._released = False
+        self._copied = 0
+        self._job: JobState | None = None
+        self._decisions: dict[int, Decision] = {}
+        self._own_decision: Decision | None = None  # the newest on us alone
+        self._step = 0
+        self._version = 0
+        self._pace = Pace()
+        self._pace_wait_s = 0.0
+        self._calls: dict[
+            asyncio.Task[Any], int | None
+        ] = {}  # under way, by the epoch they are of; on the loop's thread
+        self.asked_epoch = 0
+        """The newest epoch that this worker asked for, or waited for."""
+        self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
+        self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
+        self._mapped_bytes = 0
+        if view.known is not None:
+            self._begin(view.known)
+
+    # ------------------------------------------------------------------ what the model looks like
+
+    @property
+    def membership(self) -> Membership:
+        """The current members, with replicas numbered as this model has them.
+
+        Raises:
+            Misuse: the session has not been told yet.
+        """
+        return self._numbered(self.view.membership)
+
+    def _numbered(self, membership: Membership) -> Membership:
+        return membership if self._spec is None else membership.numbered(self._spec.replica_is_node)
+
+    @property
+    def version(self) -> int:
+        """Committed steps, as this worker knows it; where replicas step alone, what its step is computed from."""
+        with self._changed:
+            return self._pace.view(self._version).version if self._pace.alone else self._version
+
+    @property
+    def latest_version(self) -> int:
+        """Committed steps of the model, as this worker knows it."""
+        return self._version
+
+    @property
+    def copied(self) -> int:
+        """The newest version that took another model's values; 0 = none in this epoch. What is frozen is of it."""
+        return self._copied
+
+    def _version_of(self, unit: int, *, exact: bool = False) -> int:
+        """The version that a unit must be at to be current."""
+        units = () if self._spec is None else self._spec.layout.units
+        if 0 <= unit < len(units) and not units[unit].trainable:  # a unit that is not there is the servers' to refuse
+            return self._copied
+        return self._version if exact else self.version
+
+    @property
+    def epoch(self) -> int:
+        """How often the model was restored from a checkpoint; a change makes every copy of its parameters stale."""
+        return self._job.epoch if self._job else 0
+
+    @property
+    def me(self) -> Member:
+        """This worker in the current membership.
+
+        Raises:
+            MemberLost: the coordinator does not count us as a member (it lost sight of us).
+        """
+        return self.view.me(self.membership)
+
+    @property
+    def lease_s(self) -> float:
+        """How long a member may be silent before it is given up."""
+        return self._coordinator.lease_s
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        """(epoch, version), of one moment."""
+        with self._changed:
+            return self.epoch, self.version
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """The names of the step attempt that starts now.
+
+        Args:
+            began: (epoch, version) that the step is computed from. If that is not `latest` any more the ticket is
+                void: its generation may be of after, in which gradients of before must not count. None = no matter.
+        """
+        with self._changed:
+            self.check_released()
+            latest = self.latest
+            membership = self.membership
+            if self._pace.alone:
+                begun = self._pace.view(self._version).generation
+                ticket = Ticket(generation=begun, step=self._pace.clock, replica=self.me.replica, num_replicas=1)
+            else:
+                ticket = Ticket(
+                    generation=membership.generation,
+                    step=self._step,
+                    replica=self.me.replica,
+                    num_replicas=membership.num_replicas,
+                )
+        if began in (None, latest):
+            return ticket
+        return ticket.void(
+            f"the step began at version {began[1]} and the model is at {latest[1]}: it went on while this worker was "
+            "no member, or was restored"
+        )
+
+    def valid(self, ticket: Ticket) -> bool:
+        """Whether the step that `ticket` names can still commit."""
+        return self.view.known is not None and self.view.known.generation == ticket.generation
+
+    @property
+    def released(self) -> bool:
+        """Whether the job has the model no more."""
+        return self._released
+
+    def check_released(self) -> None:
+        """Refuse a model that the job has no more.
+
+        Raises:
+            Misuse: it has been released.
+        """
+        if self._released:
+            raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting.
+
+        `mapped_bytes_in` are those of the `bytes_in` that were not even copied.
+        """
+        pace = {"clock": float(self._pace.clock), "slowest_clock": float(self._pace.slowest)}
+        waits = {**pace, "pace_wait_s": self._pace_wait_s} if self._pace.alone else {}
+        counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
+        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
+            counters[name] += self._mapped_bytes
+        return {**counters, **waits}
+
+    # ------------------------------------------------------------------ events from the coordinator
+
+    def on_event(self, event: Event) -> None:
+        """Take one event of the session, in order, on the loop's thread; a membership after the view has taken it."""
+        with self._changed:
+            if isinstance(event, Membership):
+                self._begin(event)
+                self._cancel_stale_pushes(event.generation)
+            elif isinstance(event, JobState):
+                self._on_job(event)
+            elif isinstance(event, Decision):
+                self._on_decision(event)
+            elif isinstance(event, SessionLost) and event.final:
+                for task in self._calls:
+                    task.cancel()
+            self._changed.notify_all()
+
+    def _begin(self, membership: Membership) -> None:
+        """A generation begins, or this model is new in it."""
+        self._step, self._version = membership.progress(self.model)
+        me = self.view.me_in(self._numbered(membership))
+        self._pace.begin(membership.generation, -1 if me is None else me.replica)
+
+    def _on_job(self, event: JobState) -> None:
+        if event.released:
+            self._released = True
+            self._shards.release()
+        elif self._job is None or event.epoch != self._job.epoch:
+            self._copied = event.copied
+            if self._job is not None:
+                self._version = event.version
+                self._pace.look_again()
+                self._shards.forget_residuals()
+        else:
+            self._copied = max(self._copied, event.copied)
+        if not event.released:
+            self._job = event
+        for task in [t for t, epoch in self._calls.items() if event.released or epoch not in (None, event.epoch)]:
+            task.cancel()
+        if event.spec is not None:
+            self._shards.set_spec(event.spec)
+
+    def _on_decision(self, event: Decision) -> None:
+        if event.turn is None:
+            self._decisions[event.step] = event
+            if event.outcome is Outcome.COMMIT:
+                self.view.acknowledge()
+        elif self._pace.decided(event):
+            self._own_decision = event
+        for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
+            del self._decisions[old]
+        if event.generation == self.view.membership.generation:  # of an earlier one, the membership has said it
+            self._step = event.step + 1
+        self._version = event.version
+        if event.copy is not None and event.outcome is Outcome.COMMIT:
+            self._copied = event.version
+
+    def _cancel_stale_pushes(self, generation: int) -> None:
+        for task in self._pushes:
+            if getattr(task, "generation", generation) != generation:
+                task.cancel()
+
+    def wait_complete(self, timeout_s: float | None = None) -> Membership:
+        """See `JobView.wait_complete`."""
+        return self.view.wait_complete(timeout_s)
+
+    def wait_members(self, ready: Callable[[Membership], bool], timeout_s: float, what: str) -> None:
+        """See `JobView.wait_members`."""
+        self.view.wait_members(ready, timeout_s, what)
+
+    def wait_generation(self, generation: int, timeout_s: float) -> None:
+        """See `JobView.wait_generation`."""
+        self.view.wait_generation(generation, timeout_s)
+
+    def wait_epoch(self, epoch: int, timeout_s: float | None = None, *, initialized: bool = True) -> None:
+        """Block until the parameters were replaced `epoch` times and, if `initialized`, the servers hold all of them.
+
+        Raises:
+            Timeout: they were not.
+        """
+        self.view.until(
+            lambda: self._at_epoch(epoch, initialized),
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: f"the parameters were not replaced for the {epoch}. time",
+        )
+        self.asked_epoch = max(self.asked_epoch, epoch)
+
+    def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
+        """Block until the parameters are being replaced for the `epoch`. time, or the members are others.
+
+        Raises:
+            Timeout: neither came.
+        """
+        self.view.until(
+            lambda: True if self.epoch >= epoch or self.membership.generation >= generation else None,
+            timeout_s,
+            lambda: f"the parameters were not replaced for the {epoch}. time",
+        )
+
+    def _at_epoch(self, epoch: int, initialized: bool) -> bool | None:
+        job = self._job
+        return True if job is not None and job.epoch >= epoch and (job.initialized or not initialized) else None
+
+    def wait_latest(self, position: tuple[int, int]) -> None:
+        """Block until this worker has heard of (epoch, version) `position`, as another has already.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self.view.until(
+            lambda: True if self.latest >= position else None,
+            self.timeout_s,
+            lambda: f"version {position[1]} of epoch {position[0]} has not been announced to this worker",
+        )
+
+    def wait_version(self, version: int, timeout_s: float | None = None) -> None:
+        """Block until this worker has been told that a version was committed, by whomever.
+
+        Raises:
+            Timeout: it has not.
+        """
+        self.view.until(
+            lambda: True if self._version >= version else None,
+            self.timeout_s if timeout_s is None else timeout_s,
+            lambda: f"version {version} was not committed, the newest known is {self._version},",
+        )
+
+    # ------------------------------------------------------------------ registration
+
+    def register(self, spec: JobSpec) -> Registered:
+        """Give the first model its layout, or check ours against the one it has; `Models.register` is for any.
+
+        Raises:
+            LayoutMismatch: another rank registered something else; the message says where they first differ.
+        """
+        self._shards.warm_up(spec)
+        reply = self._loop.run(self._coordinator.register(spec=spec, timeout_s=self.timeout_s), self.timeout_s)
+        self.registered(spec, reply)
+        return reply
+
+    def registered(self, spec: JobSpec, reply: Registered, name: str = "") -> None:
+        """This process has registered the model: with this layout, and this answer."""
+        with self._changed:
+            self.name = name
+            self._shards.set_spec(spec)
+            if self._spec is None:
+                self._spec = spec
+                self._pace = Pace()
+                self._pace.policy = spec.policy
+                me = self.view.me_in(self.membership)
+                self._pace.begin(self.membership.generation, -1 if me is None else me.replica)
+            self._version = max(self._version, reply.version)
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the model its optimizer, or check ours against the one it has.
+
+        Raises:
+            LayoutMismatch: another rank registered other groups or hyperparameters.
+        """
+        registering = self._coordinator.register(optimizer=optimizer, timeout_s=self.timeout_s, name=self.name)
+        self._loop.run(registering, self.timeout_s)
+
+    def wait_initialized(self, registered: Registered) -> bool:
+        """Block until every shard server holds its parameters.
+
+        Args:
+            registered: what `register` answered.
+
+        Returns:
+            False when the membership changed before: register again, for the worker that uploads may have died, and
+            a shard server may have been replaced.
+
+        Raises:
+            Timeout: they do not; usually because the rank that uploads has died.
+        """
+
+        def known() -> bool | None:
+            if self._job is not None and self._job.initialized:
+                return True
+            self.check_released()
+            return False if self.membership.generation > registered.generation else None
+
+        return self.view.until(
+            known,
+            self.timeout_s,
+            lambda: "the shard servers still lack first values from the rank that uploads them",
+            reminds=True,
+        )
+
+    # ------------------------------------------------------------------ data
+
+    def upload(self, unit: int, values: Array, *, epoch: int = 0) -> None:
+        """Store first values of a unit.
+
+        Args:
+            unit: its number.
+            values: f32[unit_numel].
+            epoch: how often the model has been restored: 0, unless other values are replaced by these.
+
+        After an error: some slices may be stored; uploading again is harmless.
+        """
+        self._loop.run(
+            self._shards.upload(unit, values, context=self._context, timeout_s=self.timeout_s, epoch=epoch),
+            self.timeout_s,
+        )
+
+    def gather(
+        self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
+    ) -> LoopWork[int]:
+        """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            begin: first element wanted.
+            end: one past the last element wanted; None = the unit's end.
+            exact: have them travel as `out` even if the job compresses parameters, and at the newest version that
+                this worker knows of: what the servers hold, not what training computes with.
+
+        Returns:
+            A handle whose result is the version gathered.
+
+        After an error: `out` holds anything.
+        """
+        with self._changed:
+            epoch, version = self.epoch, self._version_of(unit, exact=exact)
+
+        def gather() -> Coroutine[Any, Any, int]:
+            return self._shards.gather(
+                unit,
+                out,
+                min_version=version,
+                epoch=epoch,
+                context=self._context,
+                timeout_s=self.timeout_s,
+                begin=begin,
+                end=end,
+                compressed=not exact,
+            )
+
+        found = self._explained(lambda: self._told_first(gather, epoch), epoch)
+        return LoopWork(self._loop, found, f"gathering unit {unit}")
+
+    def mapped(self, unit: int) -> MappedCopy | None:
+        """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
+
+        It says so without asking anybody. Whoever reads it must be done before this worker's next vote.
+        """
+        with self._changed:
+            known = self._mapped.get(unit)
+            if known is None or known[:2] != (self.membership.generation, self.epoch):
+                return None
+            if not known[2].holds(self._version_of(unit, exact=True)):
+                return None
+            self._mapped_bytes += known[2].values.nbytes
+        return known[2]
+
+    def map(self, unit: int, dtype: DType) -> LoopWork[MappedCopy | None]:
+        """Map the memory that a unit lies in, at this worker's version or later.
+
+        Args:
+            unit: its number.
+            dtype: what it is wanted as.
+
+        Returns:
+            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
+            be done before this worker's next vote.
+        """
+        with self._changed:
+            epoch, version = self.epoch, self._version_of(unit)
+        found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype, epoch, version), epoch), epoch)
+        return LoopWork(self._loop, found, f"mapping unit {unit}")
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
+        return self._shards.buffer(size_bytes)
+
+    async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
+        asked = self.membership.generation, epoch
+        copy = await self._shards.map(
+            unit,
+            dtype=dtype,
+            min_version=version,
+            epoch=epoch,
+            context=self._context,
+            timeout_s=self.timeout_s,
+        )
+        with self._changed:
+            if copy is not None:
+                self._mapped[unit] = *asked, copy
+                self._mapped_bytes += copy.values.nbytes
+        return copy
+
+    async def _explained(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int | None = None) -> T:
+        """A call that ends when this worker is a member no more, and whose time-out says what the job waits for.
+
+        Args:
+            call: begins it.
+            epoch: it ends, too, when the parameters are no longer those of this epoch; None = it does not care. (What
+                asks for a version of before a restore could wait for ever: it may never come again.)
+
+        Raises:
+            StepAborted: the parameters were replaced.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = epoch
+        try:
+            self._check_current(epoch)
+            return await call()
+        except asyncio.CancelledError:
+            self._check_current(epoch)
+            raise
+        except Timeout as error:
+            if not (reason := self.view.waiting_for()):
+                raise
+            raise Timeout(f"{error}{reason}") from error
+        finally:
+            del self._calls[task]
+
+    async def _told_first(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int) -> T:
+        """A call for the parameters of an epoch, which fails only after this worker has heard why.
+
+        A server may hear of a restore before this worker does. Who asked then waits for the news, so that, when asked
+        again, it is for what is there.
+        """
+        try:
+            return await call()
+        except StepAborted:
+            if epoch == self.epoch:
+                await asyncio.sleep(self.timeout_s)  # `on_event` ends this call
+            raise
+
+    def _check_current(self, epoch: int | None) -> None:
+        """Raise what ends a call that was begun in `epoch`, if anything does."""
+        if self.view.failure is not None:
+            raise self.view.failure
+        self.check_released()
+        if epoch is not None and epoch != self.epoch:
+            raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {self.epoch}, no longer {epoch}")
+
+    def gather_ahead(
+        self,
+        unit: int,
+        out: Array,
+        ticket: Ticket,
+        hyper: Sequence[Hyper],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[int]:
+        """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
+
+        Args:
+            unit: its number.
+            out: wire[end - begin]; must stay alive and untouched until the work is done.
+            ticket: the step.
+            hyper: per parameter group, the hyperparameters this worker will vote for.
+            begin: first element wanted, counted from the unit's start.
+            end: one past the last element wanted; None = the unit's end.
+
+        Returns:
+            A handle; what was gathered is the next version's only if the decision is a commit with clip factor 1 and
+            these hyperparameters.
+
+        After an error: `out` holds anything; gather the unit in the ordinary way.
+        """
+        return LoopWork(
+            self._loop,
+            self._explained(
+                lambda: self._shards.gather_ahead(
+                    unit,
+                    out,
+                    step=ticket.step,
+                    hyper=tuple(hyper),
+                    context=lambda: self._context_of(ticket),
+                    timeout_s=self.timeout_s,
+                    begin=begin,
+                    end=end,
+                ),
+                self.epoch,
+            ),
+            f"gathering unit {unit} ahead of step {ticket.step}",
+        )
+
+    def push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None = None,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[None]:
+        """Send one replica's gradient of a unit; None when it has none.
+
+        Args:
+            unit: its number.
+            grad: wire[end - begin]; must stay alive and untouched until the work is done.
+            ticket: the step it belongs to.
+            done: called on the loop's thread when the buffer is free again, however it ended.
+            begin: first element; must begin a chunk. Other workers of the replica push the rest.
+            end: one past the last; must end a chunk; None = the unit's end.
+
+        After an error: the step cannot commit; `vote` says so.
+        """
+        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end), f"pushing unit {unit}")
+
+    async def _push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None,
+        begin: int,
+        end: int | None,
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.generation = ticket.generation  # type: ignore[attr-defined]
+        self._pushes.add(task)
+        try:
+            if not self.valid(ticket):
+                raise GenerationChanged("the membership changed before the push", self.membership.generation)
+            await self._explained(
+                lambda: self._shards.reduce_scatter(
+                    unit,
+                    grad,
+                    step=ticket.step,
+                    replica=ticket.replica,
+                    context=lambda: self._context_of(ticket),
+                    timeout_s=self.timeout_s,
+                    begin=begin,
+                    end=end,
+                )
+            )
+        except asyncio.CancelledError:
+            if self.valid(ticket):
+                raise
+            raise GenerationChanged("the membership changed during the push", self.membership.generation) from None
+        finally:
+            self._pushes.discard(task)
+            if done is not None:
+                done()
+
+    def _context(self) -> CallContext:
+        """Who calls, and about which model."""
+        context = self._coordinator.context()
+        context.model = self.model
+        return context
+
+    def _context_of(self, ticket: Ticket) -> CallContext:
+        context = self._context()
+        context.generation = ticket.generation
+        return context
+
+    # ------------------------------------------------------------------ the decision
+
+    def copy_from(self, source: StepClient, weight: float) -> Decision:
+        """A step in which the model becomes (1 - weight) * its values + weight * another's; every worker calls it.
+
+        Args:
+            source: the client of the other model.
+            weight: above 0, at most 1.
+
+        Returns:
+            What was decided, as of `vote`.
+
+        Raises:
+            InvalidRequest: the other is not cut alike, or replicas of one of them step alone.
+            Misuse: one of them is not registered here, or was released.
+            Timeout: no decision came; the step may still commit.
+        """
+        self.check_released()
+        source.check_released()
+        if self._spec is None or source._spec is None:
+            raise Misuse("copy_from needs two models that were registered by this process")
+        if self._pace.alone or source._pace.alone:
+            raise InvalidRequest(
+                "copy_from needs a version that all workers agree on; replicas of one model step alone"
+            )
+        if difference := self._spec.cut_difference(source._spec):
+            raise InvalidRequest(f"model {self.name!r} cannot take the values of {source.name!r}: {difference}")
+        copy = CopyFrom(source=source.model, weight=weight)
+        return self.vote(self.ticket(), (), max_norm=0.0, hyper=(), copy=copy)
+
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None = None,
+    ) -> Decision:
+        """Say that this worker has pushed everything, and wait for the decision.
+
+        Args:
+            ticket: the step.
+            pushes: its pushes; they are waited for first.
+            max_norm: global L2 norm to clip to; 0 = do not clip.
+            hyper: per parameter group, this step's hyperparameters.
+            copy: what the step takes from another model; None = it takes gradients.
+
+        Returns:
+            What was decided; an abort when the membership changed meanwhile. This worker knows by then of the
+            generation that the next attempt runs in.
+
+        Raises:
+            Timeout: no decision came; the step may still commit.
+            AxonError: a push failed for another reason than a membership change.
+        """
+        try:
+            decision = self._vote(ticket, pushes, max_norm, hyper, copy)
+            self.wait_generation(decision.next_generation, self.timeout_s)
+            if self._pace.alone or decision.outcome is not Outcome.COMMIT:
+                with self._changed:
+                    self.view.acknowledge()
+            self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
+            self._wait_for_the_slowest(ticket)
+        finally:
+            self._pace.look_again()
+        return decision
+
+    def _wait_for_the_slowest(self, ticket: Ticket) -> None:
+        """Where the policy has a bound: block until the next step may begin."""
+        began = time.perf_counter()
+        self.view.until(
+            lambda: True if self._pace.may_go_on(ticket.generation) else None,
+            self.timeout_s,
+            lambda: (
+                f"this worker is at clock {self._pace.clock} and the slowest at {self._pace.slowest}, which is more "
+                f"than {self._pace.policy} allows; its step is decided, the next may not begin"
+            ),
+        )
+        self._pace_wait_s += time.perf_counter() - began
+
+    def _vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None,
+    ) -> Decision:
+        blocked = self.view.blocks()
+        try:
+            self._wait_pushed(ticket, pushes, blocked)
+        except (GenerationChanged, StepAborted) as error:
+            return self._aborted(ticket, str(error))
+        if self.valid(ticket) and not self.membership.complete:
+            # No attempt is under way; who is waited for is said.
+            reason = f"the job was waiting for {self.membership.waiting_for}"
+            self.view.until(
+                lambda: None if self.valid(ticket) else True,
+                self.timeout_s,
+                lambda: f"step {ticket.step} is not begun",
+                reminds=True,
+            )
+            return self._aborted(ticket, reason)
+        if not self.valid(ticket):
+            return self._aborted(ticket, ticket.why_void or "the membership changed")
+        reached(Moment.VOTE)
+        self._coordinator.vote(
+            generation=ticket.generation,
+            step=ticket.step,
+            max_norm=max_norm,
+            hyper=tuple(hyper),
+            version=self.version,
+            replica=ticket.replica if self._pace.alone else None,
+            model=self.model,
+            copy=copy,
+            blocked=blocked,
+        )
+        try:
+            return self.view.until(
+                lambda: self._decided(ticket),
+                self.timeout_s,
+                lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
+            )
+        except Timeout as error:
+            raise Timeout(f"{error}{self._stragglers()}") from error
+
+    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> None:
+        """Wait for the pushes; those of replicas before ours come first, so it may be for another worker."""
+        deadline = Deadline(self.timeout_s)
+        for work in pushes:
+            while True:
+                try:
+                    work.wait(min(_ARRIVED_EVERY_S, deadline.remaining()))
+                    break
+                except Timeout as error:
+                    if work.is_completed():
+                        raise
+                    if deadline.passed:
+                        raise Timeout(f"{error}{self._stragglers()}") from error
+                if not self._pace.alone and self.valid(ticket):
+                    self._coordinator.arrived(
+                        generation=ticket.generation, step=ticket.step, model=self.model, blocked=blocked
+                    )
+
+    def _stragglers(self) -> str:
+        """For whom the step under way waits, by the coordinator; empty if it does not say."""
+        try:
+            pending = self._loop.run(self._coordinator.status(_ASK_S), _ASK_S).pending
+        except AxonError:
+            return ""
+        return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""
+
+    def _told(self, ticket: Ticket) -> Decision | None:
+        """What the coordinator has decided on the step that `ticket` names."""
+        decision = self._decisions.get(ticket.step)
+        if self._pace.alone:
+            own = self._own_decision
+            decision = own if own is not None and own.turn is not None and own.turn.clock == ticket.step else None
+        return decision if decision is not None and decision.generation == ticket.generation else None
+
+    def _decided(self, ticket: Ticket) -> Decision | None:
+        if (decision := self._told(ticket)) is not None:
+            return decision
+        if not self.valid(ticket):
+            return self._aborted(ticket, "the membership changed")
+        self.check_released()
+        return None
+
+    def _aborted(self, ticket: Ticket, reason: str) -> Decision:
+        """An abort, once the coordinator has told this worker of it or of a new membership; else in our own words."""
+        if self.valid(ticket):
+            self.view.until(
+                lambda: True if self._told(ticket) is not None or not self.valid(ticket) else None,
+                self.timeout_s,
+                lambda: f"a shard server says that step {ticket.step} is over; the coordinator does not",
+            )
+        if (decision := self._told(ticket)) is not None:
+            return decision
+        return Decision(
+            step=ticket.step,
+            generation=ticket.generation,
+            outcome=Outcome.ABORT,
+            version=self._version,
+            reason=reason,
+            model=self.model,
+        )

@@ -1,0 +1,740 @@
+"""`World`: a worker's membership in a job, from joining to leaving, and the groups of workers in it.
+
+A process has one background loop, one session with the coordinator and one set of connections to the shard servers;
+`World` owns all three and closes them. It is made by `World.init()`, which returns once every member that the job
+needs has joined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, cast, overload
+
+from axon_ps.aggregation.client.client import CollectiveClient
+from axon_ps.collectives import current_world
+from axon_ps.collectives.backends.base import Backend, GroupContext, Store
+from axon_ps.collectives.encoding import decode, encode
+from axon_ps.collectives.flight_recorder import Recorder
+from axon_ps.collectives.group_base import LINGER_S, MakeBackend
+from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.selection import BackendMaker
+from axon_ps.collectives.work import LoopWork
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, SessionLost
+from axon_ps.coordinator.core.events import UPLOADED
+from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
+from axon_ps.host import fork
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.types import Array, Member, Membership, Role
+from axon_ps.worker.bootstrap.job import Formed, find_job
+from axon_ps.worker.checkpoints import CheckpointInfo, info_of
+from axon_ps.worker.ending import going_well, notice_exit, process_went_well
+from axon_ps.worker.environment import WorkerConfig
+from axon_ps.worker.groups import Groups
+from axon_ps.worker.hang_report import key_of, watch
+from axon_ps.worker.job_store import JobStore
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.models import Models
+from axon_ps.worker.progress import KEY as PROGRESS
+from axon_ps.worker.progress import Progress
+from axon_ps.worker.refusal import explain
+from axon_ps.worker.step_client import StepClient
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
+
+
+class World:
+    """One worker's membership in a job. Made by `World.init()`; a context manager.
+
+    Args:
+        config: how to join.
+        timeout_s: default deadline of every operation, in seconds.
+        loop: where everything runs; None = a loop of its own.
+
+    Raises:
+        Misuse: no `config` was given: `World.init()` makes a world and joins.
+
+    Attributes:
+        view: what this worker knows of the members.
+        models: the models of the job that this process has, and this worker's half of their steps.
+        recorder: the last collectives.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        loop: BackgroundLoop | None = None,
+    ) -> None:
+        if config is None:
+            raise Misuse(
+                "World() joins no job; World.init() joins the one that the environment names, and World.mock() makes "
+                "one of this process alone"
+            )
+        self._config = config
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._formed: Formed | None = None  # the job, if workers alone have made it
+        self._loop = loop or BackgroundLoop(name="axon-ps")
+        self._shards = self._make_shards(config)
+        self._coordinator = CoordinatorClient(
+            config.coordinator,
+            job=config.job,
+            role=Role.WORKER,
+            node=config.node,
+            security=config.security,
+            requested_rank=config.rank,
+            world_size=config.world_size,
+            standby=config.standby,
+            on_event=_weakly(self._on_event),
+        )
+        self._collectives = CollectiveClient(config.security, self._coordinator.context)
+        loop, coordinator = self._loop, self._coordinator  # and not us, who would keep ourselves
+        self.view = JobView(lambda: coordinator.incarnation, timeout_s)
+        self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
+        self.recorder = Recorder()
+        self._progress = Progress(lambda said: loop.submit(coordinator.kv_put(PROGRESS, said)))
+        self._groups = Groups(
+            self,
+            self._make_backends(),
+            self._make_store(timeout_s),
+            backend=config.backend,
+            timeout_s=timeout_s,
+            recorder=self.recorder,
+            incarnation=lambda: self._coordinator.incarnation,
+        )
+
+    @classmethod
+    def init(
+        cls,
+        config: WorkerConfig | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        join_timeout_s: float = 300.0,
+    ) -> World:
+        """Join the job and wait until every member it needs is there.
+
+        Args:
+            config: how to join; None = from the environment (docs/environment.md). Where that names no coordinator, as
+                under torchrun, the workers start one, and shard servers, by themselves.
+            timeout_s: default deadline of every operation on this world, in seconds.
+            join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
+
+        Raises:
+            ConfigurationError: the environment does not say how to join.
+            Broken: the job's services could not be started.
+            Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
+                module again.
+            Unreachable: nobody answers at the coordinator's address.
+            PermissionDenied: wrong job name or token.
+            Timeout: members are missing; the message says which.
+
+        After an error: this process is not a member.
+        """
+        fork.check_may_join()
+        try:
+            world = cls._joined(config, timeout_s, join_timeout_s)
+        except BaseException as error:
+            explain(error)
+            raise
+        fork.at_exit(world._at_exit)
+        notice_exit()
+        current_world.enter(world)
+        world._loop.submit(world._watch())
+        return world
+
+    @classmethod
+    def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
+        formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
+        try:
+            world = cls(formed.config, timeout_s=timeout_s)
+            world._formed = formed
+        except BaseException:
+            formed.close()
+            raise
+        try:
+            patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
+            world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
+            world.view.wait_complete(join_timeout_s)
+            world.view.newcomers()
+        except BaseException:
+            world.close()
+            raise
+        return world
+
+    new = init
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank: stable while it lives."""
+        return self._coordinator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the current generation."""
+        return len(self.membership.workers)
+
+    @property
+    def num_shards(self) -> int:
+        """Shard servers of the job: what its parameters are cut over, also while one of them is not there."""
+        return self._coordinator.num_shards
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the workers of this node, as the launcher gave it."""
+        return self._config.local_rank
+
+    @property
+    def replica(self) -> int:
+        """Position of this worker's replica, dense from 0: what a sampler divides the data by."""
+        return self.view.me().replica
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas contribute gradients."""
+        return self.membership.num_replicas
+
+    @property
+    def generation(self) -> int:
+        """Number of the current membership."""
+        return self.membership.generation
+
+    @property
+    def version(self) -> int:
+        """Committed steps of the job's model.
+
+        Raises:
+            Misuse: there are several models; each has a version of its own.
+        """
+        return self.steps.latest_version
+
+    @property
+    def steps(self) -> StepClient:
+        """This worker's half of the training steps of the job's model.
+
+        Raises:
+            Misuse: there are several models.
+        """
+        return self.models.only()
+
+    @property
+    def lease_s(self) -> float:
+        """How long a member may be silent before it is given up, in seconds."""
+        return self._coordinator.lease_s
+
+    @property
+    def membership(self) -> Membership:
+        """Everybody in the current generation."""
+        return self.view.membership
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the worker of lowest rank: the one that logs and saves."""
+        return self.rank == self.membership.workers[0].rank
+
+    @property
+    def default_group(self) -> ProcessGroup:
+        """All workers of the current generation.
+
+        Raises:
+            MemberLost: the coordinator lost sight of this worker.
+            Closed: the world was closed.
+        """
+        self._limit(None)
+        return self._groups.default()
+
+    def new_group(self, ranks: Sequence[int], *, backend: str = "auto") -> ProcessGroup:
+        """A group of some workers; every worker must call it, with the same world ranks.
+
+        Args:
+            ranks: world ranks, in the order they shall have in the group.
+            backend: a name of `axon_ps.Backend`; "auto" = by where the workers are.
+
+        Returns:
+            The group; on workers that are not in it one whose collectives raise `Misuse`.
+
+        Raises:
+            InvalidRequest: a rank is not there, or twice.
+            Disagreement: the workers gave different ranks.
+        """
+        group = self.default_group
+        if unknown := [r for r in ranks if not group.contains(r)]:
+            raise InvalidRequest(f"new_group was given rank {unknown[0]}; the workers are {list(group.ranks)}")
+        return group.new_group([group.ranks.index(r) for r in ranks], backend=backend)
+
+    def node_group(self) -> ProcessGroup:
+        """A new group of the workers on this worker's node; only they need to call it.
+
+        Raises:
+            MemberLost: the coordinator lost sight of this worker.
+            Closed: the world was closed.
+        """
+        self._limit(None)
+        return self._groups.node()
+
+    @staticmethod
+    def current() -> World | None:
+        """The world this process has joined last and not closed; None when there is none.
+
+        In a thread that has entered a world of `mock` it is that one.
+        """
+        return cast("World | None", current_world.current())
+
+    @overload
+    @staticmethod
+    def mock(*, shards: int = 1, timeout_s: float = 60.0) -> World: ...
+
+    @overload
+    @staticmethod
+    def mock(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0) -> list[World]: ...
+
+    @staticmethod
+    def mock(
+        world_size: int | None = None, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0
+    ) -> World | list[World]:
+        """A job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
+
+        Coordinator and shard servers are the real ones, so all that works in a job works here: every sharding strategy,
+        optimizers, checkpoints. Its workers are threads of this process, which share the interpreter: a device of
+        their own, or a crash, they cannot have.
+
+            with World.mock() as world: ...               # alone, in this thread
+            for world in World.mock(2): start a thread that does `with world: train()`
+
+        Args:
+            world_size: how many workers; None = one, which is this thread's current world at once.
+            shards: how many shard servers.
+            nodes: how many nodes the workers are said to be on.
+            timeout_s: default deadline of every operation, in seconds.
+
+        Returns:
+            The world; of several workers a list, by rank. Each is to be closed, as every world.
+
+        Raises:
+            InvalidRequest: `world_size` is less than 1, or not a multiple of `nodes`.
+            ConfigurationError: `shards` is less than 1.
+        """
+        from axon_ps.worker.mock_world import create_worlds
+
+        worlds = create_worlds(1 if world_size is None else world_size, shards=shards, nodes=nodes, timeout_s=timeout_s)
+        if world_size is not None:
+            return list(worlds)
+        worlds[0].make_current()
+        return worlds[0]
+
+    def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
+        """Return when every worker has called it.
+
+        Args:
+            name: tells concurrent barriers apart.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            Timeout: some workers have not come; the message names them.
+            GenerationChanged: a worker left or came meanwhile, or came since this worker's last step: it is at the
+                beginning of its program, and can be met again in a step.
+            Disagreement: those who are missing wait in a step for this worker.
+        """
+        self._barrier(name, (), timeout_s)
+
+    def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
+        """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
+        deadline = Deadline(self._limit(timeout_s))
+        if new := self.view.newcomers():
+            who = " and ".join(f"worker {m.rank} (node {m.node})" for m in new)
+            raise GenerationChanged(
+                f"{who} came since this worker's last step and is at the beginning of its program, so barrier {name!r} "
+                "was not entered: make a step, or begin this part of the program again",
+                self.generation,
+            )
+        workers = {m.id for m in self.membership.workers}
+        while True:
+            try:
+                self._loop.run(self._coordinator.barrier(name, ranks, deadline.remaining()))
+                return
+            except GenerationChanged as error:
+                self.view.wait_generation(error.generation, deadline.remaining())
+                if {m.id for m in self.membership.workers} != workers:
+                    raise
+
+    def _limit(self, timeout_s: float | None) -> float:
+        fork.check()
+        if self._closed:
+            raise Closed("this World is closed; make another with World.init()")
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
+        return self.models.statistics() | self.recorder.statistics()
+
+    def report(
+        self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
+    ) -> None:
+        """Say how far training is, for whoever watches with `axon-ps status`. Call it as often as you like.
+
+        Of all workers the main process is heard, at most once a second; nobody waits for anything.
+
+        Args:
+            step: steps made; None = the version.
+            steps: how many there will be, if that is known.
+            loss: the loss.
+            values: whatever else is worth showing, by name: `tokens_per_s=12_000.0`.
+
+        Raises:
+            InvalidRequest: a value is no number.
+        """
+        self._limit(None)
+        if self.is_main_process:
+            self._progress.report(self.version if step is None else step, steps, loss, values)
+
+    def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
+        """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
+
+        Args:
+            server: its rank.
+            timeout_s: how long it may take to answer, in seconds.
+
+        Raises:
+            Unreachable: nobody answers.
+            Timeout: it did not answer in time, or is no member.
+        """
+        self._limit(None)
+        return self._loop.run(self._shards.stats(server, context=self._coordinator.context, timeout_s=timeout_s))
+
+    # ------------------------------------------------------------------ the key-value store
+
+    def kv_put(self, key: str, value: bytes) -> None:
+        """Store a value (at most 1 MiB) under a key of the job."""
+        self._loop.run(self._coordinator.kv_put(key, value, timeout_s=self._limit(None)))
+
+    def kv_get(self, key: str) -> bytes | None:
+        """The value of a key; None when there is none."""
+        return self._loop.run(self._coordinator.kv_get(key, timeout_s=self._limit(None)))
+
+    def kv_wait(self, key: str, timeout_s: float | None = None) -> bytes:
+        """The value of a key as soon as there is one.
+
+        Raises:
+            Timeout: nobody stored it in time.
+        """
+        return self._loop.run(self._coordinator.kv_wait(key, timeout_s=self._limit(timeout_s)))
+
+    def kv_add(self, key: str, amount: int) -> int:
+        """Add to an integer (0 when absent) and return the sum."""
+        return self._loop.run(self._coordinator.kv_add(key, amount, timeout_s=self._limit(None)))
+
+    def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
+        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored."""
+        return self._loop.run(self._coordinator.kv_compare_and_set(key, expected, value, timeout_s=self._limit(None)))
+
+    def kv_delete(self, key: str) -> bool:
+        """Remove a key; whether it existed."""
+        return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
+
+    def agree(self, name: str, value: Any) -> Any:
+        """What the first worker to ask for `name` gave: the same for everybody, without waiting for anybody.
+
+        It is how workers decide something together that one of them may come late to: the seed, how long to train. The
+        job remembers it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
+
+        Args:
+            name: at most 500 bytes.
+            value: what `all_gather_object` takes, at most 1 MiB of it.
+
+        Raises:
+            InvalidRequest: `value` cannot be sent; the message says what can.
+        """
+        first = self._coordinator.kv_first(f"agree/{name}", encode(value, "agree"), timeout_s=self._limit(None))
+        return decode(self._loop.run(first), "agree")
+
+    def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
+        """Give every worker what every worker gave, in rank order. For small things: losses, settings.
+
+        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody. It goes through
+        the coordinator and so for workers who just came, too; `all_gather_object` is for a group, larger and faster.
+
+        Args:
+            value: what `all_gather_object` takes, at most 1 MiB of it.
+            name: tells concurrent gathers apart.
+            timeout_s: how long to wait for the others, in seconds.
+
+        Raises:
+            InvalidRequest: `value` cannot be sent; the message says what can.
+            Timeout: a worker did not come; the message names it.
+            GenerationChanged, Disagreement, MemberLost: as for `barrier`.
+        """
+        text = encode(value, "gather_json")
+        ranks = [m.rank for m in self.membership.workers]
+        self.kv_put(f"{name}/{self.rank}", text)
+        self._barrier(f"{name}/put", ranks, timeout_s)
+        values = [decode(self.kv_wait(f"{name}/{rank}", timeout_s), "gather_json") for rank in ranks]
+        self._barrier(f"{name}/got", ranks, timeout_s)
+        return values
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @overload
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[False] = False,
+    ) -> CheckpointInfo: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: Literal[True],
+    ) -> LoopWork[CheckpointInfo]: ...
+
+    def save_checkpoint(
+        self,
+        uri: str,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
+        """Have the shard servers write parameters and optimizer state of all models; training may go on.
+
+        Each model is written as it is at one moment. Call it on one worker. Returns when the checkpoint is complete, or
+        with `async_op` at once; this worker may then train on, too, and what is written is of one version of each model
+        all the same: that at which the servers were asked.
+
+        Args:
+            uri: directory or fsspec URI that every shard server reaches.
+            extra: what you want back on restore (sampler, schedule), as JSON values.
+            timeout_s: how long it may take, in seconds.
+            async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
+
+        Raises:
+            CheckpointError: it could not be written; `StorageFull` when there is no space. Nothing half-written
+                counts as a checkpoint.
+
+        After an error: earlier checkpoints are untouched.
+        """
+        limit_s = self._limit(timeout_s)
+        try:
+            extra_json = json.dumps(dict(extra or {}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"extra must be JSON values: {error}") from error
+
+        async def save() -> CheckpointInfo:
+            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
+
+        return LoopWork(self._loop, save(), f"saving {uri}") if async_op else self._loop.run(save())
+
+    def restore_checkpoint(
+        self, uri: str, *, models: Sequence[str] = (), timeout_s: float | None = None
+    ) -> CheckpointInfo:
+        """Have the shard servers load a checkpoint; the steps under way abort on every worker.
+
+        All models go back at one moment. Call it on one worker, after they have been wrapped.
+
+        Args:
+            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            models: names of the models that go back; empty = all of the job's, and then the checkpoint must have
+                exactly these.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            CheckpointError: it cannot be read. The servers keep what they had if that showed before they began to
+                overwrite it (a missing, truncated or altered file does); else the job waits for another restore.
+            InvalidRequest: it was saved from other models.
+        """
+        deadline = Deadline(self._limit(timeout_s))
+        before = self._epochs(models)
+        restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
+        info = self._loop.run(restoring)
+        for client, epoch in before:
+            client.wait_epoch(epoch + 1, deadline.remaining())
+        return info_of(info)
+
+    def _epochs(self, models: Sequence[str] = ()) -> list[tuple[StepClient, int]]:
+        """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
+        clients = [self.models.named(name) for name in models] if models else self.models.wrapped
+        return [(client, client.epoch) for client in clients or [self.models.client(0)]]
+
+    def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
+        """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
+
+        The worker of lowest rank restores, the others wait for that. A job whose parameters were restored before (a
+        worker that is started again finds that) is left as it is: it waits for nobody.
+
+        Args:
+            uri, timeout_s: as for `restore_checkpoint`.
+
+        Raises:
+            CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.
+            Timeout: nobody did in time.
+        """
+        deadline = Deadline(self._limit(timeout_s))
+        while waited := [client for client, epoch in self._epochs() if epoch == 0]:
+            now = self.generation
+            if self.is_main_process:
+                self.restore_checkpoint(uri, timeout_s=deadline.remaining())
+            else:  # or in its place, should it die
+                waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
+        for client, _ in self._epochs():
+            client.wait_epoch(1, deadline.remaining())
+
+    def replace_parameters(
+        self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
+    ) -> None:
+        """Give the shard servers other values of every unit; moments and version stay. Every worker calls it.
+
+        Args:
+            units: per unit of the layout, its number and f32[unit_numel]; read on the worker of lowest rank only.
+            model: name of the model; empty = the only one.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            InvalidRequest: a unit does not fit the layout.
+            Timeout: a worker or a server did not come in time.
+
+        After an error: the servers may hold no complete values; call it again, or restore a checkpoint.
+        """
+        limit_s = self._limit(timeout_s)
+        steps = self.models.named(model) if model else self.models.only()
+        epoch = steps.epoch
+        self.barrier("axon_ps/replace_parameters", limit_s)
+        if self.is_main_process:
+            names = [steps.name] if steps.name else []
+            replaced = LoopWork(
+                self._loop,
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s, models=names),
+                "replacing the parameters",
+            )
+            steps.wait_epoch(epoch + 1, limit_s, initialized=False)
+            for unit, values in units:
+                steps.upload(unit, values, epoch=epoch + 1)
+            replaced.wait(limit_s)
+        steps.wait_epoch(epoch + 1, limit_s)
+
+    # ------------------------------------------------------------------ news, the end
+
+    def _on_event(self, event: Event) -> None:
+        """Who waits for a membership, in a step or in a group, wakes up when all know of it: it asks them next."""
+        lost: Sequence[Member] = ()
+        if isinstance(event, Membership):
+            self._collectives.set_members(event)
+            lost = self._groups.set_members(event)
+        self.models.on_event(event)
+        if isinstance(event, Membership):
+            self._groups.end_with(lost, event)
+        elif isinstance(event, SessionLost) and event.final:
+            self._groups.abort(event.error)
+
+    async def _watch(self) -> None:
+        key = key_of(self.rank)
+        await watch(
+            self.recorder,
+            self._config.node,
+            lambda report: self._coordinator.kv_put(key, report),
+            lambda: self._coordinator.kv_delete(key),
+        )
+
+    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
+        return ShardGroup(config.security, node=config.node if config.direct_memory else "")
+
+    def _make_backends(self) -> MakeBackend:
+        return BackendMaker(self._make_grpc)
+
+    def _make_store(self, timeout_s: float) -> Store:
+        """Where the groups' members meet."""
+        return JobStore(self._loop, self._coordinator, timeout_s)
+
+    def _make_grpc(self, context: GroupContext) -> Backend:
+        from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
+
+        return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._collectives))
+
+    def close(self, *, finished: bool | None = None) -> None:
+        """Leave the job. The others learn of it at once. Harmless when repeated.
+
+        Args:
+            finished: whether this worker has done all it had to do. Then the others go on without it, and wait for
+                none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
+                called while an error is being handled.
+
+        A worker that has started the job's services, because nobody else had, stays here until the others are done.
+
+        Raises:
+            Misuse: this process is a fork of the one that joined; that one is still a member.
+        """
+        fork.check()
+        if self._closed:
+            return
+        self._closed = True
+        fork.not_at_exit(self._at_exit)
+        current_world.leave(self)
+        finished = going_well() if finished is None else finished
+        self._groups.close(LINGER_S if finished else 0.0)
+        try:
+            self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
+            self._loop.run(self._shards.close(), 10.0)
+            self._loop.run(self._collectives.close(), 10.0)
+            if self._formed is not None and finished:
+                self._loop.run(self._formed.wait_for_others())
+        finally:
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        """Free what everything has run on."""
+        self._loop.close()
+        if self._formed is not None:
+            self._formed.close()
+
+    def _at_exit(self) -> None:
+        self.close(finished=process_went_well())
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not fork.is_fork():  # which leaves the block, and not the job
+            self.close(finished=going_well())
+
+
+def _weakly(listener: Callable[[Event], None]) -> Callable[[Event], None]:
+    """The method `listener`, of an object that who calls it does not keep: a world nobody refers to may go."""
+    method = weakref.WeakMethod(listener)
+
+    def call(event: Event) -> None:
+        if (listen := method()) is not None:
+            listen(event)
+
+    return call
+
+
+def world_of(group: ProcessGroup) -> World:
+    """The world that a group belongs to.
+
+    Raises:
+        Misuse: it has none, being made of a backend.
+    """
+    return cast("World", group.world)
+
+
+def _mock_world(backend: Backend) -> World:
+    from axon_ps.worker.mock_world import world_of_backend
+
+    return world_of_backend(backend)
+
+
+current_world.find_mock_worlds(_mock_world)

@@ -1,0 +1,140 @@
+"""Calls inside the process are as calls over a socket: the same tests, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import rpc_fakes
+import test_rpc_service as service
+import test_rpc_stream as stream
+import test_stream_pool as kept
+from axon_ps.errors import InvalidRequest, Misuse, Unreachable
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.in_process import MOST_BYTES, SUFFIX, InProcessServer, new_network
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.wire.v1 import shard_pb2
+from rpc_fakes import SHARD, run, serving
+
+RAISED = InvalidRequest("offset 7 is not in the slice")
+
+SAME: list[Callable[[], None]] = [
+    stream.test_echo,
+    stream.test_several_tasks_may_write,
+    stream.test_all_messages_before_a_good_end_can_be_read_later,
+    stream.test_writing_after_a_half_close_is_closed,
+    stream.test_writing_after_a_good_end_is_closed,
+    *(partial(stream.test_cancelling_a_stream_closes_it_for_other_tasks, w) for w in ("read", "iterate", "write")),
+    *(partial(stream.test_a_stream_that_is_left_is_cancelled, how) for how in ("deleted", "broken out of", "left")),
+    stream.test_a_task_cancelled_while_reading_takes_the_stream_with_it,
+    stream.test_a_server_that_stops_breaks_its_streams,
+    service.test_a_unary_call,
+    service.test_chunks_travel_as_bytes_in_both_directions,
+    service.test_streams_go_both_ways,
+    partial(service.test_errors_arrive_from_unary_calls, RAISED),
+    partial(service.test_errors_arrive_after_messages_of_a_stream, RAISED),
+    partial(service.test_errors_arrive_while_the_client_still_writes, RAISED),
+    partial(service.test_errors_arrive_in_a_two_way_stream, RAISED),
+    service.test_a_servicer_whose_inner_task_was_cancelled_still_answers,
+    service.test_deadlines,
+    service.test_nobody_listens,
+    service.test_a_service_that_is_not_there,
+    kept.test_the_next_use_gets_the_same_stream,
+    kept.test_streams_that_broke_while_idle_are_replaced,
+    kept.test_a_use_that_is_not_over_in_time,
+    kept.test_a_server_that_stops_ends_idle_streams_now_and_later,
+]
+
+
+def _name(test: Callable[[], None]) -> str:
+    return getattr(test, "func", test).__name__
+
+
+@pytest.fixture(autouse=True)
+def _inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_fakes, "HOST", [f"server{SUFFIX}"])
+
+
+@pytest.mark.parametrize("test", SAME, ids=_name)
+def test_as_over_a_socket(test: Callable[[], None]) -> None:
+    test()
+
+
+def test_who_writes_more_than_a_stream_holds_waits_for_the_reader() -> None:
+    message, written = b"x" * (1 << 20), 0
+
+    async def reduce_scatter(context: Any) -> None:
+        await reading.wait()
+        while await context.read() != b"":
+            pass
+        await context.write(shard_pb2.ReduceScatterReply(chunks=written))
+
+    async def write(stream: Any) -> None:
+        nonlocal written
+        for _ in range(16):
+            await stream.write(message)
+            written += 1
+        await stream.write(b"")
+
+    async def main() -> None:
+        async with serving(reduce_scatter=reduce_scatter) as s:
+            stream = s.stub.open("ReduceScatter")
+            writing = asyncio.ensure_future(write(stream))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert written == MOST_BYTES // len(message)
+            reading.set()
+            assert (await stream.read()).chunks == 16
+            await writing
+
+    reading = asyncio.Event()
+    run(main())
+
+
+def test_an_address_has_one_server_and_another_network_has_its_own() -> None:
+    async def main() -> None:
+        first, second = "server" + new_network(), "server" + new_network()
+        assert first != second
+        server = InProcessServer(first, [])
+        await server.start()
+        with pytest.raises(Misuse, match="already"):
+            await InProcessServer(first, []).start()
+        await InProcessServer(second, []).start()
+        await server.stop(0)
+        await InProcessServer(first, []).start()
+
+    run(main())
+
+
+def test_a_server_of_another_event_loop_does_not_answer() -> None:
+    host = "server" + new_network()
+    server = InProcessServer(host, [])
+    run(server.start())
+
+    async def main() -> None:
+        with pytest.raises(Unreachable, match="a server of another event loop"):
+            await Stub(connect(server.address, Security()), SHARD).call("Stats", shard_pb2.StatsRequest())
+
+    run(main())
+
+
+def test_a_channel_that_was_closed_ends_its_calls() -> None:
+    async def stats(request: Any, context: Any) -> None:
+        entered.set()
+        await asyncio.get_running_loop().create_future()
+
+    async def main() -> None:
+        async with serving(stats=stats) as s:
+            call = asyncio.ensure_future(s.stub.call("Stats", shard_pb2.StatsRequest()))
+            await entered.wait()
+            await s.channel.close()
+            with pytest.raises(asyncio.CancelledError):  # as gRPC's; `stream`, Note: [Whose cancellation]
+                await call
+
+    entered = asyncio.Event()
+    run(main())

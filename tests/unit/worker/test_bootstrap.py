@@ -1,0 +1,267 @@
+"""Workers that only a launcher has started: where they meet, who starts what, what is refused, what they say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout, Unreachable
+from axon_ps.observe import reminders
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.worker.bootstrap import job as job_module
+from axon_ps.worker.bootstrap.job import Formed, find_job, form_job
+from axon_ps.worker.bootstrap.local_store import LocalStore
+from axon_ps.worker.bootstrap.services import EmbeddedServices
+from axon_ps.worker.bootstrap.stores import first_host, master_of, open_store
+from axon_ps.worker.environment import place_of
+
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
+SRUN = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "28123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+}
+
+
+class Dict:
+    """A store of threads."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+class Services:
+    """Stands in for the processes; says what it was asked for."""
+
+    asked: list[dict[str, Any]]
+    broken: str = ""
+
+    def __init__(self, world_size: int, **asked: Any) -> None:
+        if self.broken:
+            raise Broken(self.broken)
+        self.asked.append({"world_size": world_size, **asked})
+        self.address = asked.get("coordinator") or f"{asked['advertise'] or asked['host']}:7"
+        self.security = asked["security"]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> type[Services]:
+    Services.asked, Services.broken = [], ""
+    monkeypatch.setattr(job_module, "EmbeddedServices", Services)
+    return Services
+
+
+def form(
+    environments: list[dict[str, str]], *, store: Dict | None = None, timeout_s: float = 5.0
+) -> list[Formed | AxonError]:
+    """Form a job with a thread for every worker."""
+    at = store or Dict()
+
+    def one(rank: int) -> Formed | AxonError:
+        try:
+            return form_job(at, environments[rank], rank, len(environments), Deadline(timeout_s))
+        except AxonError as error:
+            return error
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        return list(pool.map(one, range(len(environments))))
+
+
+# ---------------------------------------------------------------------- who starts what
+
+
+def test_rank_0_starts_the_coordinator_and_every_node_its_shard_servers(services: type[Services]) -> None:
+    nodes = [{"AXON_PS_NODE": name, "AXON_PS_SHARDS": "3", "AXON_PS_TOKEN": "t"} for name in "aabb"]
+    formed = form(nodes)
+    first, second = sorted(services.asked, key=lambda asked: asked["shards"][0])
+    assert (first["shards"], first["environment"]["AXON_PS_NODE"], first.get("coordinator", "")) == ([0, 2], "a", "")
+    assert (second["shards"], second["environment"]["AXON_PS_NODE"]) == ([1], "b")
+    assert second["coordinator"] == "127.0.0.1:7"
+    assert {asked["num_shards"] for asked in services.asked} == {3}
+    for rank, one in enumerate(formed):
+        assert isinstance(one, Formed)
+        assert (one.config.coordinator, one.config.rank, one.config.world_size) == ("127.0.0.1:7", rank, 4)
+        assert (one.services is not None) == (rank in (0, 2))  # the first of each node
+
+
+def test_there_is_one_shard_server_a_node_unless_told_otherwise(services: type[Services]) -> None:
+    form([{"AXON_PS_NODE": name, "AXON_PS_TOKEN": "t"} for name in "aab"])
+    assert sorted(asked["shards"] for asked in services.asked) == [[0], [1]]
+
+
+def test_what_keeps_rank_0_from_it_all_are_told(services: type[Services]) -> None:
+    services.broken = "no room"
+    errors = form([{}, {}])
+    assert [str(error) for error in errors] == ["no room", "rank 0 could not start the job's services: no room"]
+
+
+def test_services_for_several_hosts_need_tls_or_a_word_that_they_do_not(
+    services: type[Services], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks = iter("ab" * 2)
+    monkeypatch.setattr(job_module, "_network", lambda: next(networks))
+    errors = form([{}, {}])
+    assert isinstance(errors[0], ConfigurationError)
+    assert all("AXON_PS_TLS_CERT" in str(error) and "AXON_PS_INSECURE=1" in str(error) for error in errors)
+    own = {"AXON_PS_INSECURE": "1", "AXON_PS_TOKEN": "t", "AXON_PS_ADVERTISE": "me"}
+    assert all(isinstance(one, Formed) for one in form([{**own, "AXON_PS_NODE": name} for name in "ab"]))
+    assert {(asked["host"], asked["advertise"]) for asked in services.asked} == {("0.0.0.0", "me")}
+
+
+def test_the_name_that_others_reach_us_by_is_the_one_towards_the_store() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2"}
+    assert job_module._own_name({**place, "MASTER_ADDR": "localhost"}) == "localhost"
+    assert job_module._own_name({**place, "MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
+    assert job_module._own_name({**place, "MASTER_ADDR": "localhost", "AXON_PS_ADVERTISE": "me"}) == "me"
+
+
+def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_before(services: type[Services]) -> None:
+    store = Dict()
+    services.broken = "no room"
+    assert all("no room" in str(error) for error in form([{}, {}], store=store))
+    services.broken = ""
+    for token in ("first", "second"):
+        formed = form([{"AXON_PS_TOKEN": token, "AXON_PS_NODE": name} for name in "ab"], store=store)
+        assert [one.config.security.token for one in formed if isinstance(one, Formed)] == [token, token]
+    with pytest.raises(Timeout, match="rank 1 is waiting"):  # its own rank 0 never begins
+        form_job(store, {}, 1, 2, Deadline(0.2))
+    with pytest.raises(Timeout, match="rank 0 is waiting for the worker of rank 1"):
+        form_job(store, {}, 0, 2, Deadline(0.2))
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"), [(0, "waiting for the worker of rank 1"), (1, "waiting for the worker of rank 0 to start")]
+)
+def test_whoever_waits_for_others_says_so_and_not_for_ever(
+    rank: int, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert reminders.FIRST_REMINDER_S <= 2.0
+    monkeypatch.setattr(reminders, "FIRST_REMINDER_S", 0.01)
+    caplog.set_level(logging.WARNING, "axon_ps")
+    with pytest.raises(Timeout, match=f"{words}.*in vain for 0.2 s"):
+        form_job(Dict(), {}, rank, 2, Deadline(0.2))
+    assert words in caplog.text
+
+
+# ---------------------------------------------------------------------- where they meet
+
+
+def test_a_store_of_one_host_holds_what_any_worker_stores() -> None:
+    name = f"store-{os.getpid()}"
+    late = LocalStore(name, serves=False, timeout_s=5.0)
+    assert not late.check(["a"])  # nobody is there yet, and nobody waits
+    storing = threading.Thread(target=late.set, args=("a", "ä" * 10_000))
+    storing.start()
+    first = LocalStore(name, serves=True, timeout_s=5.0)
+    storing.join(5.0)
+    first.set("b", "2")
+    for store in (first, late):
+        assert store.check(["a", "b"])
+        assert not store.check(["a", "c"])
+        assert store.get("a").decode() == "ä" * 10_000
+    with pytest.raises(Unreachable, match="two of them of the same rank"):
+        LocalStore(name, serves=True, timeout_s=5.0)
+    first.close()
+    first.close()
+    assert not late.check(["a"])
+    with pytest.raises(Unreachable, match=r"not there within 0\.05 s"):
+        LocalStore(name, serves=False, timeout_s=0.05).set("a", "1")
+
+
+def test_workers_of_mpirun_on_one_host_find_each_other(services: type[Services]) -> None:
+    environments = [{**MPIRUN, "OMPI_COMM_WORLD_RANK": str(rank), "AXON_PS_TOKEN": "t"} for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        # As threads of one process they count the jobs they begin together, and so with one more each.
+        formed = list(pool.map(_find_the_same, environments))
+    assert [one.config.rank for one in formed] == [0, 1]
+    assert {one.config.coordinator for one in formed} == {"127.0.0.1:7"}
+    for one in formed:
+        one.close()
+
+
+def _find_the_same(env: Mapping[str, str]) -> Formed:
+    place = place_of(env)
+    return form_job(open_store(env, place, 0, 5.0), env, place.rank, place.world_size, Deadline(5.0))
+
+
+@pytest.mark.parametrize(
+    ("env", "address"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}, "node0:1234"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1"}, "[fd00::1]:29500"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0"}, ""),
+        (SRUN, "gpu03:24123"),
+        ({**SRUN, "MASTER_PORT": "7"}, "gpu03:7"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, ""),  # on one host
+    ],
+)
+def test_the_store_is_torchs_where_there_is_one(env: dict[str, str], address: str) -> None:
+    assert master_of(env, place_of(env)) == address
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],x", "gpu03"), ("gpu[7,9]-ib", "gpu7-ib"), ("n1-2", "n1-2")],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, "AXON_PS_COORDINATOR is not set, and RANK and WORLD_SIZE are not: start the script with"),
+        ({"MASTER_ADDR": "node0"}, "MASTER_ADDR is set, but RANK and WORLD_SIZE are not"),
+        ({"RANK": "0"}, "RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to the host of rank 0"),
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "rank 0 of 2 workers, 1 of them on this host, by OMPI_COMM_WORLD_RANK.*set MASTER_ADDR",
+        ),
+        ({"AXON_PS_STANDBY": "1"}, "AXON_PS_COORDINATOR=host:port"),
+    ],
+)
+def test_an_environment_that_says_too_little_is_told_what_to_say(env: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        find_job(env, 1.0)
+
+
+# ---------------------------------------------------------------------- the services
+
+
+def test_they_do_not_open_themselves_to_the_network_without_being_told() -> None:
+    with pytest.raises(ConfigurationError, match="a certificate and key"):
+        EmbeddedServices(2, job="j", host="0.0.0.0", environment=os.environ)
+
+
+def test_services_that_cannot_start_are_reaped_and_named(capfd: pytest.CaptureFixture[str]) -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(Broken, match="embedded coordinator ended"):
+        EmbeddedServices(2, job="no such\njob name", environment=os.environ | {"AXON_PS_LOG": "nonsense"})
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert "nonsense" in capfd.readouterr().err
