@@ -138,6 +138,7 @@ _LAZY = {
 _PACKAGES = ("data", "parallel", "testing")
 
 __all__ = ["Backend", "ReduceOp", "StepResult", "__version__", "errors", *_LAZY]
+__all__.remove("GlooBackend")  # `from axon_ps import *` needs no torch
 
 turn_grpc_handlers_off()
 
@@ -151,4 +152,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *_PACKAGES))
+    return sorted((*__all__, "GlooBackend", *_PACKAGES))
