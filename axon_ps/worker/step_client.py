@@ -494,8 +494,12 @@ class StepClient:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
 
         It says so without asking anybody. Whoever reads it must be done before this worker's next vote.
+
+        Raises:
+            Misuse: the model was released; the servers may still have its memory.
         """
         with self._changed:
+            self.check_released()
             known = self._mapped.get(unit)
             if known is None or known[:2] != (self.membership.generation, self.epoch):
                 return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import threading
 import time
@@ -375,7 +376,9 @@ class GlooBackend(RequestBackend):
         try:
             works = post()
             for work in works:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                # Gloo cuts what is not a whole millisecond, and would say that time is up before it is.
+                left_ms = math.ceil((deadline - time.monotonic()) * 1000.0)
+                work.wait(timedelta(milliseconds=max(1, left_ms)))
             return works
         except RuntimeError as error:
             work = None
