@@ -287,7 +287,7 @@ def test_closing_drops_mail_and_nothing_is_held_on_the_servers(ranks: Ranks) -> 
     assert group.backends[1].recv(np.zeros(3), DType.F64, 0, 0, TIMEOUT_S) == 0
     group.backends[0].send(np.zeros(3), DType.F64, 1, 0, TIMEOUT_S)
     assert group.backends[2].recv(np.zeros(3), DType.F64, -1, 0, TIMEOUT_S) == 0
-    assert ranks.stats("collective_mail_bytes") > 0
+    assert ranks.stats("collective_mailbox_bytes") > 0
     for backend in group.backends:
         backend.close()
         backend.close()
