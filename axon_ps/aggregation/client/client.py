@@ -189,9 +189,7 @@ class CollectiveClient:
                 await _together([upload, download])
             else:
                 await download
-            if (
-                numel and plan.call.operation is Operation.ALL_REDUCE
-            ):  # with the result we know that all we sent is used
+            if numel and plan.call.operation is Operation.ALL_REDUCE:  # with the result, all that we sent is used
                 stream.will_end()
             else:
                 await stream.ended()
@@ -258,12 +256,12 @@ class CollectiveClient:
         begin = self._begin(group, deadline)
         begin.envelope.CopyFrom(Envelope(receive=True, closes=True, peer=-1, dtype=dtype_to_proto(DType.U8)))
 
-        async def notify() -> None:
+        async def send_close() -> None:
             async with await self._mailbox_stream(group, group.rank, deadline) as stream:
                 await self._write(stream, CollectiveChunk(begin=begin), None)
                 await stream.ended()
 
-        await _in_time(notify(), deadline, f"closing group {group.name!r}")
+        await _in_time(send_close(), deadline, f"closing group {group.name!r}")
 
     # ------------------------------------------------------------------ streams
 

@@ -124,9 +124,9 @@ class GrpcBackend(RequestBackend):
             if self._closed:
                 return
             self._closed = True
-            well = self._error is None
+            intact = self._error is None
             self._error = self._error or Closed(f"group {self.context.name!r} is closed")
-        if well and self._has_messages:
+        if intact and self._has_messages:
             with contextlib.suppress(AxonError):
                 self._loop.run(self._client.close_group(self._group))
 
