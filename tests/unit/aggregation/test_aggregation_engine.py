@@ -272,9 +272,8 @@ def test_a_rank_that_is_ahead_is_not_read_further() -> None:
     streams = [servers.join(rank, call, values) for rank in range(3)]
     while servers.write(streams[0]):  # rank 0 goes on alone
         pass
-    assert (
-        streams[0].participant.consumed == MAX_PARTIAL_SUMS + 1
-    )  # the first segment has all ranks: everybody sent it with the request
+    # the first segment is complete: every rank sent it with its request
+    assert streams[0].participant.consumed == MAX_PARTIAL_SUMS + 1
     assert streams[0].participant.pending is not None
     segment_bytes = 16
     assert servers.engines[0].memory.peak_bytes <= (3 + MAX_PARTIAL_SUMS) * segment_bytes
