@@ -81,7 +81,7 @@ class Segment:
     """A segment, mapped into this process.
 
     Attributes:
-        memory: the mapping. It goes with the last array or view of it.
+        memory: the mapping. It ends with the last array or view of it.
         size_bytes: its size.
         fd: the file descriptor that others open it by; -1 in processes that opened it.
     """
@@ -130,7 +130,7 @@ class Segment:
 
         Args:
             address: where it is.
-            private: what is written here is seen by this process only, until `forget_writes`; what its owner writes is
+            private: what is written here is seen by this process only, until `discard_writes`; what its owner writes is
                 seen here, except in pages that were written to.
 
         Raises:
@@ -165,13 +165,13 @@ class Segment:
             boot=boot_id(), pid=os.getpid(), fd=self.fd, inode=self._inode, size_bytes=self.size_bytes
         )
 
-    def forget_writes(self) -> None:
-        """Let a private mapping be again what its owner has written."""
+    def discard_writes(self) -> None:
+        """Undo what was written to a private mapping here: it is again what its owner has written."""
         if _has_own_pages(self.base(), self.size_bytes):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def make_private(self) -> None:
-        """What is written here from now on is seen by this process only; others keep what there is.
+        """From now on, what is written here is seen by this process only; what others have mapped changes no more.
 
         Raises:
             Busy: the kernel refuses; all is as it was.
@@ -187,7 +187,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        """Let it go; the mapping stays until the last array or view of it has gone. Harmless when repeated."""
+        """Release it; the mapping stays until the last array or view of it is gone. Harmless when repeated."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -196,14 +196,14 @@ class Segment:
 
 
 def move_mapping(base: int, old_fd: int, new: Segment) -> None:
-    """Have the memory at `base`, so far that of an old segment, lie in a new one; what it holds comes along.
+    """Replace the segment behind the memory at `base` by a new one; the contents are copied.
 
-    Whoever still writes into the old segment writes into the void then. Nobody else may write at `base` meanwhile.
+    Whoever still writes to the old segment changes nothing here. Nobody else may write at `base` meanwhile.
 
     Args:
         base: where the old segment begins in this process.
-        old_fd: its file descriptor; its memory is given back to the system.
-        new: of the same size; its own mapping goes.
+        old_fd: its file descriptor; its memory is returned to the system.
+        new: of the same size; its own mapping ends.
 
     Raises:
         Busy: the kernel refuses; all is as it was.

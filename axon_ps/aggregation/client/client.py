@@ -29,7 +29,7 @@ from axon_ps.host.malloc import keep_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.stream_pool import KeptStreams
+from axon_ps.rpc.stream_pool import StreamPool
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
@@ -103,8 +103,8 @@ class CollectiveClient:
 
     def __init__(self, security: Security, context: MakeContext) -> None:
         keep_message_memory()
-        self._peers = Peers(security, lanes=1)
-        self._streams = KeptStreams(lambda stub: OperationStream(stub.open("Collective")), MOST_IDLE)
+        self._peers = Peers(security, connections=1)
+        self._streams = StreamPool(lambda stub: OperationStream(stub.open("Collective")), MOST_IDLE)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
@@ -277,7 +277,7 @@ class CollectiveClient:
         return await self._stream(home_of(seating.group, receiver, num_servers), deadline)
 
     async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
-        return self._streams.take(await self._peers.stub(server, 0, deadline))
+        return self._streams.acquire(await self._peers.stub(server, 0, deadline))
 
     async def _upload(
         self,

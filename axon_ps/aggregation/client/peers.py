@@ -28,12 +28,12 @@ class Peers:
 
     Args:
         security: TLS and token.
-        lanes: connections per server.
+        connections: how many per server.
     """
 
-    def __init__(self, security: Security, lanes: int) -> None:
+    def __init__(self, security: Security, connections: int) -> None:
         self._security = security
-        self._lanes = lanes
+        self._connections = connections
         self._num_servers = 0
         self._members: dict[int, Member] = {}
         self._stubs: dict[tuple[int, int], tuple[str, Channel, Stub]] = {}
@@ -69,14 +69,14 @@ class Peers:
         self._check_open()
         return self._num_servers
 
-    async def stub(self, server: int, lane: int, deadline: Deadline) -> Stub:
+    async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
         """How to reach a shard server, once it is a member.
 
         Raises:
             Timeout: it was not in time.
             Closed: the connections were closed.
         """
-        key = (server, lane % self._lanes)
+        key = (server, connection % self._connections)
         if (known := self._stubs.get(key)) is not None:
             return known[2]
         while (member := self._members.get(server)) is None:
@@ -85,7 +85,7 @@ class Peers:
             await self.wait(deadline.remaining())
         self._check_open()
         if key not in self._stubs:
-            channel = connect(member.address, self._security, lane=key[1])
+            channel = connect(member.address, self._security, connection=key[1])
             self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
         return self._stubs[key][2]
 
