@@ -1,11 +1,11 @@
 """Memory that processes of one host share.
 
-Owns: segments, from the check that there is room to the mapping in another process. Refuses: to know what lies in them.
+Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents.
 
 Invariants:
 - A segment never has a name: it is an anonymous file that lives as long as a process has it open or mapped, so nothing
   remains in /dev/shm when processes are killed, however many at once.
-- All of its pages are there when `Segment.create` returns, so touching them never ends in SIGBUS.
+- All of its pages are allocated when `Segment.create` returns, so touching them never ends in SIGBUS.
 - Another process opens it as /proc/PID/fd/FD, which needs the same host, process namespace and user. Whoever opens one
   checks that it is the segment that was meant; in another container it would be somebody else's file, or none.
 """
@@ -44,9 +44,9 @@ class SegmentAddress:
 
     Attributes:
         boot: random id of the life of the host's kernel.
-        pid: a process that holds it open.
+        pid: a process that has it open.
         fd: its file descriptor there.
-        inode: of the file: what tells it from a later file with the same descriptor.
+        inode: of the file: distinguishes it from a later file with the same descriptor.
         size_bytes: its size.
     """
 
@@ -226,7 +226,7 @@ def _map_at(base: int, size_bytes: int, fd: int, how: int) -> None:
 
 
 def nonce() -> bytes:
-    """Random bytes by which two processes see that they look at the same memory."""
+    """Random bytes by which two processes verify that they have mapped the same memory."""
     return secrets.token_bytes(_NONCE_BYTES)
 
 
@@ -265,7 +265,7 @@ def available_bytes(directory: str = "") -> int:
 
 
 def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
-    """Have all pages, huge ones where the kernel likes; raises OSError when they cannot be had."""
+    """Allocate all pages, huge ones where the kernel agrees; raises OSError when there is not enough memory."""
     if size_bytes >= _HUGE_BYTES:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -277,7 +277,7 @@ def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
 
 
 def _has_own_pages(base: int, size_bytes: int) -> bool:
-    """Whether a page of a private mapping was written to, and so is a copy; true where the kernel does not tell.
+    """Whether a page of a private mapping was written to, and so is a copy; true where that is unknown.
 
     Asking takes a tenth of what it costs to have every page of the mapping found again.
     """

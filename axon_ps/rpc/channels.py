@@ -28,8 +28,8 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 LOOKAHEAD_BYTES: Final = 4 << 20
 """Flow-control window of a stream: how much a receiver that does not read yet may be sent.
 
-1 to 16 MiB are equally fast on loopback. This holds what 10 Gbit/s carry in 3 ms, and bounds what a stream that waits
-costs its server.
+1 to 16 MiB are equally fast on loopback. This is what 10 Gbit/s carry in 3 ms, and bounds the memory that a stream
+that waits costs its server.
 """
 
 FRAME_BYTES: Final = 5 << 18
@@ -123,7 +123,7 @@ def _warn_plaintext() -> None:  # once a process
 
 @fork.in_child
 def _leave_connections() -> object:
-    """Have a fork hold none of our connections: a peer shall learn at once when the worker itself dies.
+    """Close our connections in a fork, so that a peer learns at once when the worker itself dies.
 
     gRPC does not know of it and may close a descriptor later, so its number stays taken: it is a file that is always
     empty. What the worker sends and receives is not touched.

@@ -715,7 +715,7 @@ def test_chunks_that_follow_are_of_the_same_push(fields: dict[str, int], words: 
     run(scenario())
 
 
-def test_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Counter[str] = Counter()
     stub_open = Stub.open
 

@@ -25,7 +25,7 @@ from axon_ps.aggregation.client.send_window import SharesInStep
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
 from axon_ps.aggregation.core.stripes import Exchange, Piece, home_of, owners_of, pieces_of, shares_of
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -102,7 +102,7 @@ class CollectiveClient:
     """
 
     def __init__(self, security: Security, context: MakeContext) -> None:
-        keep_message_memory()
+        retain_message_memory()
         self._peers = Peers(security, connections=1)
         self._streams = StreamPool(lambda stub: OperationStream(stub.open("Collective")), MOST_IDLE)
         self._context = context

@@ -3,9 +3,9 @@
 `ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
 Everything here runs on one event loop; every method must be called on its thread.
 
-What is retried here and what is not: a gather or an upload does no harm when repeated, so a broken connection and a
-changed generation are retried until the deadline. A push belongs to one generation: a broken connection is resumed
-where the server says, a changed generation is the caller's to handle (the step is lost).
+What is retried here and what is not: a gather or an upload does no harm when repeated, so after a broken connection or
+a change of the generation it is retried until the deadline. A push belongs to one generation: after a broken connection
+it is resumed where the server replies, a change of the generation is the caller's to handle (the step is lost).
 
     shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
 """
@@ -27,7 +27,7 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.feedback import Feedback
 from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -50,17 +50,17 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class ShardGroup:
-    """The shard servers of a job, as one worker sees them for one model.
+    """One worker's client of all shard servers of a job, for one model.
 
     Args:
         security: TLS and token.
         connections: how many per server: gathers on the first, pushes and uploads on the second.
-        node: name of this host: with servers on it, memory is read instead of sent, where the kernel allows it. "" =
+        node: name of this host: memory of servers on it is read instead of sent, where the kernel allows it. "" =
             everything is sent.
     """
 
     def __init__(self, security: Security, connections: int = 2, node: str = "") -> None:
-        keep_message_memory()
+        retain_message_memory()
         self._peers = Peers(security, connections)
         self._same_host = SameHostServers(node)
         self._begin(Transfers())
@@ -85,12 +85,12 @@ class ShardGroup:
         self._feedback.clear()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
-        """Take the current shard servers, and our own id; calls under way go on, and retries use the new addresses."""
+        """Set the current shard servers and our own id; calls under way go on, and retries use the new addresses."""
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
 
     def set_spec(self, spec: JobSpec) -> None:
-        """Take the model's layout."""
+        """Set the model's layout."""
         self._spec = spec
         self._peers.wake()
 
@@ -207,7 +207,7 @@ class ShardGroup:
         timeout_s: float | None,
         epoch: int = 0,
     ) -> MappedCopy | None:
-        """The memory that a unit lies in on this host, once it is at `min_version` or later.
+        """The memory of this host in which a unit lies, once it is at `min_version` or later.
 
         Args:
             unit: its number.
@@ -420,7 +420,7 @@ class ShardGroup:
         await _together([self._repeated(self._transfers.store, _PUSHES, s, transfer) for s in slices])
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
-        """The counters of one shard server, as its `statistics()` gives them.
+        """The counters of one shard server, as its `statistics()` returns them.
 
         Raises:
             Unreachable: nobody answers.
@@ -470,16 +470,17 @@ class ShardGroup:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _again(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
-        """Before another attempt: wait a moment, less if the membership changes.
+        """Before another attempt: wait a moment, or until the membership changes.
 
-        A call is `Closed` when the server has moved, and its old connection was closed under it. What has failed for
-        another reason than a new generation may have failed because one side cannot read the other any more.
+        A call is `Closed` when the server has a new address, and its old connection was closed meanwhile. A call that
+        failed for another reason than a new generation may have failed because one side cannot read the other's memory
+        any more.
 
         Returns:
             What to attempt: through the socket only, if reading memory may be what failed.
 
         Raises:
-            Closed: all connections were closed by their owner.
+            Closed: `close` was called.
             Timeout: there is no time left for another attempt.
         """
         if transfer.deadline.remaining() <= pause_s:

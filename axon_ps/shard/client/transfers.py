@@ -44,7 +44,7 @@ from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 
 DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
-"""What an array of an element type holds."""
+"""The wire dtype of an array's element type."""
 
 MAX_IDLE = 32
 """Idle streams to one server that are pooled, of each kind: as many units as are usually under way at once."""
@@ -65,7 +65,7 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What one call moves: elements [begin, end) of a unit, from or to `array`.
+    """What one call transfers: elements [begin, end) of a unit, from or to `array`.
 
     Attributes:
         begin: first element.
@@ -77,7 +77,7 @@ class Transfer:
         deadline: when the whole call must be over.
         min_version: gathers: the oldest version that will do.
         step: gradients: the step attempt.
-        epoch: how often the job had been restored when they were asked for, or sent.
+        epoch: how often the job had been restored when the values were asked for, or sent.
         replica: gradients: whose.
         one_version: gathers: whether all chunks must be of one version.
         assumed: gathers ahead of the decision on `step`: per parameter group, the hyperparameters it is taken to have.
@@ -111,11 +111,11 @@ class Transfer:
         return Access() if self.same_host is None else await self.same_host.access(s.server, stub, self.context)
 
     def touches(self, s: Slice) -> bool:
-        """Whether a part of the range lies in a slice."""
+        """Whether the range overlaps a slice."""
         return s.begin < self.end and s.end > self.begin
 
     def payload(self, begin: int, end: int) -> Array:
-        """What elements [begin, end) travel as. The same every time, so that a stream may be resumed."""
+        """Elements [begin, end) as they are sent. The same every time, so that a stream may be resumed."""
         assert self.array is not None
         cut = slice(begin - self.begin, end - self.begin)
         if self.compressor is None:
@@ -146,18 +146,18 @@ class Transfers:
         return other
 
     async def pull(self, stub: Stub, s: Slice, t: Transfer) -> int:
-        """Copy what `s` has of the range to the array.
+        """Copy the part of the range that lies in `s` to the array.
 
         Returns:
             The version that last changed it.
 
         Raises:
             Broken: the stream ended early, or the unit changed while it was read.
-            InvalidRequest: the server sent something else than was asked for.
+            InvalidRequest: the server sent something else than was requested.
             Timeout: it did not do so in time.
             AxonError: what the server raised.
         """
-        position, stop = _whole_chunks(s, t)
+        position, stop = _full_chunks(s, t)
         reader = None if t.socket_only else (await t.access(s, stub)).reader
         request = shard_pb2.AllGatherRequest(
             context=t.context(),
@@ -226,7 +226,7 @@ class Transfers:
         return header.mapping if header.HasField("mapping") else None
 
     async def push(self, stub: Stub, s: Slice, t: Transfer, *, resume: bool) -> None:
-        """Send what `s` owns of the range; with `resume` only what the server lacks.
+        """Send the part of the range that lies in `s`; with `resume` only what the server lacks.
 
         Raises:
             GenerationChanged: the step is lost.
@@ -350,7 +350,7 @@ def _read_leased(header: common_pb2.Chunk, t: Transfer, reader: LeaseReader) -> 
 
 
 def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer) -> None:
-    """Copy what a chunk has of the range to `out`."""
+    """Copy the elements of a chunk that lie in the range to `out`."""
     position, numel = header.offset, header.numel
     if t.compressor is not None:
         _unpack(header, payload, out, t, t.compressor)
@@ -368,7 +368,7 @@ def _copy(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer
 
 
 def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transfer, compressor: Compressor) -> None:
-    """Decompress what a chunk has of the range to `out`, through f32 and no further than the caches."""
+    """Decompress the elements of a chunk that lie in the range to `out`, by f32 values that stay in the caches."""
     position, numel = header.offset, header.numel
     if not header.compressed or payload.nbytes != compressor.compressed_bytes(numel):
         raise InvalidRequest(
@@ -389,15 +389,15 @@ def _unpack(header: common_pb2.Chunk, payload: memoryview, out: Array, t: Transf
 
 
 def warm_up() -> None:
-    """Compile what widens compressed parameters to another dtype than f32."""
+    """Compile what converts compressed parameters to another dtype than f32."""
     from axon_ps.compress import cast
 
     for dtype in (DType.BF16, DType.F16):
         cast.encode(np.empty(0, np.float32), np.empty(0, dtype.numpy), dtype)
 
 
-def _whole_chunks(s: Slice, t: Transfer) -> tuple[int, int]:
-    """The range asked for, as far as `s` has it, widened to whole chunks."""
+def _full_chunks(s: Slice, t: Transfer) -> tuple[int, int]:
+    """The part of the range that lies in `s`, extended to full chunks."""
     begin, end = max(s.begin, t.begin), min(s.end, t.end)
     first = (begin - s.begin) // t.chunk_numel
     last = -(-(end - s.begin) // t.chunk_numel)

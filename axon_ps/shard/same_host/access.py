@@ -9,7 +9,7 @@ Invariants:
   as if nobody had asked.
 - Either side stores a handshake under the ids of *both* members, so it ends with either membership: a worker that
   was lost and came back shakes hands again, though its process and the server's are the same as before.
-- A refusal is never answered by asking the same again: what failed once is sent, and the server is asked anew later.
+- What has failed is not tried the same way again: it is sent through the socket, and the next call shakes hands anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIN_LEASED_BYTES = 32 << 10
 """Less is sent: reading a lease takes two system calls."""
 
 MAX_ELEMENT_BYTES = 8
-"""A chunk that says it is larger per element, compressed or not, is refused before memory is taken."""
+"""A chunk that claims to be larger per element, compressed or not, is refused before memory is allocated."""
 
 _TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Access:
 
 
 class SameHostServers:
-    """The shard servers of a worker's own host. On one event loop.
+    """A worker's view of the shard servers on its own host. On one event loop.
 
     Args:
         node: name of the host; only servers of the same name are tried. "" = none.
@@ -71,14 +71,14 @@ class SameHostServers:
         self._known: dict[str, asyncio.Future[Access]] = {}  # by the server's id
 
     def set_members(self, membership: Membership, me: str) -> None:
-        """Take the current shard servers, and our id as a member."""
+        """Set the current shard servers, and our id as a member."""
         self._members = {m.rank: m for m in membership.shards if self._node and m.node == self._node}
         there = {m.id for m in self._members.values()} if me == self._me else set()
         self._known = {k: v for k, v in self._known.items() if k in there}
         self._me = me
 
     async def access(self, server: int, stub: Stub, context: MakeContext) -> Access:
-        """What can be done with a server's memory; asked once per server."""
+        """What can be done with a server's memory; one handshake per server."""
         member = self._members.get(server)
         if member is None:
             return Access()
@@ -107,7 +107,7 @@ class SameHostServers:
         request = shard_pb2.HandshakeRequest(context=context(), handshake=_ours())
         try:
             reply = await stub.call("Handshake", request, timeout_s=_TIMEOUT_S)
-        except AxonError as error:  # the call that wanted this fails of the same in a moment, and asks again later
+        except AxonError as error:  # the caller's own call will fail of the same, and be retried
             _logger.debug("shard server %d did not answer the handshake: %s", member.rank, error)
             self._known.pop(member.id, None)
             return Access()
@@ -115,14 +115,14 @@ class SameHostServers:
 
 
 class SameHostWorkers:
-    """The workers that this server can read, by their id as members."""
+    """A server's view of the workers whose memory it can read, by their id as members."""
 
     def __init__(self) -> None:
         self._known: dict[str, LeaseReader] = {}
         self._buffers = MappedBuffers()
 
     def set_members(self, membership: Membership) -> None:
-        """Forget workers that have gone."""
+        """Drop workers that are no members any more."""
         there = {m.id for m in membership.workers}
         self._known = {k: v for k, v in self._known.items() if k in there}
         self._buffers.retain(there)

@@ -1,4 +1,4 @@
-"""The wire copy of a whole unit in memory that workers of the server's host map, so that gathering it copies nothing.
+"""The wire copy of a unit in memory that workers of the server's host map, so that gathering the unit copies nothing.
 
 Owns: the layout of the segment, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: to know
 when the copy may change; that is Note: [When a mapped unit may change].
@@ -36,7 +36,7 @@ class SharedCopy:
 
     Args:
         numel: elements of the unit.
-        dtype: what they travel as.
+        dtype: their wire dtype.
 
     Attributes:
         values: wire[numel].
@@ -51,7 +51,7 @@ class SharedCopy:
 
     @property
     def nbytes(self) -> int:
-        """Memory of it."""
+        """Bytes of memory it takes."""
         return self._segment.size_bytes
 
     @property
@@ -78,7 +78,7 @@ class MappedCopy:
     Args:
         mapping: where it is, as the server sent it.
         numel: elements of the unit.
-        dtype: what they travel as.
+        dtype: their wire dtype.
 
     Attributes:
         values: wire[numel]; see Note: [What a worker writes].

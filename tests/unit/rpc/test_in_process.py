@@ -15,7 +15,7 @@ import test_rpc_stream as stream
 import test_stream_pool as kept
 from axon_ps.errors import InvalidRequest, Misuse, Unreachable
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.in_process import MOST_BYTES, SUFFIX, InProcessServer, new_network
+from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
@@ -87,7 +87,7 @@ def test_who_writes_more_than_a_stream_holds_waits_for_the_reader() -> None:
             writing = asyncio.ensure_future(write(stream))
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert written == MOST_BYTES // len(message)
+            assert written == MAX_QUEUED_BYTES // len(message)
             reading.set()
             assert (await stream.read()).chunks == 16
             await writing

@@ -199,7 +199,7 @@ def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(f
 
 
 def test_a_cancelled_stream_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shielded, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(shielded, "CANCEL_WAIT_S", 0.0)
 
     async def test() -> None:
         idle = IdleStreams()
