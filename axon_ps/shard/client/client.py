@@ -43,7 +43,7 @@ from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_Do = Callable[[Stub, Slice, Transfer], Awaitable[T]]
+_Call = Callable[[Stub, Slice, Transfer], Awaitable[T]]
 
 _GATHERS, _PUSHES = 0, 1  # connections
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
@@ -190,7 +190,7 @@ class ShardGroup:
                 same_host=self._same_host,
             )
             versions = await _together(
-                [self._repeated(self._transfers.pull, _GATHERS, s, transfer) for s in slices if transfer.touches(s)]
+                [self._with_retries(self._transfers.pull, _GATHERS, s, transfer) for s in slices if transfer.touches(s)]
             )
             if min(versions) == max(versions) or spec.policy.alone:
                 return max(min(versions), min_version)
@@ -245,7 +245,7 @@ class ShardGroup:
             epoch=epoch,
             same_host=self._same_host,
         )
-        mapping = await self._repeated(self._transfers.locate, _GATHERS, slices[0], transfer)
+        mapping = await self._with_retries(self._transfers.locate, _GATHERS, slices[0], transfer)
         if mapping is None:
             return None
         known = self._mapped.get(unit)
@@ -381,7 +381,7 @@ class ShardGroup:
             same_host=self._same_host,
             residuals=None if how is None or grad is None else self._feedback.open(unit, begin, end, step),
         )
-        await _together([self._resumed(s, transfer) for s in slices if transfer.touches(s)])
+        await _together([self._push_resuming(s, transfer) for s in slices if transfer.touches(s)])
 
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
@@ -417,7 +417,7 @@ class ShardGroup:
             deadline=deadline,
             epoch=epoch,
         )
-        await _together([self._repeated(self._transfers.store, _PUSHES, s, transfer) for s in slices])
+        await _together([self._with_retries(self._transfers.store, _PUSHES, s, transfer) for s in slices])
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
         """The counters of one shard server, as its `statistics()` returns them.
@@ -445,7 +445,7 @@ class ShardGroup:
         self._same_host.close()
         await self._peers.close()
 
-    async def _repeated(self, do: _Do[T], connection: int, s: Slice, transfer: Transfer) -> T:
+    async def _with_retries(self, do: _Call[T], connection: int, s: Slice, transfer: Transfer) -> T:
         """A call that may be repeated from its start, until it succeeds or the deadline passes."""
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -453,10 +453,10 @@ class ShardGroup:
             try:
                 return await do(stub, s, transfer)
             except (Broken, GenerationChanged, Closed) as error:
-                transfer = await self._again(pause_s, s, transfer, error)
+                transfer = await self._before_retry(pause_s, s, transfer, error)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _resumed(self, s: Slice, transfer: Transfer) -> None:
+    async def _push_resuming(self, s: Slice, transfer: Transfer) -> None:
         """A push, resumed when the connection breaks, until the deadline passes."""
         pause_s = _FIRST_PAUSE_S
         resume = False
@@ -465,11 +465,11 @@ class ShardGroup:
             try:
                 return await self._transfers.push(stub, s, transfer, resume=resume)
             except (Broken, Closed) as error:
-                transfer = await self._again(pause_s, s, transfer, error)
+                transfer = await self._before_retry(pause_s, s, transfer, error)
             resume = True
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _again(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
+    async def _before_retry(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
         """Before another attempt: wait a moment, or until the membership changes.
 
         A call is `Closed` when the server has a new address, and its old connection was closed meanwhile. A call that

@@ -108,10 +108,10 @@ def test_many_ranges_are_read_together_in_their_order() -> None:
 
 
 def test_ranges_are_read_one_by_one_where_the_kernel_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = peer_process._readv
+    readv = peer_process._readv
 
     def stops_early(pid: int, local: int, locals_: int, remote: int, remotes: int, flags: int) -> int:
-        return int(whole(pid, local, locals_, remote, 1, flags))
+        return int(readv(pid, local, locals_, remote, 1, flags))
 
     monkeypatch.setattr(peer_process, "_readv", stops_early)
     data, leases = np.arange(100, dtype=np.uint8), ReadLeases()

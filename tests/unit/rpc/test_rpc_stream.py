@@ -33,7 +33,7 @@ async def echo(context: Any) -> None:
 
 
 async def silent(context: Any) -> None:
-    """A session that reads once and says nothing."""
+    """A session that reads once and sends nothing."""
     await context.read()
     await asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""A unit's wire copy in shared memory: what it holds when, and what becomes of frames."""
+"""A unit's wire copy in shared memory: its version at every moment, and what becomes of frames."""
 
 from __future__ import annotations
 
