@@ -243,7 +243,7 @@ class StepClient:
         pace = {"clock": float(self._pace.clock), "slowest_clock": float(self._pace.slowest)}
         waits = {**pace, "pace_wait_s": self._pace_wait_s} if self._pace.alone else {}
         counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
-        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
+        for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
             counters[name] += self._mapped_bytes
         return {**counters, **waits}
 
@@ -503,7 +503,7 @@ class StepClient:
             known = self._mapped.get(unit)
             if known is None or known[:2] != (self.membership.generation, self.epoch):
                 return None
-            if not known[2].holds(self._version_of(unit, exact=True)):
+            if not known[2].is_at(self._version_of(unit, exact=True)):
                 return None
             self._mapped_bytes += known[2].values.nbytes
         return known[2]

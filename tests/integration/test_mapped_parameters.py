@@ -166,14 +166,14 @@ def count_repeated_gathers() -> Any:
             model(torch.ones(4, 200)).square().mean().backward()
             assert optimizer.step().committed
             optimizer.zero_grad()
-        return world.statistics()["lent_bytes_in"], model.statistics()["gathers_repeated"]
+        return world.statistics()["leased_bytes_in"], model.statistics()["gathers_repeated"]
 
 
-def test_what_is_lent_ahead_of_a_decision_need_not_be_asked_for_again() -> None:
+def test_a_lease_granted_before_the_decision_need_not_be_asked_for_again() -> None:
     with LocalCluster(shards=2, world_size=2) as cluster:
         for result in cluster.run_workers(count_repeated_gathers):
-            lent_bytes, repeated = result.value
-            assert lent_bytes > 0
+            leased_bytes, repeated = result.value
+            assert leased_bytes > 0
             assert repeated == 0
 
 

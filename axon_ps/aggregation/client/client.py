@@ -25,11 +25,11 @@ from axon_ps.aggregation.client.send_window import SendWindow
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
 from axon_ps.aggregation.core.stripes import Segment, StripePlan, home_of, owners_of, segments_of, stripes_of
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.stream_pool import KeptStreams
+from axon_ps.rpc.stream_pool import StreamPool
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
@@ -102,9 +102,9 @@ class CollectiveClient:
     """
 
     def __init__(self, security: Security, context: MakeContext) -> None:
-        keep_message_memory()
+        retain_message_memory()
         self._peers = Peers(security, connections=1)
-        self._streams = KeptStreams(lambda stub: OperationStream(stub.open("Collective")), MAX_IDLE_STREAMS)
+        self._streams = StreamPool(lambda stub: OperationStream(stub.open("Collective")), MAX_IDLE_STREAMS)
         self._context = context
         self._nodes: dict[str, str] = {}  # of workers, by id
         self._server_nodes: tuple[str, ...] = ()
@@ -285,7 +285,7 @@ class CollectiveClient:
         return await self._stream(home_of(group.name, receiver, num_servers), deadline)
 
     async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
-        return self._streams.take(await self._peers.stub(server, 0, deadline))
+        return self._streams.acquire(await self._peers.stub(server, 0, deadline))
 
     async def _upload(
         self,

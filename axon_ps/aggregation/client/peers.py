@@ -85,7 +85,7 @@ class Peers:
             await self.wait(deadline.remaining())
         self._check_open()
         if key not in self._stubs:
-            channel = connect(member.address, self._security, lane=key[1])
+            channel = connect(member.address, self._security, connection=key[1])
             self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
         return self._stubs[key][2]
 

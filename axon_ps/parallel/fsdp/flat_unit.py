@@ -193,7 +193,7 @@ class FlatUnit:
         """Whether a mapped unit's server has changed it since it was read: it no longer waits for this worker."""
         if self._mapped is None or self._read is None or self._read != self.wanted(steps):
             return False
-        return not self._mapped.holds(self._read[1])
+        return not self._mapped.is_at(self._read[1])
 
     def coming(self, steps: Steps) -> bool:
         """Whether current values are under way."""
@@ -393,7 +393,7 @@ class FlatUnit:
         self._show(self._absent)
         self._let_be(unsharded=False)
         if self._mapped is not None:
-            self._mapped.forget_writes()
+            self._mapped.discard_writes()
         else:
             self._storage.resize_(0)
 

@@ -86,11 +86,11 @@ class Mapped(Protocol):
     def values(self) -> Array:
         """wire[unit_numel]; the same memory as long as the server lives."""
 
-    def holds(self, version: int) -> bool:
+    def is_at(self, version: int) -> bool:
         """Whether `values` are, and have been since they were found to be, those of a version."""
 
-    def forget_writes(self) -> None:
-        """Whatever was written to `values` here is gone."""
+    def discard_writes(self) -> None:
+        """Undo whatever was written to `values` here."""
 
 
 @runtime_checkable

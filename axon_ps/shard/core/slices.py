@@ -48,7 +48,7 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.host.leases import Lender
+from axon_ps.host.leases import ReadLeases
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.shard.core.accumulator import GradientSum
 from axon_ps.shard.core.segments import Segment, cut, unit_segments
@@ -80,8 +80,8 @@ class OwnedSlice:
         frames: per chunk, its encoded message; empty when they have to be encoded first.
         ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
         shared: the wire copy that workers of this host map; None while nobody does.
-        lender: lends `frames` to processes of this host; takes all back when they are dropped.
-        ahead_lender: lends `ahead`; lends on when those become the frames.
+        leases: on `frames`, for processes of this host; revoked when those are dropped.
+        speculative_leases: on `ahead`; they stay valid when those become the frames.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
@@ -105,8 +105,8 @@ class OwnedSlice:
         self.frames: tuple[bytes, ...] = ()
         self.ahead: list[bytes] = []
         self.shared: SharedCopy | None = None
-        self.lender = Lender()
-        self.ahead_lender = Lender()
+        self.leases = ReadLeases()
+        self.speculative_leases = ReadLeases()
         self.reached = 0
         self.changed = 0
         self.copied = 0
@@ -188,7 +188,7 @@ class OwnedSlice:
             sums.restart()
 
     def _forget_ahead(self) -> None:
-        self.ahead_lender.take_back()
+        self.speculative_leases.revoke()
         self.ahead = []
 
     def takes(self, lane: int) -> bool:
@@ -289,27 +289,27 @@ class OwnedSlice:
                 self.master = shared.values
             self.shared = shared
             self._fill(shared)
-            self.lender.take_back()
+            self.leases.revoke()
             self.frames = ()
         return self.shared
 
     def _fill(self, shared: SharedCopy) -> None:
         if self._copies:
             cast.encode(self.master, shared.values, self._param_dtype)
-        self._say()
+        self._publish()
 
-    def _say(self) -> None:
+    def _publish(self) -> None:
         if self.shared is not None:
-            self.shared.say(self.reached if self.trainable else self.copied)
+            self.shared.publish(self.reached if self.trainable else self.copied)
 
     def unchanged(self, version: int) -> None:
         """A step led to `version`, and had no gradient for this slice."""
         self.reached = version
-        self._say()
+        self._publish()
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
-        self.lender.take_back()
+        self.leases.revoke()
         if self.shared is not None:
             self.shared.withdraw()
         self.frames = ()
@@ -413,13 +413,13 @@ class OwnedSlice:
             self._update(begin, optimizer, hypers, 1.0, self._wire(scratch, end - begin), master, states)
             self.ahead[index] = self._updated_frame(index, version, scratch, scratch, master, owed)
             if all(self.ahead) and self._param_compressor is None and self.frames:
-                self.lender.take_back()
+                self.leases.revoke()
                 self.frames = ()
         return self.ahead[index]
 
-    def lender_of(self, index: int, frame: bytes) -> Lender:
-        """What lends this frame of chunk `index`: one of `frames`, or of `ahead`."""
-        return self.ahead_lender if self.ahead and self.ahead[index] is frame else self.lender
+    def leases_of(self, index: int, frame: bytes) -> ReadLeases:
+        """The leases for this frame of chunk `index`, which is one of `frames` or of `ahead`."""
+        return self.speculative_leases if self.ahead and self.ahead[index] is frame else self.leases
 
     def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> int:
         """Freeze the summed gradient for `apply`; the counters start again for the next step.
@@ -598,19 +598,19 @@ class OwnedSlice:
 
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
-        self.lender.take_back()
-        self.lender, self.ahead_lender = self.ahead_lender, self.lender
+        self.leases.revoke()
+        self.leases, self.speculative_leases = self.speculative_leases, self.leases
         self.frames = tuple(self._next_frames)
         self._next_frames = []
         self.updates += 1
         self.reached = self.changed = version
         self.applying = False
-        self._say()
+        self._publish()
 
     # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
-        """Give back what others may look at: what is lent, and the shared copy. Who has mapped it keeps it."""
+        """Revoke the leases and release the shared copy; workers that have mapped it may go on reading it."""
         self.withdraw()
         if self.shared is not None:
             self.shared.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
@@ -71,7 +71,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         PermissionDenied: wrong job name or token.
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
-    keep_message_memory()
+    retain_message_memory()
     shell = ShardShell(config.job, config.threads)
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)

@@ -18,7 +18,7 @@ from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.same_host.access import Callers
+from axon_ps.shard.same_host.access import SameHostWorkers
 from axon_ps.shard.server.apply import Hold
 from axon_ps.shard.server.model_shell import Copying, ModelShell, Reports
 from axon_ps.shard.server.waiters import Waiters
@@ -41,7 +41,7 @@ class ShardShell:
 
     Attributes:
         collectives: what workers do together here; nothing of it concerns the parameters.
-        callers: the workers whose memory this server can read.
+        same_host: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
         failure: set when this server cannot go on; the server ends with it.
     """
@@ -51,7 +51,7 @@ class ShardShell:
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.callers = Callers()
+        self.same_host = SameHostWorkers()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None
@@ -111,7 +111,7 @@ class ShardShell:
             self._membership = event
             self._generation = event.generation
             self.collectives.on_membership(event)
-            self.callers.set_members(event)
+            self.same_host.set_members(event)
             for model in self._models.values():
                 model.on_event(event)
             self.wake()

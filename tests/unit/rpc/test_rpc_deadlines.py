@@ -106,7 +106,7 @@ def test_retry_does_not_wait_beyond_the_deadline() -> None:
     clock = Clock()
     flaky = Flaky(clock, failures=1000, cost_s=0.9)
     with pytest.raises(Unreachable):
-        run(retry(flaky, until=Deadline(1, clock), on=(Unreachable,), first_s=10, most_s=10, sleep=clock.sleep))
+        run(retry(flaky, until=Deadline(1, clock), on=(Unreachable,), first_s=10, max_s=10, sleep=clock.sleep))
     assert clock.slept == [pytest.approx(0.1)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from axon_ps.errors import Broken, InvalidRequest, Misuse, StepAborted
 from axon_ps.host.leases import address_of
-from axon_ps.host.process_memory import Borrower, introduction
+from axon_ps.host.process_memory import LeaseReader, own_handshake
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
@@ -99,25 +99,25 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_what_was_lent_ahead_stays_lent_when_it_comes_true(foreseen: bool) -> None:
+def test_leases_on_speculative_frames_stay_valid_when_they_are_committed(foreseen: bool) -> None:
     made = servers()
     (engine,) = made.engines
     frame_before = engine.frames(0, 0, N)[0]
-    before = engine.slices[0].lender.lend(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
+    before = engine.slices[0].leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
     made.push(0, 0, grad(0))
     made.push(0, 1, grad(1))
     owned, frames = engine.slices[0], [f for f in foresee(engine) if f is not None]
-    loans = [owned.lender_of(i, f).lend(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
+    leases = [owned.leases_of(i, f).grant(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
     if foreseen:
         made.commit([ADAMW])
     else:
         made.end(Outcome.ABORT)
-    here, wanted = Borrower(introduction()), np.frombuffer(b"".join(frames), np.uint8)
+    here, wanted = LeaseReader(own_handshake()), np.frombuffer(b"".join(frames), np.uint8)
     out = np.zeros_like(wanted)
-    with contextlib.nullcontext() if foreseen else pytest.raises(Broken, match="took back what it lent"):
-        here.read(loans, out)
+    with contextlib.nullcontext() if foreseen else pytest.raises(Broken, match="revoked the lease"):
+        here.read(leases, out)
         np.testing.assert_array_equal(out, wanted)
-    with pytest.raises(Broken, match="took back what it lent"):
+    with pytest.raises(Broken, match="revoked the lease"):
         here.read([before], np.zeros(len(frame_before), np.uint8))
 
 

@@ -127,12 +127,12 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         shared = engine.shared(1)
         assert shared is not None
         engine.decide(copy_decision(target, 1.0))
-        assert int(shared._word[0]) == 0
+        assert int(shared._tag[0]) == 0
         for unit, owned in engine.slices.items():
             engine.copy(unit, 0, len(owned.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.bounds)))
             engine.end_copy(unit)
         np.testing.assert_array_equal(shared.values, OTHERS[1])
-        assert int(shared._word[0]) == holds + 1
+        assert int(shared._tag[0]) == holds + 1
 
 
 def test_a_copy_of_another_version_than_the_next_is_a_missed_decision() -> None:
