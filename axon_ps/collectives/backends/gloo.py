@@ -377,8 +377,8 @@ class GlooBackend(RequestBackend):
             works = post()
             for work in works:
                 # Gloo cuts what is not a whole millisecond, and would say that time is up before it is.
-                left_ms = math.ceil((deadline - time.monotonic()) * 1000.0)
-                work.wait(timedelta(milliseconds=max(1, left_ms)))
+                left_s = max(1, math.ceil((deadline - time.monotonic()) * 1000.0)) / 1000.0
+                work.wait(timedelta(seconds=left_s))
             return works
         except RuntimeError as error:
             work = None
