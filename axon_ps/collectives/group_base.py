@@ -24,7 +24,7 @@ from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
-from axon_ps.collectives.work import Lane, Work
+from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.types import DType, Member, ReduceOp
@@ -84,8 +84,8 @@ class GroupBase:
         self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None
-        self._lane = Lane(f"axon-ps-{context.name}"[:60])
-        self._p2p_lanes: dict[tuple[str, int, int], Lane] = {}
+        self._work_queue = WorkQueue(f"axon-ps-{context.name}"[:60])
+        self._p2p_queues: dict[tuple[str, int, int], WorkQueue] = {}
         self._sequence = 0
         self._children: list[GroupBase] = []
         self._numbered = 0
@@ -243,11 +243,11 @@ class GroupBase:
 
     def _wait_idle(self, deadline: float) -> bool:
         """Wait for what was sent in the background; whether nothing is under way then."""
-        for (direction, peer, _), lane in list(self._p2p_lanes.items()):
+        for (direction, peer, _), queue in list(self._p2p_queues.items()):
             left_s = max(0.0, deadline - time.monotonic())
-            if direction == "send" and not lane.wait_idle(left_s) and left_s:
+            if direction == "send" and not queue.wait_idle(left_s) and left_s:
                 _logger.warning("group %s: rank %d did not take a message in time; it is lost", self.name, peer)
-        return all(lane.wait_idle(0.0) for lane in (self._lane, *self._p2p_lanes.values()))
+        return all(queue.wait_idle(0.0) for queue in (self._work_queue, *self._p2p_queues.values()))
 
     def _backends(self) -> list[Backend]:
         return [b for b in (self._device, self._host) if b is not None]
@@ -264,8 +264,8 @@ class GroupBase:
         return not self._children
 
     def _free(self) -> None:
-        for lane in (self._lane, *self._p2p_lanes.values()):
-            lane.close(CLOSE_TIMEOUT_S)
+        for queue in (self._work_queue, *self._p2p_queues.values()):
+            queue.close(CLOSE_TIMEOUT_S)
         for backend in self._backends():
             backend.close()
         self._host = self._device = None
@@ -290,7 +290,7 @@ class GroupBase:
     ) -> Any:
         """Number a call and have it performed after those before it."""
         run = self._numbered_call(operation, flat, counts, perform, timeout_s, async_op, op=op, root=root)
-        return self._dispatch(self._lane, run, operation.value, async_op)
+        return self._dispatch(self._work_queue, run, operation.value, async_op)
 
     def _numbered_call(
         self,
@@ -361,7 +361,7 @@ class GroupBase:
                 self._refuse(self._device_backend if device else self._host_backend, refusal, limit_s)
 
             with contextlib.suppress(AxonError):  # what the caller did wrong says more
-                self._dispatch(self._lane, run, what, async_op)
+                self._dispatch(self._work_queue, run, what, async_op)
             raise
 
     def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
@@ -377,9 +377,9 @@ class GroupBase:
         else:
             self._recorder.end(entry)
 
-    def _dispatch(self, lane: Lane, run: Callable[[], Any], what: str, async_op: bool) -> Any:
+    def _dispatch(self, queue: WorkQueue, run: Callable[[], Any], what: str, async_op: bool) -> Any:
         try:
-            return Work(lane.submit(run), what) if async_op else lane.run(run)
+            return Work(queue.submit(run), what) if async_op else queue.run(run)
         except Closed as error:
             raise self._error or error from None
 
@@ -390,12 +390,12 @@ class GroupBase:
         cause = error if isinstance(error, AxonError) else Broken(f"a call was broken off: {type(error).__name__}")
         self.abort(cause)
 
-    def _p2p_lane(self, direction: str, peer: int, tag: int) -> Lane:
-        lane = self._p2p_lanes.get((direction, peer, tag))
-        if lane is None:
+    def _p2p_queue(self, direction: str, peer: int, tag: int) -> WorkQueue:
+        queue = self._p2p_queues.get((direction, peer, tag))
+        if queue is None:
             name = f"axon-ps-{direction}-{peer}-{tag}"
-            lane = self._p2p_lanes.setdefault((direction, peer, tag), Lane(name))
-        return lane
+            queue = self._p2p_queues.setdefault((direction, peer, tag), WorkQueue(name))
+        return queue
 
     def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
         """For sends and receives: the backend, made in turn with the collectives if it must be made."""
@@ -403,7 +403,7 @@ class GroupBase:
             raise self._error
         known = self._device if flat.device else self._host
         make = self._device_backend if flat.device else self._host_backend
-        return known or self._lane.run(lambda: make(limit_s))
+        return known or self._work_queue.run(lambda: make(limit_s))
 
     def _host_backend(self, limit_s: float) -> Backend:
         if self._host is None:

@@ -198,7 +198,7 @@ class ProcessGroup(GroupBase):
                 one()
             return data
 
-        return self._dispatch(self._lane, run, "all_reduce_each", async_op)
+        return self._dispatch(self._work_queue, run, "all_reduce_each", async_op)
 
     def reduce(
         self,
@@ -482,7 +482,7 @@ class ProcessGroup(GroupBase):
             with arrays.on_stream(flat):
                 backend.send(flat.array, flat.dtype, to, tag, limit_s)
 
-        return self._dispatch(self._p2p_lane("send", to, tag), transmit, what, async_op)
+        return self._dispatch(self._p2p_queue("send", to, tag), transmit, what, async_op)
 
     def recv(
         self,
@@ -533,7 +533,7 @@ class ProcessGroup(GroupBase):
 
         sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
         what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"
-        return self._dispatch(self._p2p_lane("recv", source, tag), receive, what, async_op)
+        return self._dispatch(self._p2p_queue("recv", source, tag), receive, what, async_op)
 
     # ------------------------------------------------------------------ sub-groups
 
