@@ -86,9 +86,10 @@ class BackendMaker:
     def _for_device(self, context: GroupContext) -> Backend:
         if select_for_device(context.members) == "nccl":
             return self._named(context, "nccl")
-        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_part
+        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_subgroup
 
-        own = replace(context, name=name_of_part(context.name, DEVICE))  # the host's backend may be hierarchical, too
+        # The backend for host memory may be hierarchical too, so this one needs a name of its own.
+        own = replace(context, name=name_of_subgroup(context.name, DEVICE))
         return HierarchicalBackend.create(own, intra=lambda c: self._named(c, "nccl"), inter=self._grpc)
 
     def _named(self, context: GroupContext, name: str) -> Backend:
