@@ -20,7 +20,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.client import Buffers, CollectiveClient, Seating
 from axon_ps.collectives.backends.base import GroupContext, Operation
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, part_starts
+from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, partition_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import Array, DType
@@ -181,12 +181,12 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
             return Buffers(
                 source=data,
                 target=output,
-                source_starts=part_starts(request.input_counts),
-                target_starts=part_starts(request.output_counts),
+                source_starts=partition_starts(request.input_counts),
+                target_starts=partition_starts(request.output_counts),
                 input_counts=request.input_counts,
                 output_counts=request.output_counts,
             )
-    starts = part_starts(call.counts)
+    starts = partition_starts(call.counts)
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
             return Buffers(source=data, target=output, source_starts=nowhere, target_starts=starts)
@@ -203,14 +203,14 @@ def _keep_own(request: Request, rank: int, world_size: int) -> None:
         return
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
-            _place(output, part_starts(call.counts)[rank], data)
+            _place(output, partition_starts(call.counts)[rank], data)
         case Operation.SCATTER:
-            begin = part_starts(call.counts)[rank]
+            begin = partition_starts(call.counts)[rank]
             _place(output, 0, data[begin : begin + output.size])
         case Operation.ALL_TO_ALL:
-            begin = part_starts(request.input_counts)[rank]
+            begin = partition_starts(request.input_counts)[rank]
             part = data[begin : begin + request.input_counts[rank]]
-            _place(output, part_starts(request.output_counts)[rank], part)
+            _place(output, partition_starts(request.output_counts)[rank], part)
         case Operation.REDUCE_SCATTER if world_size == 1:
             _place(output, 0, data)
 

@@ -137,7 +137,7 @@ def check_array(what: str, array: Array, dtype: DType, numel: int, *, writable: 
         raise InvalidRequest(f"{what} is read-only; the result goes there, so pass an array that can be written")
 
 
-def part_starts(counts: Sequence[int]) -> list[int]:
+def partition_starts(counts: Sequence[int]) -> list[int]:
     """Where parts of these lengths begin when they lie one after the other."""
     return list(accumulate(counts, initial=0))[:-1]
 
