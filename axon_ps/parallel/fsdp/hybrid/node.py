@@ -295,7 +295,7 @@ class NodeSteps:
 
     def _gather_whole(self, unit: int, target: Flat) -> int:
         """Fill `target`, u8[nbytes], from the servers alone."""
-        host = self._staging.take(target.array) if target.device else target.array
+        host = self._staging.allocate(target.array) if target.device else target.array
         work = self._steps.gather(unit, host.view(self._wire.numpy))
         if not target.device:
             return work.wait()
@@ -305,7 +305,7 @@ class NodeSteps:
                 self._staging.upload(host, target.array)
             return version
         finally:
-            self._staging.give(host)
+            self._staging.free(host)
 
     def _part_values(self, part: _Part) -> torch.Tensor:
         """This worker's part where the node's collectives take it."""
@@ -452,12 +452,12 @@ class NodeSteps:
         """What is pushed, and what frees it: it comes from host memory, the page-locked if it was on the device."""
         if not mine.device:
             return mine.array, done
-        host = self._staging.take(mine.array)
+        host = self._staging.allocate(mine.array)
         with arrays.on_stream(mine):
             self._staging.download(mine.array, host)
 
         def free() -> None:
-            self._staging.give(host)
+            self._staging.free(host)
             if done is not None:
                 done()
 
