@@ -59,7 +59,7 @@ def leave(world: JobWorld) -> None:
         del _of_thread.world
 
 
-def find_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
+def register_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
     """Say what gives the rank of a `MockBackend` its world, of a job that begins when the first of them asks."""
     global _mock_world
     _mock_world = find
