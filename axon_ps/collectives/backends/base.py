@@ -87,7 +87,7 @@ class Backend(ABC):
         Timeout: some ranks did not come; the message names them, by world rank.
         AxonError: the error given to `abort`, or `Broken` when the transport failed.
 
-    After an error: see Note: [After an error]. Output arrays hold anything, except after `Disagreement`.
+    After an error: see Note: [After an error]. The values of output arrays are undefined, except after `Disagreement`.
 
     Attributes:
         name: under which it is selected ("shm").

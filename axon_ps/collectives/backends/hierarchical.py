@@ -129,17 +129,17 @@ class HierarchicalBackend(RequestBackend):
         Raises:
             AxonError: one of the backends cannot be made; those that were are closed.
         """
-        topology, everybody = Topology.of(context.members), range(len(context.ranks))
+        topology, all_ranks = Topology.of(context.members), range(len(context.ranks))
         if len(topology.nodes) == 1:
-            return cls._of(context, node=intra(_sub_context(context, "node", everybody)), rail=None, flat=None)
+            return cls._of(context, node=intra(_sub_context(context, "node", all_ranks)), rail=None, flat=None)
         if max(map(len, topology.nodes)) == 1:
-            return cls._of(context, node=None, rail=None, flat=inter(_sub_context(context, "flat", everybody)))
+            return cls._of(context, node=None, rail=None, flat=inter(_sub_context(context, "flat", all_ranks)))
         made: list[Backend] = []
         try:
             home = topology.node_of(context.rank)
             node = intra(_sub_context(context, f"node{home}", topology.nodes[home]))
             made.append(node)
-            flat = inter(_sub_context(context, "flat", everybody))
+            flat = inter(_sub_context(context, "flat", all_ranks))
             made.append(flat)
             rail: Backend | None = None
             if (local := topology.local_rank(context.rank)) < topology.num_rails:
@@ -392,10 +392,10 @@ class HierarchicalBackend(RequestBackend):
 
     def _all_to_all(self, request: Request, matrix: list[list[int]], deadline: float) -> None:
         """Inside the node to the receiver's rail, across nodes, and inside the receiver's node to the receiver."""
-        call, topology, everybody = request.call, self._topology, range(self.world_size)
-        counts = {(i, j): matrix[i][j] for i in everybody for j in everybody}
+        call, topology, all_ranks = request.call, self._topology, range(self.world_size)
+        counts = {(i, j): matrix[i][j] for i in all_ranks for j in all_ranks}
         by_rail = [[(self.rank, j) for j in topology.served_everywhere(q)] for q in range(topology.num_rails)]
-        data = rearranged(_required(request.data), counts, [(self.rank, j) for j in everybody], list(chain(*by_rail)))
+        data = rearranged(_required(request.data), counts, [(self.rank, j) for j in all_ranks], list(chain(*by_rail)))
         sent = [_total(counts, keys) for keys in by_rail] + [0] * (len(self._node_ranks) - topology.num_rails)
         here: list[tuple[int, int]] = []
         received = [0] * len(self._node_ranks)
@@ -424,8 +424,8 @@ class HierarchicalBackend(RequestBackend):
                 received=received,
                 sent=[_total(counts, keys) for keys in out],
             )
-            arrived = rearranged(arrived, counts, list(chain(*back)), [(i, j) for j in served for i in everybody])
-        totals = {j: _total(counts, [(i, j) for i in everybody]) for j in everybody}
+            arrived = rearranged(arrived, counts, list(chain(*back)), [(i, j) for j in served for i in all_ranks])
+        totals = {j: _total(counts, [(i, j) for i in all_ranks]) for j in all_ranks}
         self._deliver_in_node(call, arrived, _required(request.output), totals, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:

@@ -165,7 +165,7 @@ class MockBackend(RequestBackend):
 
         Args:
             n: how many.
-            nodes: which node each is said to be on; empty = all on one.
+            nodes: the node of each rank; empty = all on one.
 
         Raises:
             InvalidRequest: `n` is less than 1.
@@ -217,7 +217,7 @@ def mock_contexts(
 
     Args:
         n: how many.
-        nodes: which node each is said to be on; empty = all on one.
+        nodes: the node of each rank; empty = all on one.
         name: of the group.
         ranks: their world ranks; empty = 0 to n - 1.
 
