@@ -1,12 +1,12 @@
 """Object collectives: small values of Python instead of arrays. `axon_ps.all_gather_object(loss)`.
 
 Owns: the functions with torch.distributed's names. They are for settings, metrics and file names; arrays have
-collectives that copy less. What can be sent says `collectives.encoding`; nothing is ever pickled.
+collectives that copy less. `collectives.encoding` lists the types that can be sent; nothing is ever pickled.
 
 Every function takes `group` and `timeout_s` and raises as those of `collectives.functional`, and also
 
     InvalidRequest: a value cannot be sent, or is larger than `MAX_OBJECT_BYTES`; the other ranks of a collective get a
-        `Disagreement` that says so. The group can go on.
+        `Disagreement` with the reason. The group can go on.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def broadcast_object_list(
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(src, f"src of {what}")
         ours = _encoded(list(object_list), what) if chosen.rank == src else np.empty(0, np.uint8)
-    told = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
-    lengths = told[:, 1].tolist()
+    announced = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
+    lengths = announced[:, 1].tolist()
     if len(set(lengths)) > 1:
         raise InvalidRequest(f"{what} was given lists of {lengths} items, by rank; all must be as long")
-    data = ours if chosen.rank == src else np.empty(_checked(int(told[src, 0]), what), np.uint8)
+    data = ours if chosen.rank == src else np.empty(_checked(int(announced[src, 0]), what), np.uint8)
     chosen.broadcast(data, src, timeout_s=timeout_s)
     if chosen.rank != src:
         object_list[:] = decode(data.tobytes(), what)
@@ -136,7 +136,7 @@ def recv_object_list(
     tag: int = 0,
     timeout_s: float | None = None,
 ) -> int:
-    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns who sent them.
+    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns the sender.
 
     Raises:
         InvalidRequest: another number of values was sent; they are dropped.
@@ -160,7 +160,7 @@ def _encoded(value: Any, what: str) -> Bytes:
 
 
 def _checked(size: int, what: str) -> int:
-    """A size, if memory may be had for it."""
+    """A size, after a check that it is allowed."""
     if not 0 <= size <= MAX_OBJECT_BYTES:
         raise InvalidRequest(
             f"a value of {what} has {size} bytes; at most {MAX_OBJECT_BYTES} can be sent: send arrays as arrays"

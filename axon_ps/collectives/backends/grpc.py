@@ -1,10 +1,10 @@
 """`GrpcBackend`: the collectives of ranks anywhere, reduced on the way by the job's shard servers.
 
-Every rank sends its data to the servers once and gets its result from them once: an all-reduce of M bytes
-moves M bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M one way.
+Every rank sends its contribution to the servers once and receives its result once: an all-reduce of M bytes moves M
+bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M each way.
 
-Owns: the blocking calls, and which range of which array is sent and filled. Refuses: to know how an operation is cut
-into stripes (`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).
+Owns: the blocking side, and which range of which array is sent and filled. Refuses: to know how an operation is striped
+over the servers (`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from axon_ps.aggregation.client.client import Buffers, CollectiveClient, GroupHandle
 from axon_ps.collectives.backends.base import GroupContext, Operation
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, part_starts
+from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, partition_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import Array, DType
@@ -33,11 +33,11 @@ SERVER_REPORT_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcCalls:
-    """How a process reaches the shard servers for collectives; all its groups share it.
+    """A process's connection to the shard servers for collectives; all its groups share it.
 
     Attributes:
         loop: where streams run.
-        client: sends and receives, on that loop.
+        client: performs operations on the servers, on that loop.
     """
 
     loop: BackgroundLoop
@@ -142,7 +142,7 @@ class GrpcBackend(RequestBackend):
         return self._loop.run(self._guarded(make))
 
     async def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A call that `abort` ends."""
+        """Await a call, which `abort` can end."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -181,12 +181,12 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
             return Buffers(
                 source=data,
                 target=output,
-                source_starts=part_starts(request.input_counts),
-                target_starts=part_starts(request.output_counts),
+                source_starts=partition_starts(request.input_counts),
+                target_starts=partition_starts(request.output_counts),
                 input_counts=request.input_counts,
                 output_counts=request.output_counts,
             )
-    starts = part_starts(call.counts)
+    starts = partition_starts(call.counts)
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
             return Buffers(source=data, target=output, source_starts=nowhere, target_starts=starts)
@@ -197,26 +197,26 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
 
 
 def _copy_own(request: Request, rank: int, world_size: int) -> None:
-    """Copy to its place the data that a rank has for itself, which is not sent."""
+    """Copy the data that a rank keeps for itself, which is not sent, to its place."""
     call, data, output = request.call, request.data, request.output
     if data is None or output is None:
         return
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
-            _place(output, part_starts(call.counts)[rank], data)
+            _place(output, partition_starts(call.counts)[rank], data)
         case Operation.SCATTER:
-            begin = part_starts(call.counts)[rank]
+            begin = partition_starts(call.counts)[rank]
             _place(output, 0, data[begin : begin + output.size])
         case Operation.ALL_TO_ALL:
-            begin = part_starts(request.input_counts)[rank]
-            part = data[begin : begin + request.input_counts[rank]]
-            _place(output, part_starts(request.output_counts)[rank], part)
+            begin = partition_starts(request.input_counts)[rank]
+            partition = data[begin : begin + request.input_counts[rank]]
+            _place(output, partition_starts(request.output_counts)[rank], partition)
         case Operation.REDUCE_SCATTER if world_size == 1:
             _place(output, 0, data)
 
 
 def _place(output: Array, begin: int, data: Array) -> None:
-    """Copy our own data to its place, unless it is there already."""
+    """Copy our own partition to its place, unless it is there already."""
     target = output[begin : begin + data.size]
     if data.size and target.ctypes.data != data.ctypes.data:
         np.copyto(target, data)

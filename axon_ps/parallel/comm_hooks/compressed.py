@@ -23,7 +23,7 @@ from axon_ps.collectives import cuda, functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.parallel.comm_hooks import device_codecs
-from axon_ps.parallel.comm_hooks.hooks import CommunicationHook, lane_of, on_this_stream
+from axon_ps.parallel.comm_hooks.hooks import CommunicationHook, on_this_stream, work_queue_of
 from axon_ps.parallel.comm_hooks.host_values import HostValues
 from axon_ps.parallel.comm_hooks.residuals import Residuals
 from axon_ps.parallel.ddp.buckets import GradientBucket
@@ -52,7 +52,7 @@ class CompressedHook(CommunicationHook):
         self.compressor = compressor
         self.feedback = Residuals() if error_feedback else None
         self._pieces: dict[int, _Pieces] = {}
-        self._sending, self._giving = lane_of(self, "send"), lane_of(self, "give")
+        self._sending, self._giving = work_queue_of(self, "send"), work_queue_of(self, "give")
 
     def attach(self, group: ProcessGroup) -> None:
         """See `CommunicationHook`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import Lane, Work
+from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
 from axon_ps.parallel.comm_hooks.residuals import Residuals, forget_what_is_not_finite
@@ -91,12 +91,12 @@ class FunctionHook(CommunicationHook):
 
     def __init__(self, function: Callable[[GradientBucket, ProcessGroup], object]) -> None:
         self._function = function
-        self._lane = lane_of(self, "hook")
+        self._work_queue = work_queue_of(self, "hook")
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
         average = on_this_stream(bucket, lambda: self._function(bucket, self.group))
-        return Work(self._lane.submit(average), f"bucket {bucket.index}")
+        return Work(self._work_queue.submit(average), f"bucket {bucket.index}")
 
 
 class PackingHook(CommunicationHook):
@@ -108,7 +108,7 @@ class PackingHook(CommunicationHook):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._packing, self._sending = lane_of(self, "pack"), lane_of(self, "send")
+        self._packing, self._sending = work_queue_of(self, "pack"), work_queue_of(self, "send")
 
     @abstractmethod
     def pack(self, bucket: GradientBucket) -> Any:
@@ -188,8 +188,8 @@ def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[]
     return on_stream
 
 
-def lane_of(owner: CommunicationHook, what: str) -> Lane:
-    """A thread that ends with its owner."""
-    lane = Lane(f"axon-ps-{type(owner).__name__}-{what}")
-    fork.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
-    return lane
+def work_queue_of(owner: CommunicationHook, what: str) -> WorkQueue:
+    """A work queue whose thread ends with its owner."""
+    queue = WorkQueue(f"axon-ps-{type(owner).__name__}-{what}")
+    fork.finalize(owner, queue.close, _CLOSE_TIMEOUT_S)
+    return queue

@@ -113,7 +113,7 @@ class FullyShardedDataParallel(ShardedValues):
         group = current_group(group)
         if unit_types and auto_wrap_policy is not None:
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
-        if not group.is_everybody and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
+        if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
             check_sub_group(len(group.ranks), world_of(group).world_size, sharding_strategy)
         self._group = group
         self._strategy = sharding_strategy

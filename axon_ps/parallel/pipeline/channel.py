@@ -23,10 +23,10 @@ from torch import Tensor
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import Lane
+from axon_ps.collectives.work import WorkQueue
 from axon_ps.parallel.pipeline.exchange import HEADER_BYTES, pack, unpack
 
-_LANE_CLOSE_S = 5.0
+_QUEUE_CLOSE_S = 5.0
 
 
 class Edge(NamedTuple):
@@ -85,7 +85,7 @@ class Channel:
         self._owner = owner
         self._devices = devices
         self._queues: dict[Edge, deque[Message]] = {}
-        self._lanes: dict[Edge, Lane] = {}
+        self._work_queues: dict[Edge, WorkQueue] = {}
         self._coming: dict[Edge, Future[Message]] = {}
         self._expected: Counter[Edge] = Counter()
         self._going: list[Future[None]] = []
@@ -143,9 +143,9 @@ class Channel:
 
     def close(self) -> None:
         """End the threads; the group must have ended what is under way. Harmless when repeated."""
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.close(_LANE_CLOSE_S)
+        queues, self._work_queues = self._work_queues, {}
+        for queue in queues.values():
+            queue.close(_QUEUE_CLOSE_S)
         self._coming.clear()
         self._going.clear()
         self._queues.clear()
@@ -153,11 +153,11 @@ class Channel:
     def _is_local(self, edge: Edge) -> bool:
         return self._owner[edge.sender] == self._owner[edge.receiver]
 
-    def _lane(self, edge: Edge) -> Lane:
-        lane = self._lanes.get(edge)
-        if lane is None:
-            lane = self._lanes[edge] = Lane(f"axon-ps-stage-{edge.sender}-{edge.receiver}")
-        return lane
+    def _work_queue(self, edge: Edge) -> WorkQueue:
+        queue = self._work_queues.get(edge)
+        if queue is None:
+            queue = self._work_queues[edge] = WorkQueue(f"axon-ps-stage-{edge.sender}-{edge.receiver}")
+        return queue
 
     def _dispatch(self, edge: Edge, parts: Sequence[Any]) -> None:
         group, to = self._group, self._owner[edge.receiver]
@@ -168,12 +168,12 @@ class Channel:
                 group.send(part, to, tag=edge.tag)
 
         self._going = [work for work in self._going if not work.done() or work.exception() is not None]
-        self._going.append(self._lane(edge).submit(transmit))
+        self._going.append(self._work_queue(edge).submit(transmit))
 
     def _ask(self, edge: Edge) -> None:
         if self._expected[edge] > 0:
             self._expected[edge] -= 1
-            self._coming[edge] = self._lane(edge).submit(lambda: self._receive(edge))
+            self._coming[edge] = self._work_queue(edge).submit(lambda: self._receive(edge))
 
     def _receive(self, edge: Edge) -> Message:
         group, source = self._group, self._owner[edge.sender]

@@ -19,7 +19,7 @@ from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, Broken, Disagreement, MemberLost, Timeout
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.memory import Meter
-from axon_ps.parallel.work import LaneWork
+from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.parts import even_options, part_bounds
@@ -338,9 +338,9 @@ def test_a_step_of_before_a_change_has_a_void_ticket_whoever_of_the_node_knows_o
     assert node(do) == [[True, True, False]] * 3
 
 
-def test_a_push_on_the_lane_is_complete_when_what_it_left_under_way_is() -> None:
+def test_queued_work_is_complete_when_the_work_it_started_is() -> None:
     outer, inner = concurrent.futures.Future[Any](), concurrent.futures.Future[None]()
-    push = LaneWork[None](outer, "pushing")
+    push = QueuedWork[None](outer, "pushing")
     assert not push.is_completed()
     outer.set_result(Work(inner, "pushing"))
     assert not push.is_completed()
@@ -352,4 +352,4 @@ def test_a_push_on_the_lane_is_complete_when_what_it_left_under_way_is() -> None
         push.wait(0.0)
     failed = concurrent.futures.Future[Any]()
     failed.set_exception(Broken("lost"))
-    assert LaneWork[None](failed, "pushing").is_completed()
+    assert QueuedWork[None](failed, "pushing").is_completed()

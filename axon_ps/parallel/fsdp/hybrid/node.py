@@ -12,7 +12,7 @@ Invariants:
   then (`NodeGroups.form`), which is where a worker that was started in the place of another begins, too. Where nobody
   comes back in time the node fails as a whole, and the other nodes go on.
 - After any other failure inside the node every call raises that error.
-- Everything that must keep its order inside the node goes through one lane; what is agreed on goes through a second
+- Everything that must keep its order inside the node goes through one queue; what is agreed on goes through a second
   group, so that it does not wait behind data.
 
 Note: [On GPUs]
@@ -39,13 +39,13 @@ import torch
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.staging import Staging
-from axon_ps.collectives.work import Awaited, Lane, LoopWork
+from axon_ps.collectives.work import Awaited, LoopWork, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import array_of
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
-from axon_ps.parallel.work import LaneWork
+from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.parts import part_bounds
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
@@ -124,7 +124,7 @@ class NodeSteps:
         self._staging = Staging()
         self._steps = steps
         self._groups = groups
-        self._lane = Lane("axon-ps-node-units")
+        self._work_queue = WorkQueue("axon-ps-node-units")
         self._units = spec.layout.units
         self._grad = spec.precision.grad
         self._wire = wire
@@ -138,7 +138,7 @@ class NodeSteps:
         self._failure: AxonError | None = None  # what no further step can be made after
         self._lost: AxonError | None = None  # what ended the node's groups, until they are made again
         self._assumed: Sequence[Hyper] | None = None
-        self._pulling = threading.RLock()  # parts are pulled ahead on the lane's thread, and else on the caller's
+        self._pulling = threading.RLock()  # parts are pulled ahead on the queue's thread, and else on the caller's
         self._agreed = steps.latest
 
     def _make_parts(self) -> None:
@@ -200,8 +200,8 @@ class NodeSteps:
         self._steps.wait_latest(self._agreed)  # what is pulled is of what this worker has heard of
 
     def _form_again(self) -> None:
-        """Make the node's groups anew. What the lane still has to do is of the old ones, and does nothing."""
-        self._lane.submit(lambda: None).result(self._steps.timeout_s)
+        """Make the node's groups anew. What the queue still has to do is of the old ones, and does nothing."""
+        self._work_queue.submit(lambda: None).result(self._steps.timeout_s)
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._lost)
         self._groups.form(self._lost)
         self._make_parts()
@@ -263,7 +263,7 @@ class NodeSteps:
 
     # ------------------------------------------------------------------ parameters
 
-    def gather(self, unit: int, out: Array | torch.Tensor) -> LaneWork[int]:
+    def gather(self, unit: int, out: Array | torch.Tensor) -> QueuedWork[int]:
         """Fill `out` from the node's workers, each of which first pulls its part if that is not current.
 
         Args:
@@ -285,7 +285,7 @@ class NodeSteps:
     def _gather_within(self, unit: int, target: Flat) -> int:
         part = self._parts[unit]
         with self._pulling:
-            if part.ahead:  # used once more after its push, which went through this lane before us
+            if part.ahead:  # used once more after its push, which went through this queue before us
                 self._pull(unit)
         self._wait(unit)
         counts = [n * self._wire.itemsize for n in part.counts]
@@ -295,7 +295,7 @@ class NodeSteps:
 
     def _gather_whole(self, unit: int, target: Flat) -> int:
         """Fill `target`, u8[nbytes], from the servers alone."""
-        host = self._staging.take(target.array) if target.device else target.array
+        host = self._staging.allocate(target.array) if target.device else target.array
         work = self._steps.gather(unit, host.view(self._wire.numpy))
         if not target.device:
             return work.wait()
@@ -305,7 +305,7 @@ class NodeSteps:
                 self._staging.upload(host, target.array)
             return version
         finally:
-            self._staging.give(host)
+            self._staging.free(host)
 
     def _part_values(self, part: _Part) -> torch.Tensor:
         """This worker's part where the node's collectives take it."""
@@ -410,7 +410,7 @@ class NodeSteps:
 
     def push(
         self, unit: int, grad: Array | torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
-    ) -> LaneWork[None]:
+    ) -> QueuedWork[None]:
         """Add up the node's gradients of a unit, and push this worker's part of the sum.
 
         Args:
@@ -452,12 +452,12 @@ class NodeSteps:
         """What is pushed, and what frees it: it comes from host memory, the page-locked if it was on the device."""
         if not mine.device:
             return mine.array, done
-        host = self._staging.take(mine.array)
+        host = self._staging.allocate(mine.array)
         with arrays.on_stream(mine):
             self._staging.download(mine.array, host)
 
         def free() -> None:
-            self._staging.give(host)
+            self._staging.free(host)
             if done is not None:
                 done()
 
@@ -519,13 +519,13 @@ class NodeSteps:
         return {**self._steps.statistics(), **self._staging.statistics()}
 
     def close(self) -> None:
-        """End the lane; the groups are the world's."""
-        self._lane.close(_CLOSE_TIMEOUT_S)
+        """End the queue; the groups are the world's."""
+        self._work_queue.close(_CLOSE_TIMEOUT_S)
 
     def _in_order(
         self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
-    ) -> LaneWork[Any]:
-        """A call on the lane; after one has failed none is made any more, since the workers have lost step."""
+    ) -> QueuedWork[Any]:
+        """A call on the queue; after one has failed none is made any more, since the workers have lost step."""
 
         def guarded() -> Any:
             if self._failure is not None:
@@ -537,7 +537,7 @@ class NodeSteps:
                 self._failure = error
                 raise
 
-        return LaneWork(self._lane.submit(guarded), what)
+        return QueuedWork(self._work_queue.submit(guarded), what)
 
     def _noted(self, what: bytes, unit: int) -> None:
         self._done.update(what + unit.to_bytes(4, "little"))
