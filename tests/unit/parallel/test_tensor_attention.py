@@ -31,9 +31,9 @@ def plain(bias: bool = True, **options: Any) -> nn.MultiheadAttention:
 def check_gradients(layer: TensorParallelAttention, oracle: nn.MultiheadAttention) -> None:
     """Every parameter's gradient, put together, is the oracle's."""
     for kind in ("weight", "bias"):
-        grads = [p.whole(kind, p.get_parameter(kind).grad) for p in (layer.query, layer.key, layer.value)]
+        grads = [p.full_tensor(kind, p.get_parameter(kind).grad) for p in (layer.query, layer.key, layer.value)]
         close(torch.cat(grads), oracle.get_parameter(f"in_proj_{kind}").grad)
-        close(layer.out.whole(kind, layer.out.get_parameter(kind).grad), oracle.out_proj.get_parameter(kind).grad)
+        close(layer.out.full_tensor(kind, layer.out.get_parameter(kind).grad), oracle.out_proj.get_parameter(kind).grad)
 
 
 @pytest.mark.parametrize(("causal", "sequence_parallel"), [(False, False), (True, False), (False, True), (True, True)])
@@ -196,7 +196,7 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
         assert layer.training
         mask = rand(LENGTH, LENGTH, seed=4)
         dropped = layer(x), layer(x, attn_mask=mask), layer(x, attn_mask=mask > 0)
-        kept = layer._kept(torch.empty(50, HEADS // group.world_size, 20, 20))
+        kept = layer._dropout_mask(torch.empty(50, HEADS // group.world_size, 20, 20))
         assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
         assert kept.mean().item() == pytest.approx(1.0, abs=0.03)
         assert not torch.equal(kept[:, 0], kept[:, 1])
