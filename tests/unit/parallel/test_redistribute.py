@@ -116,7 +116,7 @@ def test_gradients_go_back_the_way(source: Any, target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "shape", "words"),
+    ("source", "target", "shape", "message"),
     [
         (
             [Shard(0)],
@@ -131,9 +131,9 @@ def test_gradients_go_back_the_way(source: Any, target: Any) -> None:
         ([Shard(0)], [Replicate()], (5, 4), r"this rank's shard is \[4, 4\]; of a tensor \[5, 4\] it should be \["),
     ],
 )
-def test_what_cannot_be(source: Any, target: Any, shape: Any, words: str) -> None:
+def test_what_cannot_be(source: Any, target: Any, shape: Any, message: str) -> None:
     def body(group: ProcessGroup) -> None:
-        with pytest.raises(InvalidRequest, match=words):
+        with pytest.raises(InvalidRequest, match=message):
             Mesh(group, data=2).redistribute(torch.ones(4, 4), source, target, shape=shape)
 
     on_ranks(2, body)
@@ -150,7 +150,7 @@ def test_parts_that_differ_without_a_shape_are_found() -> None:
     on_ranks(2, body)
 
 
-def test_a_rank_with_a_part_of_another_shape_tells_those_who_wait_for_it_first() -> None:
+def test_a_rank_with_a_shard_of_another_shape_notifies_the_others_first() -> None:
     def body(group: ProcessGroup) -> None:
         mesh = Mesh(group, data=2, tensor=2)
         mine = torch.ones(2 - (group.rank == 3), 4)

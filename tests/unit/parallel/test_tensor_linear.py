@@ -282,10 +282,10 @@ def test_of_a_sequence_only_the_own_part_is_kept_for_backward() -> None:
         layer = ColumnParallelLinear(
             8, 8, group=group, gather_output=False, sequence_parallel=True, generator=generator()
         )
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
             layer(rand(3, 8).requires_grad_())
-        assert kept == [(3, 8), (4, 8)]
+        assert saved == [(3, 8), (4, 8)]
 
     on_ranks(2, body)
 
