@@ -35,7 +35,7 @@ LAYOUT = Layout(
 SPEC = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=64, min_slice_numel=64), replica_is_node=True)
 
 
-class PartSteps(FakeSteps):
+class ShardSteps(FakeSteps):
     """`FakeSteps` that serve and take ranges."""
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class MockGroups:
         raise AssertionError(f"no worker was lost: {error}")
 
 
-def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[Any]:
+def node(do: Callable[[NodeSteps, ShardSteps, int], Any], size: int = 3) -> list[Any]:
     """`do` on every worker of a node; results, or what was raised."""
     results: list[Any] = [None] * size
 
     def run(rank: int, data: Any, control: Any) -> None:
-        steps = PartSteps()
+        steps = ShardSteps()
         mine = NodeSteps(
             steps,  # type: ignore[arg-type]
             MockGroups(data, control),
@@ -105,7 +105,7 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
 
 
 def test_a_unit_is_gathered_from_shards_and_a_gradient_pushed_in_shards() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         mine.agree()
         gathered = []
         for unit, numel in enumerate(UNITS):
@@ -134,7 +134,7 @@ def test_a_unit_is_gathered_from_shards_and_a_gradient_pushed_in_shards() -> Non
 
 
 def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         for version in (0, 1):
             steps.version = version
             mine.agree()
@@ -148,7 +148,7 @@ def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> Non
 
 
 def test_the_newest_version_that_any_of_them_knows_counts() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         steps.epoch, steps.version = (1, 2) if rank == 1 else (0, 7)
         mine.agree()
         return mine.epoch, mine.version
@@ -157,7 +157,7 @@ def test_the_newest_version_that_any_of_them_knows_counts() -> None:
 
 
 def test_workers_that_used_other_units_do_not_vote() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         for unit in (0, 1) if rank else (1, 0):
             mine.push(unit, None, mine.ticket()).wait()
         mine.vote(mine.ticket(), [], max_norm=0.0, hyper=())
@@ -206,7 +206,7 @@ def test_even_options_leave_no_short_chunk_at_the_end_of_a_slice(numel: int, ser
 
 @pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
 def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_so(surprise: str | None) -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         def values_of(unit: int) -> Array:
             out = np.empty(UNITS[unit], np.float32)
             mine.gather(unit, out).wait()
@@ -266,7 +266,7 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
     error = MemberLost("rank 1 (node a) has left the job")
     arrived = threading.Barrier(2)
 
-    def step(mine: NodeSteps, steps: PartSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
+    def step(mine: NodeSteps, steps: ShardSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
         def at(this: str) -> None:
             if this == moment:
                 arrived.wait()
@@ -291,7 +291,7 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         return gathered, mine.vote(ticket, pushes, max_norm=0.0, hyper=()).outcome
 
     def run(rank: int) -> None:
-        steps = PartSteps()
+        steps = ShardSteps()
         pairs = [(groups_of[i][rank], groups_of[i + 1][rank]) for i in (0, 2)]
         groups = TwoGroups(*pairs[0], others=pairs[1])
         device = torch.device("cpu") if on_device else None
@@ -319,18 +319,18 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
 
 
 def test_a_step_of_before_a_change_has_a_void_ticket_whoever_of_the_node_knows_of_it() -> None:
-    heard = [threading.Barrier(3), threading.Barrier(3)]
+    notified = [threading.Barrier(3), threading.Barrier(3)]
 
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         began = steps.latest
         mine.agree()
-        heard[0].wait()
+        notified[0].wait()
         if rank == 1:  # it hears of a restore, after forward and before the others
             steps.epoch = 1
         after_forward = mine.ticket(began)
-        mine.agree()  # the others have still heard of nothing, and gather what is there now all the same
+        mine.agree()  # the others have still notified of nothing, and gather what is there now all the same
         before_forward = mine.ticket(steps.latest)
-        heard[1].wait()
+        notified[1].wait()
         steps.epoch = 1
         again = mine.ticket(steps.latest)
         return [t.is_void and t.shared.is_void for t in (after_forward, before_forward, again)]

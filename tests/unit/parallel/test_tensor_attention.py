@@ -196,10 +196,10 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
         assert layer.training
         mask = rand(LENGTH, LENGTH, seed=4)
         dropped = layer(x), layer(x, attn_mask=mask), layer(x, attn_mask=mask > 0)
-        mask = layer._dropout_mask(torch.empty(50, HEADS // group.world_size, 20, 20))
-        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
-        assert mask.mean().item() == pytest.approx(1.0, abs=0.03)
-        assert not torch.equal(mask[:, 0], mask[:, 1])
+        dropout_mask = layer._dropout_mask(torch.empty(50, HEADS // group.world_size, 20, 20))
+        assert dropout_mask.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+        assert dropout_mask.mean().item() == pytest.approx(1.0, abs=0.03)
+        assert not torch.equal(dropout_mask[:, 0], dropout_mask[:, 1])
         layer.eval()
         assert (layer(x) - dropped[0]).norm() > 0.1 * dropped[0].norm()
         return dropped
