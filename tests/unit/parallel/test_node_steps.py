@@ -263,15 +263,15 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
     when: str, on_device: bool
 ) -> None:
     groups_of = [ProcessGroup.mock(2) for _ in range(4)]
-    error = MemberLost("rank 1 (node a) has left the job")
+    loss = MemberLost("rank 1 (node a) has left the job")
     arrived = threading.Barrier(2)
 
     def step(mine: NodeSteps, steps: ShardSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
         def at(this: str) -> None:
             if this == moment:
                 arrived.wait()
-                groups.data.abort(error)
-                groups.control.abort(error)
+                groups.data.abort(loss)
+                groups.control.abort(loss)
 
         at("agree")
         mine.agree()
