@@ -1,22 +1,22 @@
-"""What happens when, in one wrapped model: gather before use, free after, push when complete, step at the end.
+"""What happens when, in one wrapped model: gather before use, reshard after, push when complete, step at the end.
 
-The hooks (`hooks.py`) tell the runtime what autograd does; the runtime decides; `FlatUnit` moves the bytes.
+The hooks (`hooks.py`) call the runtime at autograd's events; the runtime decides; `FlatUnit` moves the bytes.
 
 Note: [When a gradient is complete]
     Autograd runs a parameter's AccumulateGrad once per backward, after every use of the parameter in that backward
     has contributed. So a unit's gradient is complete when each of its parameters has fired. Reentrant activation
     checkpointing is the exception: each checkpointed call is a backward of its own. A unit that was used more than
-    once since the last backward is therefore pushed when the whole backward ends, not before.
+    once since the last backward is therefore pushed when all of backward ends, not before.
 
 Note: [When memory may be freed in backward]
-    Once all trainable parameters of a module have fired, every operation that reads them has run. That says nothing of
+    Once all trainable parameters of a module have fired, every operation that reads them has run. That is not so for
     frozen parameters beside them (an adapter's gradient is complete while the weights it adapts are still to be read),
-    so a module with frozen parameters is freed when the gradient of its inputs is there, or when backward ends.
+    so a module with frozen parameters is resharded when the gradient of its inputs is there, or when backward ends.
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
-    its memory plus what is held stays within two of the largest unit. What backward needs first, the units that forward
-    used last, is not freed in between if it fits, and so not gathered twice.
+    its memory plus what is in use stays within two of the largest unit. What backward needs first, the units that
+    forward used last, is not resharded in between if it fits, and so not gathered twice.
 
 Note: [Gathering ahead of the decision]
     Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
@@ -59,8 +59,8 @@ from axon_ps.parallel.fsdp.steps import Assuming, Foresight, Mapping, OnDevice, 
 from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.step_client import Ticket
 
-_MOST_FORWARDS = 8
-"""How often a forward is made before it is given up; see Note: [One version a step]."""
+_MAX_FORWARDS = 8
+"""How often a forward is run before it raises; see Note: [One version a step]."""
 
 _BUFFERS = 2
 """How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
@@ -87,17 +87,17 @@ class ModuleUnit:
 
     @property
     def is_root(self) -> bool:
-        """Whether it stays whole between forward and backward."""
+        """Whether it stays unsharded between forward and backward."""
         return self.number == 0
 
     @property
     def trainable(self) -> FlatUnit | None:
-        """The part that the optimizer moves."""
+        """The flat unit that the optimizer moves."""
         return next((f for f in self.flats if f.trainable), None)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a part of it is frozen."""
+        """Whether it has a frozen flat unit."""
         return any(not f.trainable for f in self.flats)
 
     @property
@@ -108,7 +108,7 @@ class ModuleUnit:
 
 @dataclass
 class Counters:
-    """What `statistics()` reports beside memory."""
+    """The counters of `statistics()`."""
 
     gathers: int = 0
     host_gathers: int = 0
@@ -131,7 +131,7 @@ class Runtime:
         grad_wire: what gradients travel as.
         meter: counts the bytes of gathered parameters.
         pinned: page-lock host buffers.
-        stage_grads: let gradients that wait for `no_sync()` to end wait in host memory.
+        stage_grads: move gradients of `no_sync()` to host memory.
         prefetch: gather the next units before they are needed.
 
     Attributes:
@@ -206,7 +206,7 @@ class Runtime:
     # ------------------------------------------------------------------ forward
 
     def before_forward(self, unit: ModuleUnit) -> None:
-        """A module is about to run: its parameters must be whole."""
+        """A module is about to run: unshard it."""
         recomputing = in_backward()
         if unit.is_root and not recomputing:
             if self.agree is not None:
@@ -230,18 +230,18 @@ class Runtime:
             reached(Moment.FORWARD)
 
     def after_forward(self, unit: ModuleUnit) -> None:
-        """A module has run: free it, unless it is needed again at once."""
+        """A module has run: reshard it, unless it is needed again at once."""
         if in_backward():
             return
         unit.depth -= 1
         if unit.depth > 0:
             return
         if not self._training:
-            self._free(unit)
+            self._reshard(unit)
             if unit.is_root:
                 self._orders[False].finish()
         elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
-            self._free(unit)
+            self._reshard(unit)
         self._prefetch()
 
     @property
@@ -271,11 +271,11 @@ class Runtime:
         self._forwards += 1
         for unit, uses in zip(self.units, self._uses, strict=True):
             unit.uses = uses
-            self._free(unit)
-        if self._forwards == _MOST_FORWARDS:
+            self._reshard(unit)
+        if self._forwards == _MAX_FORWARDS:
             self._forwards = 0
             raise StepAborted(
-                f"the parameters changed during each of {_MOST_FORWARDS} forwards: the job goes on without this worker"
+                f"the parameters changed during each of {_MAX_FORWARDS} forwards: the job goes on without this worker"
             )
         self.counters.forwards_repeated += 1
         return True
@@ -285,7 +285,7 @@ class Runtime:
         room = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self.units[number]
-            room -= 0 if other.is_root else sum(f.whole_bytes for f in other.flats)
+            room -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
             if room < 0:
                 return False
             if other is unit:
@@ -295,7 +295,7 @@ class Runtime:
     # ------------------------------------------------------------------ backward
 
     def before_backward(self, unit: ModuleUnit) -> None:
-        """The gradient of a module's output is there: its parameters must be whole again."""
+        """The gradient of a module's output is there: unshard it again."""
         if not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
@@ -312,7 +312,7 @@ class Runtime:
         if len(unit.fired) < len(flat.params):
             return
         if not unit.has_frozen and not unit.is_root:
-            self._free(unit)
+            self._reshard(unit)
         if self.syncing and unit.uses <= 1:
             self._push(flat)
             self._gather_ahead(unit, flat)
@@ -326,11 +326,11 @@ class Runtime:
         flat = unit.trainable
         complete = flat is None or len(unit.fired) in (0, len(flat.params))
         if not unit.is_root and complete:
-            self._free(unit)
+            self._reshard(unit)
             self._prefetch()
 
     def _after_backward(self) -> None:
-        """The whole backward is done: push what is left, free everything."""
+        """All of backward is done: push what is left, reshard everything."""
         self._callback_queued = False
         for unit in reversed(self.units):
             flat = unit.trainable
@@ -341,7 +341,7 @@ class Runtime:
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
-            self._free(unit)
+            self._reshard(unit)
             if flat is not None and flat.index in self._pushes:
                 self._gather_ahead(unit, flat)
         self._orders[True].finish()
@@ -349,7 +349,7 @@ class Runtime:
     # ------------------------------------------------------------------ by hand
 
     def gather_all(self) -> None:
-        """Make every unit whole, and block until it is."""
+        """Unshard every unit, and block until it is."""
         if self.agree is not None:
             self.agree()
         self._read = self._now
@@ -387,7 +387,7 @@ class Runtime:
         self._prefetch()
 
     def _gather(self, flat: FlatUnit) -> None:
-        if not flat.fresh(self._steps) and not flat.coming(self._steps):
+        if not flat.is_current(self._steps) and not flat.is_gathering(self._steps):
             self._count_gather(flat)
             flat.start_gather(self._steps, self.gather_buffers)
 
@@ -404,23 +404,23 @@ class Runtime:
             return
         for number in self._orders[self._training].upcoming():
             unit = self.units[number]
-            missing = [f for f in unit.flats if not f.fresh(self._steps) and not f.coming(self._steps)]
+            missing = [f for f in unit.flats if not f.is_current(self._steps) and not f.is_gathering(self._steps)]
             if not missing:
                 continue
             for flat in missing:
-                if not unit.is_root and self._held_bytes() + flat.gather_bytes > self._budget_bytes:
+                if not unit.is_root and self._reshardable_bytes() + flat.gather_bytes > self._budget_bytes:
                     return
                 if not self.gather_buffers.has_room(flat.gather_bytes):
                     return
                 self._gather(flat)
 
-    def _held_bytes(self) -> int:
+    def _reshardable_bytes(self) -> int:
         """Memory of parameters beside the root: gathered, and under way."""
-        return sum(f.held_bytes for u in self.units[1:] for f in u.flats)
+        return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
 
-    def _free(self, unit: ModuleUnit) -> None:
+    def _reshard(self, unit: ModuleUnit) -> None:
         for flat in unit.flats:
-            flat.free(self.gather_buffers)
+            flat.reshard(self.gather_buffers)
 
     # ------------------------------------------------------------------ gradients
 
@@ -440,10 +440,11 @@ class Runtime:
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self._grad_meter.add(-flat.staged_bytes)
         with torch.no_grad():
-            grads = flat.take_grads()
+            grads = flat.pop_grads()
             target = buffer
             if self._device is None and any(g is not None and cuda.memory().holds(g) for g in grads):
-                target = torch.empty_like(buffer, device=flat.flat.device)  # made whole there, so that it crosses once
+                # assembled on the device, so that one copy goes to the host
+                target = torch.empty_like(buffer, device=flat.flat.device)
             for spec, grad in zip(flat.unit.parameters, grads, strict=True):
                 scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
             if target is not buffer:
@@ -460,13 +461,13 @@ class Runtime:
         if not flat.resident:
             if not (self._eager and flat.vacant and self._needed_soon(unit, self._orders[True].first())):
                 return
-            if not unit.is_root and self._held_bytes() + flat.nbytes > self._budget_bytes:
+            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
                 return
         self._count_gather(flat)
         flat.start_ahead(self._foresight, self.gather_buffers, self._ticket, self._hyper)
 
     def _stage(self, flat: FlatUnit) -> None:
-        """Gradients of `no_sync()` wait on the host."""
+        """Move gradients of `no_sync()` to the host."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))
@@ -555,7 +556,7 @@ class Runtime:
     def drop_unsent(self) -> None:
         """Forget the gradients that were not pushed."""
         for flat in (f for u in self.units for f in u.flats if f.index not in self._pushes):
-            flat.take_grads()
+            flat.pop_grads()
             self.sent.drop(flat.index)
 
     def _settle_ahead(self, *, foreseen: bool) -> None:
@@ -568,13 +569,13 @@ class Runtime:
         self._hyper = None
 
     def reset(self) -> None:
-        """Free everything; for code that wants the memory, and at the end."""
+        """Reshard everything; for code that wants the memory, and at the end."""
         self.prefetched = False
         for unit in self.units:
             unit.depth = 0
             for flat in unit.flats:
                 flat.drop_ahead(self.gather_buffers)
-            self._free(unit)
+            self._reshard(unit)
         self.gather_buffers.trim()
         self._out.trim()
 

@@ -167,24 +167,24 @@ def test_shard_grad_op_gathers_each_unit_once_right_behind_its_push_and_keeps_it
 
 def test_a_freed_parameter_has_its_shape_cannot_be_read_and_summon_makes_it_whole() -> None:
     model, _, _ = make(Model())
-    freed = model.module.blocks[0].up.weight  # type: ignore[index,union-attr]
-    assert freed.shape == (16, 8)
-    assert freed.numel() == 128
+    resharded = model.module.blocks[0].up.weight  # type: ignore[index,union-attr]
+    assert resharded.shape == (16, 8)
+    assert resharded.numel() == 128
     with pytest.raises(Misuse, match=r"blocks\.0\.up\.weight.*summon_full_params"):
-        torch.isnan(freed)
+        torch.isnan(resharded)
     with torch._C.DisableTorchFunctionSubclass():
-        assert torch.isnan(freed).all()
+        assert torch.isnan(resharded).all()
         with torch.no_grad():
-            freed.fill_(1.0)  # nobody can stop this
+            resharded.fill_(1.0)  # nobody can stop this
     with model.summon_full_params():
-        whole = model.module.blocks[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
-    assert torch.equal(whole, dict(model.full_parameters())["blocks.0.up.weight"])
+        unsharded = model.module.blocks[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
+    assert torch.equal(unsharded, dict(model.full_parameters())["blocks.0.up.weight"])
     assert model.statistics()["param_memory_bytes"] == 0
-    assert freed.numel() == 128
+    assert resharded.numel() == 128
     with pytest.raises(Misuse, match=r"blocks\.0\.up\.weight.*summon_full_params"):
-        torch.isnan(freed)
+        torch.isnan(resharded)
     with torch._C.DisableTorchFunctionSubclass():
-        assert torch.isnan(freed).all()
+        assert torch.isnan(resharded).all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
