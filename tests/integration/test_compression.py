@@ -92,7 +92,7 @@ def train_int8(per_node: int) -> Any:
         losses: list[float] = []
         while len(losses) < STEPS:
             loss = model(sequences(len(losses), rank))
-            model.clip_grad_norm(1e9)  # clips nothing; without it a node pulls its parts ahead of decisions
+            model.clip_grad_norm(1e9)  # clips nothing; without it a node pulls its parts speculatively
             if len(losses) == BAD_STEP and not pushes[-1]:
                 (loss * (math.nan if rank else 1.0)).backward()
                 pushes[-1] += 1  # not again

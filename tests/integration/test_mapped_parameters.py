@@ -168,7 +168,7 @@ def count_repeated_gathers() -> Any:
         return world.statistics()["lent_bytes_in"], model.statistics()["gathers_repeated"]
 
 
-def test_what_is_lent_ahead_of_a_decision_need_not_be_asked_for_again() -> None:
+def test_what_is_lent_speculatively_need_not_be_asked_for_again() -> None:
     with LocalCluster(shards=2, world_size=2) as cluster:
         for result in cluster.run_workers(count_repeated_gathers):
             lent_bytes, repeated = result.value

@@ -124,7 +124,7 @@ def test_what_a_step_will_make_cannot_be_asked_where_others_may_come_between() -
             await j.upload(FIRST)
             out = np.empty(3000, np.float32)
             with pytest.raises(Misuse, match="replicas step alone"):
-                await j.groups[0].gather_ahead(
+                await j.groups[0].gather_speculative(
                     0, out, step=0, hyper=({"lr": 1.0},), context=j.context(0), timeout_s=TIMEOUT_S
                 )
 

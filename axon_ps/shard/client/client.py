@@ -260,7 +260,7 @@ class ShardGroup:
         """u8[size_bytes] for gradients; servers of this host read them there. See `shard.same_host.shared_buffers`."""
         return shared_buffer(size_bytes) if self._reach.near else np.empty(size_bytes, np.uint8)
 
-    async def gather_ahead(
+    async def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -274,11 +274,13 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
+        See `shard.core.slices`, Note: [Speculative update].
+
         Args:
             unit: its number.
             out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
             step: the undecided step attempt.
-            hyper: per parameter group, the hyperparameters it is taken to have.
+            hyper: per parameter group, the hyperparameters that the step is expected to have.
             context: gives job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element wanted, counted from the unit's start.
@@ -288,9 +290,9 @@ class ShardGroup:
             The version this would be.
 
         Raises:
-            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
             GenerationChanged: the step is lost.
-            InvalidRequest: `out` does not fit, or another worker assumes otherwise.
+            InvalidRequest: `out` does not fit, or another worker expects other hyperparameters.
             Timeout: a replica did not push in time.
             Broken: a connection broke.
 
@@ -308,7 +310,7 @@ class ShardGroup:
             context=context,
             deadline=deadline,
             step=step,
-            assumed=hyper,
+            expected=hyper,
             compressor=_compressor(spec.precision.param_compression),
             reach=self._reach,
         )

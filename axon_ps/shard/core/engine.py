@@ -72,7 +72,8 @@ class ShardEngine:
         self._attempts = Attempts()
         self._lacking = 0
         self._last_committed: Decision | None = None
-        self._assumed: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None  # of this step: as given, validated
+        # hyperparameters that this step is expected to have: as given, and validated
+        self._expected: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None
         self._restoring = False
         self._replacing = False
         self._moments_of = ""
@@ -279,7 +280,7 @@ class ShardEngine:
         self._restart(range(len(self._attempts)))
 
     def _restart(self, lanes: Iterable[int]) -> None:
-        self._assumed = None
+        self._expected = None
         for lane in lanes:
             for owned in self.slices.values():
                 owned.restart(lane)
@@ -466,17 +467,17 @@ class ShardEngine:
             self.updater.prepare(decision.hyper, decision.clip_factor, self.slices.values())
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
-        foreseen = decision.clip_factor == 1.0 and self._assumed is not None and self._assumed[0] == decision.hyper
+        as_expected = decision.clip_factor == 1.0 and self._expected is not None and self._expected[0] == decision.hyper
         for unit, owned in self.slices.items():
             if unit in changed:
-                self.counters["encodings"] += owned.begin_update(foreseen=foreseen, lane=lane)
+                self.counters["encodings"] += owned.begin_update(as_expected=as_expected, lane=lane)
             else:
                 owned.restart(lane)
                 owned.unchanged(decision.version)
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
-        self._assumed = None
+        self._expected = None
         self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         return tuple(changed)
@@ -488,7 +489,7 @@ class ShardEngine:
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
-        self._assumed = None
+        self._expected = None
         self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         self.counters["copies"] += 1
@@ -552,8 +553,12 @@ class ShardEngine:
         many = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MOST_SHARED
         return owned.share() if whole and not many and not self.alone else None
 
-    def foresee(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array) -> bytes | None:
-        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None: wait, not yet known.
+    def prepare_chunk(
+        self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array
+    ) -> bytes | None:
+        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None = not known yet, wait.
+
+        See `shard.core.slices`, Note: [Speculative update].
 
         Args:
             step: an undecided step attempt, or the last one that committed.
@@ -564,8 +569,8 @@ class ShardEngine:
 
         Raises:
             Misuse: there is no layout or optimizer, or the unit is frozen.
-            InvalidRequest: there is no such unit or group, or another worker assumes other hyperparameters.
-            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            InvalidRequest: there is no such unit or group, or another worker expects other hyperparameters.
+            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
         """
         owned = self.slice_of(unit)
         if self.updater is None or not owned.trainable:
@@ -577,20 +582,20 @@ class ShardEngine:
         if step < self.step:
             last = self._last_committed
             if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
-                raise StepAborted(f"step {step} did not commit as assumed")
+                raise StepAborted(f"step {step} did not commit as expected")
             self.counters["encodings"] += owned.ensure_frames()
             return owned.frames[index]
         if self.num_replicas == 0 or owned.summed[index] < self.num_replicas:
             return None
         if not owned.sums[0].present[index]:
-            raise StepAborted(f"no replica has a gradient for a part of unit {unit}; its step cannot be foreseen")
-        if self._assumed is None:
-            self._assumed = hypers, self.updater.validate(hypers)
-        elif self._assumed[0] != hypers:
-            raise InvalidRequest(f"workers assume different hyperparameters for step {step}")
-        made = bool(owned.ahead) and bool(owned.ahead[index])
-        self.counters["encodings"] += not made
-        return self.updater.foresee_chunk(owned, index, self._assumed[1], self.version + 1, scratch)
+            raise StepAborted(f"no replica has a gradient for a chunk of unit {unit}; its update cannot be prepared")
+        if self._expected is None:
+            self._expected = hypers, self.updater.validate(hypers)
+        elif self._expected[0] != hypers:
+            raise InvalidRequest(f"workers expect different hyperparameters for step {step}")
+        prepared = bool(owned.speculative) and bool(owned.speculative[index])
+        self.counters["encodings"] += not prepared
+        return self.updater.prepare_chunk(owned, index, self._expected[1], self.version + 1, scratch)
 
     def encode(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in another dtype, encoded now. Only while the unit is not `applying`."""

@@ -27,11 +27,12 @@ Note: [Compressed parameters]
     frozen slice has none; its frames are made once. Frames are never dropped, since making them again would need the
     residual of before.
 
-Note: [Frames ahead of the decision]
-    When a worker asks what an undecided step will make of this slice, each completed chunk is updated in copies and
-    encoded into `ahead`. Once every chunk is there the frames of the version that still counts are dropped (they are
-    encoded again should anybody want them; compressed ones are small, and stay), so there is one wire copy still. If
-    the step commits as assumed, `ahead` becomes the new frames; if not, it is forgotten.
+Note: [Speculative update]
+    A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each
+    chunk that has every replica's gradient is then updated in a copy and encoded into `speculative`. Once all chunks
+    are there the frames of the current version are dropped, so that there is still one wire copy (they are encoded
+    again if anybody asks; compressed ones are small and stay). If the step commits as expected, `speculative` becomes
+    the new frames; if not, it is discarded.
 
 Note: [Mapped slices]
     Where workers of this host map the slice (`same_host.shared_copy`), its wire copy is the shared one, and an update
@@ -78,10 +79,11 @@ class OwnedSlice:
         state: optimizer moments by name, f32[n] each.
         residual: f32[n], what the present frames lost; None when parameters are not compressed, or frozen.
         frames: per chunk, its encoded message; empty when they have to be encoded first.
-        ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
+        speculative: per chunk, its frame if the undecided step commits as expected; b"" where not made, empty when
+            none is. See Note: [Speculative update].
         shared: the wire copy that workers of this host map; None while nobody does.
         lender: lends `frames` to processes of this host; takes all back when they are dropped.
-        ahead_lender: lends `ahead`; lends on when those become the frames.
+        ahead_lender: lends `speculative`; lends on when those become the frames.
         reached: the version this slice is at.
         changed: the version that last changed it; what its frames say.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
@@ -103,7 +105,7 @@ class OwnedSlice:
         self.sums = [GradientSum(piece.numel, len(self.bounds) if unit.trainable else 0)]
         self.state: dict[str, Array] = {}
         self.frames: tuple[bytes, ...] = ()
-        self.ahead: list[bytes] = []
+        self.speculative: list[bytes] = []
         self.shared: SharedCopy | None = None
         self.lender = Lender()
         self.ahead_lender = Lender()
@@ -174,8 +176,8 @@ class OwnedSlice:
         return self.sums[0].summed
 
     def restart(self, lane: int = 0) -> None:
-        """Forget the gradients that sum number `lane` has so far, and what they would have led to."""
-        self._forget_ahead()
+        """Forget the gradients that sum number `lane` has so far, and the speculative frames made from them."""
+        self._discard_speculative()
         self.sums[lane].restart()
 
     def set_sums(self, count: int) -> None:
@@ -183,13 +185,13 @@ class OwnedSlice:
         chunks = len(self.bounds) if self.trainable else 0
         more = count - len(self.sums)
         self.sums = self.sums[:count] + [GradientSum(self.numel, chunks) for _ in range(more)]
-        self._forget_ahead()
+        self._discard_speculative()
         for sums in self.sums:
             sums.restart()
 
-    def _forget_ahead(self) -> None:
+    def _discard_speculative(self) -> None:
         self.ahead_lender.take_back()
-        self.ahead = []
+        self.speculative = []
 
     def takes(self, lane: int) -> bool:
         """Whether sum number `lane` may be added to: it is not being applied."""
@@ -390,12 +392,12 @@ class OwnedSlice:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
         return tuple(before + self.updates for before in self._updates_before)
 
-    def foresee_chunk(
+    def prepare_chunk(
         self, index: int, optimizer: ServerOptimizer, hypers: Sequence[Hyper], version: int, scratch: Array
     ) -> bytes:
-        """The frame of chunk `index` as an unclipped update will make it, without making it.
+        """The frame of chunk `index` as an unclipped update would make it; masters and moments stay as they are.
 
-        See Note: [Frames ahead of the decision]. Every replica must have been added to the chunk.
+        See Note: [Speculative update]. Every replica must have been added to the chunk.
 
         Args:
             index: which chunk.
@@ -404,38 +406,38 @@ class OwnedSlice:
             version: the version the update would lead to.
             scratch: from `scratch()`.
         """
-        self.ahead = self.ahead or [b""] * len(self.bounds)
-        if not self.ahead[index]:
+        self.speculative = self.speculative or [b""] * len(self.bounds)
+        if not self.speculative[index]:
             begin, end = (bound - self.begin for bound in self.bounds[index])
             master = self.master[begin:end].copy()
             states = tuple(state[begin:end].copy() for state in self.state.values())
             owed = None if self.residual is None else self.residual[begin:end].copy()
             self._update(begin, optimizer, hypers, 1.0, self._wire(scratch, end - begin), master, states)
-            self.ahead[index] = self._updated_frame(index, version, scratch, scratch, master, owed)
-            if all(self.ahead) and self._param_compressor is None and self.frames:
+            self.speculative[index] = self._updated_frame(index, version, scratch, scratch, master, owed)
+            if all(self.speculative) and self._param_compressor is None and self.frames:
                 self.lender.take_back()
                 self.frames = ()
-        return self.ahead[index]
+        return self.speculative[index]
 
     def lender_of(self, index: int, frame: bytes) -> Lender:
-        """What lends this frame of chunk `index`: one of `frames`, or of `ahead`."""
-        return self.ahead_lender if self.ahead and self.ahead[index] is frame else self.lender
+        """What lends this frame of chunk `index`: one of `frames`, or of `speculative`."""
+        return self.ahead_lender if self.speculative and self.speculative[index] is frame else self.lender
 
-    def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> int:
+    def begin_update(self, *, as_expected: bool = False, lane: int = 0) -> int:
         """Freeze the summed gradient for `apply`; the counters start again for the next step.
 
         Args:
-            foreseen: the frames in `ahead` are those of this update.
+            as_expected: the frames in `speculative` are those of this update.
             lane: number of the sum.
 
         Returns:
             How many frames are yet to be made.
         """
-        ahead: list[bytes] = []
-        if foreseen:
-            ahead, self.ahead = self.ahead, []  # they live on, and whoever is reading them may go on
+        prepared: list[bytes] = []
+        if as_expected:
+            prepared, self.speculative = self.speculative, []  # they live on, and whoever is reading them may go on
         else:
-            self._forget_ahead()
+            self._discard_speculative()
         self._applied = sums = self.sums[lane]
         for (begin, end), there in zip(self.bounds, sums.present, strict=True):
             if not there:  # some ranges of a unit had gradients and this one had none
@@ -444,9 +446,9 @@ class OwnedSlice:
         self.applying = True
         if self.shared is not None:
             self.shared.withdraw()
-            self._next_frames = list(ahead)
+            self._next_frames = list(prepared)
             return 0
-        self._next_frames = list(ahead) or [b""] * len(self.bounds)
+        self._next_frames = list(prepared) or [b""] * len(self.bounds)
         return self._next_frames.count(b"")
 
     def apply(
@@ -477,10 +479,10 @@ class OwnedSlice:
             out = self.shared.values[begin:end] if self._copies else None
             self._update(begin, optimizer, hypers, scale, out, master, states)
             return
-        foreseen = all(self._next_frames[first:last])
-        wire = None if foreseen else self._wire(scratch, end - begin)
+        prepared = all(self._next_frames[first:last])
+        wire = None if prepared else self._wire(scratch, end - begin)
         self._update(begin, optimizer, hypers, scale, wire, master, states)
-        if foreseen and self.residual is None:
+        if prepared and self.residual is None:
             return
         for index in range(first, last):
             chunk = slice(*(bound - self.begin for bound in self.bounds[index]))
@@ -509,7 +511,7 @@ class OwnedSlice:
         states: tuple[Array, ...],
     ) -> None:
         """Update values and moments, f32[m] each, of the elements from `start` of the slice on; wire[m] gets a copy."""
-        sums = self._applied if self.applying else self.sums[0]  # nothing is foreseen where replicas step alone
+        sums = self._applied if self.applying else self.sums[0]  # nothing is speculative where replicas step alone
         grad = sums.array[start : start + master.size]
         begin = self.begin + start
         for s in cut(self._segments, begin, begin + master.size):
@@ -552,7 +554,7 @@ class OwnedSlice:
 
     def begin_copy(self) -> None:
         """Values are about to come from a slice of another model, for `copy`."""
-        self._forget_ahead()
+        self._discard_speculative()
         for sums in self.sums:
             sums.restart()
         self.applying = True
@@ -628,6 +630,6 @@ class OwnedSlice:
             "accumulator_bytes": sum(s.nbytes for s in self.sums),
             "state_bytes": sum(s.nbytes for s in self.state.values()),
             "residual_bytes": 0 if self.residual is None else self.residual.nbytes,
-            "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
+            "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.speculative)),
             "shared_bytes": self._shared_bytes(),
         }

@@ -487,15 +487,15 @@ class ModelShell:
             await self._waiters.wait(unit)
             self.check_generation(generation)
 
-    async def foreseen(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
-        """One chunk as an undecided step will make it, once that is known. See `ShardEngine.foresee`.
+    async def prepared(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
+        """The speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
 
         Raises:
             GenerationChanged: while it waited.
         """
         engine = self.engine
         scratch = engine.scratch()
-        while (frame := engine.foresee(step, unit, index, hypers, scratch)) is None:
+        while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
             await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
             self.check_generation(generation)
         return frame

@@ -55,8 +55,8 @@ class ShardServicer:
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
-        if request.assumed:
-            await self._foresee(shell, request, context)
+        if request.expected:
+            await self._gather_speculative(shell, request, context)
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
@@ -88,16 +88,18 @@ class ShardServicer:
             header.mapping.CopyFrom(shared.mapping)
         await context.write(encode_chunk(header, None))
 
-    async def _foresee(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
-        """Chunks of a range as an undecided step will make them, each as soon as it is known."""
+    async def _gather_speculative(
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream
+    ) -> None:
+        """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
         if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
             how = "compressed" if engine.compresses_params else engine.param_dtype.value
-            raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
-        hypers = hypers_from_proto(request.assumed)
+            raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
+        hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-            frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
+            frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
             lender = engine.slice_of(request.unit).lender_of(index, frame)
             await self._serve(engine, context, request, (frame,), lender)
 

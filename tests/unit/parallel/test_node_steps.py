@@ -48,10 +48,10 @@ class PartSteps(FakeSteps):
         self.log.append(("gather", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
-    def gather_ahead(
+    def gather_speculative(
         self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
     ) -> FakeWork:
-        self.log.append(("ahead", unit))
+        self.log.append(("speculative", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
     def push(
@@ -205,7 +205,7 @@ def test_even_options_leave_no_short_chunk_at_the_end_of_a_slice(numel: int, ser
 
 
 @pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
-def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_so(surprise: str | None) -> None:
+def test_parts_are_pulled_speculatively_behind_their_push_and_count_if_decided_so(surprise: str | None) -> None:
     def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
         def values_of(unit: int) -> Array:
             out = np.empty(UNITS[unit], np.float32)
@@ -215,7 +215,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
         mine.agree()
         before = [values_of(unit) for unit in range(3)]
         ticket = mine.ticket()
-        mine.assume(({"lr": 1.0},))
+        mine.expect(({"lr": 1.0},))
         pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
         for push in pushes:
             push.wait()
@@ -240,7 +240,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
             assert np.array_equal(after[1], before[2] + 1.0)
     pulled = [unit for *_, log in results for unit in log]
     if surprise is None:
-        assert pulled.count(2) == 0  # came ahead; unit 0 did not, being pulled again for its second use
+        assert pulled.count(2) == 0  # pulled speculatively; so was unit 0, but again for its second use
         assert pulled.count(0) == 3
     elif surprise != "skipped":
         assert (pulled.count(0), pulled.count(2) > 0) == (3, True)

@@ -110,7 +110,7 @@ def test_frames_are_made_only_for_those_who_ask() -> None:
     assert 0 < engine.statistics()["shared_bytes"] < 2 * PAGE_BYTES  # the master's own memory is mapped
 
 
-def test_foreseen_frames_are_served_beside_it() -> None:
+def test_prepared_frames_are_served_beside_it() -> None:
     made, plain = servers(), servers()
     (engine,) = made.engines
     copy = mapped(engine)
@@ -118,11 +118,11 @@ def test_foreseen_frames_are_served_beside_it() -> None:
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
     chunks = range(len(engine.slices[0].bounds))
-    foreseen = tuple(engine.foresee(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
+    prepared = tuple(engine.prepare_chunk(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
     assert copy.holds(0)
     for one in (made, plain):
         one.commit(hyper)
-    assert foreseen == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert prepared == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
     np.testing.assert_array_equal(copy.values, plain.values(0))
 
 

@@ -83,14 +83,14 @@ class _Part:
         self.uploaded: torch.Tensor | None = None  # the same in device memory, if it was needed there and is kept
         self.held: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None
-        self.ahead = False  # whether what is under way is of a step that is not decided
-        self.adopted = False  # whether it was, and the step was decided so
+        self.speculative = False  # whether what is under way is of a step that is not decided
+        self.was_speculative = False  # whether it was begun so, and the step was decided as expected
 
     def drop(self) -> None:
         """Forget what is here or under way."""
         if self.work is not None:
             self.work.cancel()
-        self.held, self.work, self.ahead, self.adopted = None, None, False, False
+        self.held, self.work, self.speculative, self.was_speculative = None, None, False, False
 
 
 class NodeSteps:
@@ -137,8 +137,8 @@ class NodeSteps:
         self._done = hashlib.sha256()
         self._failure: AxonError | None = None  # what no further step can be made after
         self._lost: AxonError | None = None  # what ended the node's groups, until they are made again
-        self._assumed: Sequence[Hyper] | None = None
-        self._pulling = threading.RLock()  # parts are pulled ahead on the lane's thread, and else on the caller's
+        self._expected: Sequence[Hyper] | None = None
+        self._pulling = threading.RLock()  # speculative pulls begin on the lane's thread, others on the caller's
         self._agreed = steps.latest
 
     def _make_parts(self) -> None:
@@ -205,7 +205,7 @@ class NodeSteps:
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._lost)
         self._groups.form(self._lost)
         self._make_parts()
-        self._done, self._assumed = hashlib.sha256(), None
+        self._done, self._expected = hashlib.sha256(), None
         self._lost = None
 
     @property
@@ -285,7 +285,7 @@ class NodeSteps:
     def _gather_within(self, unit: int, target: Flat) -> int:
         part = self._parts[unit]
         with self._pulling:
-            if part.ahead:  # used once more after its push, which went through this lane before us
+            if part.speculative:  # used once more after its push, which went through this lane before us
                 self._pull(unit)
         self._wait(unit)
         counts = [n * self._wire.itemsize for n in part.counts]
@@ -317,7 +317,7 @@ class NodeSteps:
         uploaded = torch.empty_like(part.values, device=self.device)
         self._staging.upload(array_of(part.values, self._wire), arrays.flatten(uploaded).array)
         with self._pulling:
-            if self._keep_on_device and part.held == held and not part.ahead:  # else another is pulled meanwhile
+            if self._keep_on_device and part.held == held and not part.speculative:  # else another is pulled meanwhile
                 part.uploaded = uploaded
                 self._meter.add(uploaded.nbytes)
         return uploaded
@@ -353,39 +353,39 @@ class NodeSteps:
 
     def _begin_pull(self, unit: int) -> None:
         part = self._parts[unit]
-        part.adopted = False
+        part.was_speculative = False
         self._let_go(part)
         if part.end > part.begin:
             out = array_of(part.values, self._wire)
             part.work = self._steps.gather(unit, out, begin=part.begin, end=part.end)
 
-    def _pull_ahead(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull what the step will make of our part: nobody needs what it was any more."""
+    def _pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
+        """Behind its push, begin to pull our part as the step is expected to leave it, over the old values."""
         part = self._parts[unit]
         with self._pulling:
-            if self._assumed is not None and part.end > part.begin:
+            if self._expected is not None and part.end > part.begin:
                 part.drop()
                 self._let_go(part)
-                part.ahead = True
+                part.speculative = True
                 out = array_of(part.values, self._wire)
-                part.work = self._steps.gather_ahead(
-                    unit, out, ticket.shared, self._assumed, begin=part.begin, end=part.end
+                part.work = self._steps.gather_speculative(
+                    unit, out, ticket.shared, self._expected, begin=part.begin, end=part.end
                 )
 
     def _settle(self, decision: Decision | None) -> None:
-        """Keep what was pulled ahead if the step was decided as assumed."""
-        foreseen = (
+        """Commit the speculative pulls if the step was decided as expected, and discard them if not."""
+        as_expected = (
             decision is not None
             and decision.outcome is Outcome.COMMIT
-            and (decision.clip_factor, decision.hyper) == (1.0, self._assumed)
+            and (decision.clip_factor, decision.hyper) == (1.0, self._expected)
         )
         with self._pulling:
             for part in self._parts:
-                if part.ahead and decision is not None and foreseen:
-                    part.held, part.ahead, part.adopted = (self.epoch, decision.version), False, True
-                elif part.ahead:
+                if part.speculative and decision is not None and as_expected:
+                    part.held, part.speculative, part.was_speculative = (self.epoch, decision.version), False, True
+                elif part.speculative:
                     part.drop()
-            self._assumed = None
+            self._expected = None
 
     def _wait(self, unit: int) -> None:
         part = self._parts[unit]
@@ -397,8 +397,8 @@ class NodeSteps:
                     raise
                 continue  # it was given up for a newer one
             except AxonError as error:
-                # restored to an older version meanwhile; or begun ahead: pull in the ordinary way
-                if not (part.adopted or isinstance(error, StepAborted)):
+                # restored to an older version meanwhile, or the pull was speculative: pull in the ordinary way
+                if not (part.was_speculative or isinstance(error, StepAborted)):
                     raise
                 if part.work is work:
                     self._begin_pull(unit)
@@ -434,7 +434,7 @@ class NodeSteps:
                 sent, free = (None, done) if mine is None else self._on_host(mine, done)
                 started = True
                 pushing = self._steps.push(unit, sent, ticket.shared, free, begin=part.begin, end=part.end)
-                self._pull_ahead(unit, ticket)
+                self._pull_speculative(unit, ticket)
                 return pushing
             finally:
                 if not started and done is not None:
@@ -506,9 +506,9 @@ class NodeSteps:
             self.pull()
         return decision
 
-    def assume(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
-        self._assumed = None if hyper is None else tuple(hyper)
+    def expect(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
+        self._expected = None if hyper is None else tuple(hyper)
 
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """As `StepClient.wait_complete`."""
