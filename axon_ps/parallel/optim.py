@@ -54,7 +54,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
         # asynchronous: others commit in between, so what a step will make cannot be known before
-        self._runtime.expected_hyper = None if owner.spec.policy.alone else self._hyper
+        self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._hyper
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only while the optimizer is being made, since the servers then know its groups.

@@ -431,7 +431,7 @@ def test_a_new_generation_ends_open_pushes() -> None:
                 await stream.read()
             await j.push(0, 0, GRADS[0][0])
             await j.push(1, 0, GRADS[1][0])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (GRADS[0][0] + GRADS[1][0]).tobytes()
 
@@ -496,7 +496,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
             # Only what the server lacked was sent again: less than the whole, and nothing was summed twice.
             assert statistics["bytes_out"] - 800_000 < 2 * 800_000
             await j.push(1, 0, grads[1])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (grads[0] + grads[1]).tobytes()
 

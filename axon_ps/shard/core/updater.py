@@ -42,7 +42,7 @@ class Updater:
         self._scale = 1.0
 
     def install(self, slices: Iterable[OwnedSlice], moments_of: str) -> None:
-        """Give slices their groups and moments; those they have are kept if they are of this optimizer.
+        """Give slices their groups and moments; those they have stay if they are of this optimizer.
 
         Args:
             slices: which.
@@ -55,7 +55,7 @@ class Updater:
                 owned.set_groups(self.spec.group_of)
                 self._complete(owned)
 
-    def prepare(self, hypers: Sequence[Hyper], scale: float, slices: Iterable[OwnedSlice]) -> None:
+    def begin_step(self, hypers: Sequence[Hyper], scale: float, slices: Iterable[OwnedSlice]) -> None:
         """Before a step is applied: its hyperparameters, and what its gradient is multiplied by.
 
         Args:
@@ -113,11 +113,11 @@ class Updater:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _complete(self, owned: OwnedSlice) -> None:
-        """Make the moments that are missing, and put all in the order the kernels take them."""
-        there = owned.state
+        """Make the moments that are missing, and put all in the order in which the kernels take them."""
+        present = owned.state
         state: dict[str, Array] = {}
         for name in self._kernels.state_names(self._state_groups):
-            array = there.get(name)
+            array = present.get(name)
             if array is None:
                 value = self._kernels.initial_state(name, self._state_groups)
                 array = np.zeros(owned.numel, np.float32) if value == 0.0 else np.full(owned.numel, value, np.float32)

@@ -151,7 +151,7 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
         assert other.engines[0].shared(0) is None
 
-    monkeypatch.setattr(engine_module, "MOST_SHARED", 1)
+    monkeypatch.setattr(engine_module, "MAX_MAPPED_UNITS", 1)
     crowded = servers().engines[0]
     assert crowded.shared(0) is not None
     assert crowded.shared(1) is None
