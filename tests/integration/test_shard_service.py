@@ -659,7 +659,7 @@ def test_a_server_that_missed_a_commit_gives_up_loudly() -> None:
         ({"offset": 1 << 63}, InvalidRequest, "no chunk of unit 0 begins"),
         ({"end": 0}, InvalidRequest, "elements 0 to 0 of unit 0 were announced; this server has 0 to 3000"),
         ({"end": 3001}, InvalidRequest, "elements 0 to 3001 of unit 0 were announced"),
-        ({}, InvalidRequest, "ended before everything had come that its first message says"),
+        ({}, InvalidRequest, "ended before everything had come that its first message announced"),
         ({"numel": 255}, InvalidRequest, "payload of 1024 bytes; it must have 1020"),
         ({"numel": 257}, InvalidRequest, "payload of 1024 bytes; it must have 1028"),
         ({"payload": np.ones(255, np.float32), "numel": 255}, InvalidRequest, "255 elements; it must have 256"),

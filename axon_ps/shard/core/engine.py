@@ -556,7 +556,7 @@ class ShardEngine:
         assert self.spec is not None
         owns_unit = owned.numel == self.spec.layout.units[unit].numel
         full = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MAX_MAPPED_UNITS
-        return owned.share() if owns_unit and not full and not self.asynchronous else None
+        return owned.share_memory() if owns_unit and not full and not self.asynchronous else None
 
     def prepare_chunk(
         self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array

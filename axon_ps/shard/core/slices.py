@@ -275,7 +275,7 @@ class OwnedSlice:
         self.frames = self._encode_all()
         return len(self.frames)
 
-    def share(self) -> SharedCopy | None:
+    def share_memory(self) -> SharedCopy | None:
         """The present values in memory that workers of this host can map; None where that cannot be had.
 
         Only while the slice has values and is not `applying`.

@@ -63,7 +63,7 @@ class ShardServicer:
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
         if request.map:
-            await self._show(shell, context, request, dtype)
+            await self._send_mapping(shell, context, request, dtype)
             return
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
@@ -75,10 +75,10 @@ class ShardServicer:
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
-    async def _show(
+    async def _send_mapping(
         self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
     ) -> None:
-        """Where the caller can map the unit; nowhere, if it must gather a copy."""
+        """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
         engine = shell.engine
         owned = engine.slice_of(request.unit)
         await shell.unchanging(request.unit, request.context.generation)
@@ -275,7 +275,7 @@ def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The first message of a push or an upload, which must say who calls."""
+    """The first message of a push or an upload, which must name the caller."""
     header, payload = _chunk(message)
     if not header.HasField("context"):
         raise InvalidRequest("the first message must have a context: job, generation and incarnation")
@@ -285,7 +285,7 @@ def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
 def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
     """A message that must be there: header and payload."""
     if message is EOF:
-        raise InvalidRequest("the stream ended before everything had come that its first message says")
+        raise InvalidRequest("the stream ended before everything had come that its first message announced")
     return decode_chunk(message)
 
 

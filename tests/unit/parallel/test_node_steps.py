@@ -22,7 +22,7 @@ from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.parts import even_options, part_bounds
+from axon_ps.sharding.partitions import even_options, partition_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
 from axon_ps.testing.device import stand_in
 from axon_ps.types import Array, DType, Outcome
@@ -171,7 +171,7 @@ def test_parts_cover_a_unit_and_cut_it_where_chunks_begin(count: int) -> None:
     for servers in (1, 2, 3):
         plan = make_plan(LAYOUT, servers, SPEC.options)
         for slices in plan.slices:
-            bounds = part_bounds(slices, 64, count)
+            bounds = partition_bounds(slices, 64, count)
             cuts = {begin for s in slices for begin, _ in s.chunks(64)} | {slices[-1].end}
             assert bounds[0] == 0
             assert bounds[-1] == slices[-1].end
@@ -185,7 +185,7 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
     layout = Layout(units=(build_unit("u", [("p", (1_771_008,), DType.F32)]),))
     for servers, count in ((2, 2), (2, 4), (3, 2), (1, 8)):
         options = even_options(layout, servers, count, PlanOptions())
-        bounds = part_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
+        bounds = partition_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
         parts = [b - a for a, b in itertools.pairwise(bounds)]
         assert options.chunk_numel <= PlanOptions().chunk_numel * 9 // 8
         assert max(parts) <= 1.02 * layout.numel / count, (servers, count, parts)

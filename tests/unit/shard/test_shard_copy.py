@@ -227,14 +227,14 @@ def run(body: Any) -> None:
 
 
 def test_copies_take_the_version_decided_before_them_whatever_is_being_applied() -> None:
-    """Steps of the source and copies from it are told of at once; an average after each of them is what comes of it."""
+    """Steps of the source and copies from it are announced at once; the result is an average after each of them."""
 
     async def body(job: Job) -> None:
         source, target = OTHERS[0].copy(), VALUES[0].copy()
         for version in range(1, 5):
             await job.train(0.25)
             source -= np.float32(0.25)
-            for _ in range(3):  # told while the one before is being copied
+            for _ in range(3):  # announced while the one before is being copied
                 job.decide(1, CopyFrom(source=0, weight=0.5, version=version))
                 target = target * np.float32(0.5) + source * np.float32(0.5)
         await job.settled()

@@ -47,7 +47,7 @@ from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
 from axon_ps.parallel.work import LaneWork
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.parts import part_bounds
+from axon_ps.sharding.partitions import partition_bounds
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 from axon_ps.worker.step_client import NO_GENERATION, StepClient, Ticket
 
@@ -129,7 +129,7 @@ class NodeSteps:
         self._grad = spec.precision.grad
         self._wire = wire
         size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
-        self._bounds = [part_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
+        self._bounds = [partition_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
         self._meter = meter
         self._rank = -1
         self._parts: list[_Part] = []
