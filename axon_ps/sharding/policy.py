@@ -1,6 +1,6 @@
 """Who waits for whom between steps: the policy of a job. Pure descriptions, equal on every worker.
 
-Owns what the policies are called and what they need. Refuses to act: the coordinator admits and decides, the shard
+Owns the names and settings of the policies. Refuses to act: the coordinator admits and decides, the shard
 servers sum and apply, the wrappers in `parallel` train.
 
     policy               a step is made of           a worker goes on when
@@ -30,12 +30,12 @@ class Policy:
 
     Attributes:
         kind: its name in messages and records.
-        alone: whether each replica's gradient is a step of its own.
+        asynchronous: whether each replica's gradient is a step of its own.
         most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
     """
 
     kind: ClassVar[str]
-    alone: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
 
     @property
     def most_behind(self) -> int | None:
@@ -62,7 +62,7 @@ class Asynchronous(Policy):
     """
 
     kind: ClassVar[str] = "asynchronous"
-    alone: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class BoundedStaleness(Policy):
     """
 
     kind: ClassVar[str] = "bounded_staleness"
-    alone: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
     max_staleness: int
 
     def __post_init__(self) -> None:

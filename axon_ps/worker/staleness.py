@@ -48,7 +48,7 @@ class Pace:
     @property
     def alone(self) -> bool:
         """Whether our gradients are steps of their own."""
-        return self.policy.alone
+        return self.policy.asynchronous
 
     def begin(self, generation: int, replica: int) -> None:
         """A generation begins, in which we are `replica`."""

@@ -592,7 +592,7 @@ class StepClient:
         if epoch is not None and epoch != self.epoch:
             raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {self.epoch}, no longer {epoch}")
 
-    def gather_ahead(
+    def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -602,7 +602,7 @@ class StepClient:
         begin: int = 0,
         end: int | None = None,
     ) -> LoopWork[int]:
-        """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
+        """Before the step is decided, fill `out` with the unit as it will be if it commits unclipped with `hyper`.
 
         Args:
             unit: its number.
@@ -621,7 +621,7 @@ class StepClient:
         return LoopWork(
             self._loop,
             self._explained(
-                lambda: self._shards.gather_ahead(
+                lambda: self._shards.gather_speculative(
                     unit,
                     out,
                     step=ticket.step,
@@ -633,7 +633,7 @@ class StepClient:
                 ),
                 self.epoch,
             ),
-            f"gathering unit {unit} ahead of step {ticket.step}",
+            f"gathering unit {unit} as step {ticket.step} is expected to leave it",
         )
 
     def push(

@@ -433,7 +433,7 @@ def test_a_new_generation_ends_open_pushes() -> None:
                 await stream.read()
             await j.push(0, 0, GRADS[0][0])
             await j.push(1, 0, GRADS[1][0])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (GRADS[0][0] + GRADS[1][0]).tobytes()
 
@@ -498,7 +498,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
             # Only what the server lacked was sent again: less than the whole, and nothing was summed twice.
             assert statistics["bytes_out"] - 800_000 < 2 * 800_000
             await j.push(1, 0, grads[1])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (grads[0] + grads[1]).tobytes()
 
@@ -661,7 +661,7 @@ def test_a_server_that_missed_a_commit_gives_up_loudly() -> None:
         ({"offset": 1 << 63}, InvalidRequest, "no chunk of unit 0 begins"),
         ({"end": 0}, InvalidRequest, "elements 0 to 0 of unit 0 were announced; this server has 0 to 3000"),
         ({"end": 3001}, InvalidRequest, "elements 0 to 3001 of unit 0 were announced"),
-        ({}, InvalidRequest, "ended before everything had come that its first message says"),
+        ({}, InvalidRequest, "ended before everything had come that its first message announced"),
         ({"numel": 255}, InvalidRequest, "payload of 1024 bytes; it must have 1020"),
         ({"numel": 257}, InvalidRequest, "payload of 1024 bytes; it must have 1028"),
         ({"payload": np.ones(255, np.float32), "numel": 255}, InvalidRequest, "255 elements; it must have 256"),

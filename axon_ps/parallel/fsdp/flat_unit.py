@@ -39,7 +39,7 @@ from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
-from axon_ps.parallel.fsdp.steps import Foresight, Mapped, Mapping, Pending, Steps
+from axon_ps.parallel.fsdp.steps import Mapped, Mapping, Pending, Speculation, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.step_client import Ticket
@@ -119,9 +119,11 @@ class FlatUnit:
         self._values_at: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._last_values_at: tuple[int, int] | None = None  # of the values that were in `flat` last
         self._gathering_at: tuple[int, int] | None = None  # of the values that are being gathered
-        self._ahead: tuple[Pending, torch.Tensor | None] | None = None  # of an undecided step; None: into `flat`
-        self._adopted = False  # whether what is under way was begun ahead
-        self.repeated = 0  # gathers begun ahead that were of no use
+        self._speculative: tuple[Pending, torch.Tensor | None] | None = (
+            None  # of an undecided step; None: it fills `flat`
+        )
+        self._was_speculative = False  # whether what is under way was begun before its step's decision
+        self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
     @property
     def trainable(self) -> bool:
@@ -155,14 +157,14 @@ class FlatUnit:
         return self._direct and self._maps is None and not self._storage.nbytes() and self._work is None
 
     @property
-    def is_ahead(self) -> bool:
+    def has_speculative(self) -> bool:
         """Whether the values of an undecided step are on their way."""
-        return self._ahead is not None
+        return self._speculative is not None
 
     @property
-    def _ahead_in_place(self) -> bool:
+    def _speculative_in_place(self) -> bool:
         """Whether the values of an undecided step are on their way into `flat`."""
-        return self._ahead is not None and self._ahead[1] is None
+        return self._speculative is not None and self._speculative[1] is None
 
     @property
     def unsharded_bytes(self) -> int:
@@ -203,11 +205,11 @@ class FlatUnit:
         """Begin to gather, unless the values are here or being gathered."""
         if self.is_current(steps) or self.is_gathering(steps):
             return
-        if self._ahead_in_place:
-            self.drop_ahead(pool)
+        if self._speculative_in_place:
+            self.discard_speculative(pool)
         self.abandon(pool)
         self._gathering_at = self.wanted(steps)
-        self._adopted = False
+        self._was_speculative = False
         if self._host_copy is not None:
             if not self.remote(steps):
                 return  # `unshard` copies
@@ -226,30 +228,30 @@ class FlatUnit:
             out = self._buffer if self._on_device else array_of(self._buffer, self.wire)
         self._work = steps.gather(self.index, out)
 
-    def start_ahead(self, steps: Foresight, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
-        """Begin to gather what this step will make of the unit: in its own place, or beside values that are kept."""
-        self.drop_ahead(pool)
+    def start_speculative(self, steps: Speculation, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
+        """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""
+        self.discard_speculative(pool)
         if self._direct:
-            assert self.vacant, "nothing that counts is overwritten"
+            assert self.vacant, "current values are never overwritten"
             self._allocate()
             buffer, out = None, _window(self.flat, self.wire)
         else:
             buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
             out = array_of(buffer, self.wire)
-        self._ahead = steps.gather_ahead(self.index, out, ticket, hyper), buffer
+        self._speculative = steps.gather_speculative(self.index, out, ticket, hyper), buffer
 
-    def adopt_ahead(self, steps: Steps, pool: BufferPool) -> None:
-        """The step committed as foreseen: what was begun ahead is what is coming."""
-        if self._ahead is not None:
+    def commit_speculative(self, steps: Steps, pool: BufferPool) -> None:
+        """The step committed as expected: the speculative gather becomes the ordinary one."""
+        if self._speculative is not None:
             self.abandon(pool)
-            (self._work, self._buffer), self._ahead = self._ahead, None
-            self._adopted = True
+            (self._work, self._buffer), self._speculative = self._speculative, None
+            self._was_speculative = True
             self._gathering_at = self.wanted(steps)
 
-    def drop_ahead(self, pool: BufferPool) -> None:
-        """The step was not decided as foreseen: forget what was begun ahead."""
-        if self._ahead is not None:
-            (work, buffer), self._ahead = self._ahead, None
+    def discard_speculative(self, pool: BufferPool) -> None:
+        """The step was not decided as expected: cancel the speculative gather and free its memory."""
+        if self._speculative is not None:
+            (work, buffer), self._speculative = self._speculative, None
             work.cancel()
             if buffer is not None:
                 pool.give(buffer)
@@ -266,8 +268,10 @@ class FlatUnit:
                     if self._maps is not None:
                         self._next_mapped = found
             except AxonError as error:
-                # restored to an older version meanwhile: gather that; begun ahead: gather in the ordinary way
-                again = self._adopted or (isinstance(error, StepAborted) and self._gathering_at != self.wanted(steps))
+                # restored to an older version meanwhile: gather that; it was speculative: gather in the ordinary way
+                again = self._was_speculative or (
+                    isinstance(error, StepAborted) and self._gathering_at != self.wanted(steps)
+                )
                 self.abandon(pool)
                 if not again:
                     raise
@@ -299,7 +303,7 @@ class FlatUnit:
     def reshard(self, pool: BufferPool) -> None:
         """Free the memory, unless the unit is resident; values cannot be read until the next `unshard`."""
         self.abandon(pool)
-        if not self.resident and not self._ahead_in_place:
+        if not self.resident and not self._speculative_in_place:
             self.free_storage()
         self._set_readable(unsharded=False)
 

@@ -40,7 +40,7 @@ from axon_ps.parallel.fsdp.strategy import (
 from axon_ps.parallel.fsdp.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import DType, StepResult, WirePrecision

@@ -18,15 +18,15 @@ Note: [Memory]
     its memory plus what is in use stays within two of the largest unit. What backward needs first, the units that
     forward used last, is not resharded in between if it fits, and so not gathered twice.
 
-Note: [Gathering ahead of the decision]
+Note: [Speculative gathers]
     Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
     are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
-    gathered right behind its own push, into a buffer beside the values that still count, assuming the hyperparameters
-    that the optimizer has now. `step()` adopts the buffers if the decision is what was assumed and drops them if not,
-    so nobody ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they
-    travel. It begins once a step went by without clipping.
+    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
+    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so nobody
+    ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they travel. It
+    begins once a step went by without clipping.
     Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
-    backward has freed them: straight into their own memory, which holds nothing that counts any more.
+    backward has freed them: straight into their own memory, which is free then.
 
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
@@ -55,7 +55,7 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, array_of
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.steps import Assuming, Foresight, Mapping, OnDevice, Pending, Steps
+from axon_ps.parallel.fsdp.steps import Expecting, Mapping, OnDevice, Pending, Speculation, Steps
 from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.step_client import Ticket
 
@@ -63,7 +63,7 @@ _MAX_FORWARDS = 8
 """How often a forward is run before it raises; see Note: [One version a step]."""
 
 _BUFFERS = 2
-"""How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
+"""How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class Runtime:
         prefetch: bool = True,
     ) -> None:
         self.steps = self._steps = steps
-        self._foresight = steps if isinstance(steps, Foresight) else None
+        self._speculation = steps if isinstance(steps, Speculation) else None
         self.units = tuple(units)
         self._grad_wire = grad_wire
         self.meter = meter
@@ -191,9 +191,9 @@ class Runtime:
         self._began: tuple[int, int] | None = None  # (epoch, version) when the step began
         self._has_gradients = False  # whether the step has any
         self._pushes: dict[int, Pending] = {}
-        self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
+        self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
-        self.foresee: Callable[[], Sequence[Hyper]] | None = None
+        self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.sent = SentGradients()
         self.grad_scale = 1.0
@@ -315,7 +315,7 @@ class Runtime:
             self._reshard(unit)
         if self.syncing and unit.uses <= 1:
             self._push(flat)
-            self._gather_ahead(unit, flat)
+            self._gather_speculative(unit, flat)
             unit.fired.clear()
         elif self._stage_grads and unit.uses <= 1:
             self._stage(flat)
@@ -343,7 +343,7 @@ class Runtime:
             unit.uses = 0
             self._reshard(unit)
             if flat is not None and flat.index in self._pushes:
-                self._gather_ahead(unit, flat)
+                self._gather_speculative(unit, flat)
         self._orders[True].finish()
 
     # ------------------------------------------------------------------ by hand
@@ -372,7 +372,7 @@ class Runtime:
             flat = unit.trainable
             if flat is not None and flat.index not in self._pushes and flat.has_grads:
                 self._push(flat)
-                self._gather_ahead(unit, flat)
+                self._gather_speculative(unit, flat)
 
     # ------------------------------------------------------------------ memory
 
@@ -454,9 +454,9 @@ class Runtime:
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
         self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
 
-    def _gather_ahead(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, begin to gather what the step will make of a unit, if it is kept or needed first then."""
-        if self._foresight is None or self._hyper is None or self._ticket is None or flat.is_ahead:
+    def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
+        if self._speculation is None or self._expected is None or self._ticket is None or flat.has_speculative:
             return
         if not flat.resident:
             if not (self._eager and flat.vacant and self._needed_soon(unit, self._orders[True].first())):
@@ -464,7 +464,7 @@ class Runtime:
             if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
                 return
         self._count_gather(flat)
-        flat.start_ahead(self._foresight, self.gather_buffers, self._ticket, self._hyper)
+        flat.start_speculative(self._speculation, self.gather_buffers, self._ticket, self._expected)
 
     def _stage(self, flat: FlatUnit) -> None:
         """Move gradients of `no_sync()` to the host."""
@@ -476,10 +476,10 @@ class Runtime:
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self._steps.ticket(self._began)
-            foresees = self._unclipped and not self._ticket.is_void
-            self._hyper = self.foresee() if foresees and self.foresee is not None else None
-            if isinstance(self._steps, Assuming):
-                self._steps.assume(self._hyper)
+            speculates = self._unclipped and not self._ticket.is_void
+            self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
+            if isinstance(self._steps, Expecting):
+                self._steps.expect(self._expected)
         return self._ticket
 
     # ------------------------------------------------------------------ the step
@@ -504,7 +504,7 @@ class Runtime:
                     continue
                 if flat.has_grads:
                     self._push(flat)
-                    self._gather_ahead(unit, flat)
+                    self._gather_speculative(unit, flat)
                 else:
                     self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
             decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=max_norm, hyper=hyper)
@@ -512,7 +512,7 @@ class Runtime:
             if decision.outcome is Outcome.ABORT:
                 self._steps.wait_complete()
         except BaseException:
-            self._settle_ahead(foreseen=False)
+            self._settle_speculative(as_expected=False)
             raise
         finally:
             self._unclipped = max_norm == 0.0
@@ -521,7 +521,8 @@ class Runtime:
             self._pushes = {}
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
-        self._settle_ahead(foreseen=committed and decision.clip_factor == 1.0 and decision.hyper == self._hyper)
+        as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
+        self._settle_speculative(as_expected=as_expected)
         self.counters.steps_committed += committed
         self.counters.steps_not_committed += not committed
         self._training = True
@@ -559,14 +560,14 @@ class Runtime:
             flat.pop_grads()
             self.sent.drop(flat.index)
 
-    def _settle_ahead(self, *, foreseen: bool) -> None:
+    def _settle_speculative(self, *, as_expected: bool) -> None:
         for unit in self.units:
             for flat in unit.flats:
-                if foreseen:
-                    flat.adopt_ahead(self._steps, self.gather_buffers)
+                if as_expected:
+                    flat.commit_speculative(self._steps, self.gather_buffers)
                 else:
-                    flat.drop_ahead(self.gather_buffers)
-        self._hyper = None
+                    flat.discard_speculative(self.gather_buffers)
+        self._expected = None
 
     def reset(self) -> None:
         """Reshard everything; for code that wants the memory, and at the end."""
@@ -574,7 +575,7 @@ class Runtime:
         for unit in self.units:
             unit.depth = 0
             for flat in unit.flats:
-                flat.drop_ahead(self.gather_buffers)
+                flat.discard_speculative(self.gather_buffers)
             self._reshard(unit)
         self.gather_buffers.trim()
         self._out.trim()

@@ -6,7 +6,7 @@ G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter
 
 strategy        parameters in memory                     gradients     optimizer state
 FULL_SHARD      c·(r + 2u)                               g·2u          on the servers
-SHARD_GRAD_OP   c·P + w·T (gathered ahead)               g·2u          on the servers
+SHARD_GRAD_OP   c·P + w·T (speculative copy)             g·2u          on the servers
 HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the servers
 NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
@@ -134,9 +134,9 @@ def estimate(
     total, trainable = layout.numel, layout.trainable_numel
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
-    ahead = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
+    prefetched = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
     frozen = max((u.frozen_numel for u in inner), default=0)
-    copies = ahead if frozen else compute_bytes * (units[0].numel + one)
+    copies = prefetched if frozen else compute_bytes * (units[0].numel + one)
     pushed = grad_bytes * min(2 * max(u.trainable_numel for u in units), trainable)
     grads, optim, host = pushed, 0, 0
     if strategy is ShardingStrategy.NO_SHARD:
@@ -144,7 +144,7 @@ def estimate(
         host = built_bytes * total if offload is not CPUOffload.NONE else 0
         grads, optim = built_bytes * trainable, state_bytes * trainable
     elif strategy is ShardingStrategy.HYBRID_SHARD:
-        params = wire_bytes * shard_numel + ahead
+        params = wire_bytes * shard_numel + prefetched
         host = wire_bytes * shard_numel
     elif offload.offloads_params:
         params = wire_bytes * total + copies
@@ -152,7 +152,7 @@ def estimate(
     elif strategy is ShardingStrategy.SHARD_GRAD_OP:
         params = compute_bytes * total + wire_bytes * (trainable + 2 * frozen)
     else:
-        params = ahead
+        params = prefetched
     return FSDPMemoryStats(
         total_params=total,
         param_memory_bytes=params,

@@ -72,11 +72,11 @@ class OnDevice(Steps, Protocol):
 
 
 @runtime_checkable
-class Assuming(Steps, Protocol):
-    """Steps that gather by themselves what a step will make of units, before it is decided."""
+class Expecting(Steps, Protocol):
+    """Steps that begin speculative gathers by themselves; see `runtime`, Note: [Speculative gathers]."""
 
-    def assume(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+    def expect(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
 
 
 class Mapped(Protocol):
@@ -108,8 +108,8 @@ class Mapping(Steps, Protocol):
 
 
 @runtime_checkable
-class Foresight(Steps, Protocol):
-    """Steps whose result can be gathered before they are decided."""
+class Speculation(Steps, Protocol):
+    """Steps whose expected result can be gathered before they are decided."""
 
-    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
-        """Fill `out` with a unit as an unclipped step with `hyper` will make it."""
+    def gather_speculative(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
+        """Fill `out` with a unit as an unclipped step with `hyper` would make it."""

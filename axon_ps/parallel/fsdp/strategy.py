@@ -109,7 +109,7 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
     retains = strategy is ShardingStrategy.SHARD_GRAD_OP or (
         strategy is ShardingStrategy.FULL_SHARD and offload.offloads_params
     )
-    if policy.alone and not retains:
+    if policy.asynchronous and not retains:
         raise InvalidRequest(
             f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
             f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {strategy.name}"

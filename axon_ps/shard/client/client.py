@@ -185,14 +185,14 @@ class ShardGroup:
                 deadline=deadline,
                 min_version=min_version,
                 epoch=epoch,
-                one_version=not spec.policy.alone,
+                one_version=not spec.policy.asynchronous,
                 compressor=how,
                 same_host=self._same_host,
             )
             versions = await _together(
                 [self._with_retries(self._transfers.pull, _GATHERS, s, transfer) for s in slices if transfer.touches(s)]
             )
-            if min(versions) == max(versions) or spec.policy.alone:
+            if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._retries += 1
@@ -230,7 +230,7 @@ class ShardGroup:
         deadline = Deadline(timeout_s)
         spec, slices = await self._owners(unit, deadline)
         precision = spec.precision
-        if len(slices) > 1 or spec.policy.alone or precision.param_compression or dtype is not precision.param:
+        if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
         begin, end = _range(spec, unit, 0, None, None)
         transfer = Transfer(
@@ -261,7 +261,7 @@ class ShardGroup:
         """u8[size_bytes] for gradients; servers of this host read them there. See `shard.same_host.shared_buffers`."""
         return shared_buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
 
-    async def gather_ahead(
+    async def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -275,11 +275,13 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
+        See `shard.core.slices`, Note: [Speculative update].
+
         Args:
             unit: its number.
             out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
             step: the undecided step attempt.
-            hyper: per parameter group, the hyperparameters it is taken to have.
+            hyper: per parameter group, the hyperparameters that the step is expected to have.
             context: gives job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element wanted, counted from the unit's start.
@@ -289,9 +291,9 @@ class ShardGroup:
             The version this would be.
 
         Raises:
-            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
             GenerationChanged: the step is lost.
-            InvalidRequest: `out` does not fit, or another worker assumes otherwise.
+            InvalidRequest: `out` does not fit, or another worker expects other hyperparameters.
             Timeout: a replica did not push in time.
             Broken: a connection broke.
 
@@ -309,7 +311,7 @@ class ShardGroup:
             context=context,
             deadline=deadline,
             step=step,
-            assumed=hyper,
+            expected=hyper,
             compressor=_compressor(spec.precision.param_compression),
             same_host=self._same_host,
         )

@@ -80,7 +80,7 @@ class Transfer:
         epoch: how often the job had been restored when the values were asked for, or sent.
         replica: gradients: whose.
         one_version: gathers: whether all chunks must be of one version.
-        assumed: gathers ahead of the decision on `step`: per parameter group, the hyperparameters it is taken to have.
+        expected: speculative gathers: per parameter group, the hyperparameters that `step` is expected to commit with.
         compressor: what chunks are compressed with; None = they are not. `dtype` is F32 then; a gather may still be
             into any wire dtype.
         same_host: knows which servers' memory we can read, and which can read ours; None = nobody's.
@@ -99,7 +99,7 @@ class Transfer:
     step: int = 0
     epoch: int = 0
     replica: int = 0
-    assumed: tuple[Hyper, ...] = ()
+    expected: tuple[Hyper, ...] = ()
     one_version: bool = True
     compressor: Compressor | None = None
     same_host: SameHostServers | None = None
@@ -168,7 +168,7 @@ class Transfers:
             epoch=t.epoch,
             dtype=dtype_to_proto(t.dtype),
             step=t.step,
-            assumed=map(hyper_to_proto, t.assumed),
+            expected=map(hyper_to_proto, t.expected),
             compressed=t.compressor is not None,
             accept_leases=reader is not None,
         )

@@ -58,7 +58,7 @@ class ShardConfig:
 
 
 async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then drain: say NOT_SERVING, leave the job, end the streams.
+    """Serve until `stop` is set, then drain: report NOT_SERVING, leave the job, end the streams.
 
     Args:
         config: how to run.
@@ -116,7 +116,7 @@ async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
 
 
 def _advertised(config: ShardConfig, port: int) -> str:
-    """Where workers are told to find us."""
+    """The address that workers get."""
     advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
     host, colon, given_port = advertise.rpartition(":")
     if colon and given_port.isdigit() and (":" not in host or host.startswith("[")):

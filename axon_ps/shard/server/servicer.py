@@ -61,15 +61,15 @@ class ShardServicer:
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
-        if request.assumed:
-            await self._foresee(shell, request, context)
+        if request.expected:
+            await self._gather_speculative(shell, request, context)
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
         if request.map:
-            await self._show(shell, context, request, dtype)
+            await self._send_mapping(shell, context, request, dtype)
             return
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
@@ -81,10 +81,10 @@ class ShardServicer:
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
-    async def _show(
+    async def _send_mapping(
         self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
     ) -> None:
-        """Where the caller can map the unit; nowhere, if it must gather a copy."""
+        """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
         engine = shell.engine
         owned = engine.slice_of(request.unit)
         await shell.unchanging(request.unit, request.context.generation)
@@ -94,16 +94,18 @@ class ShardServicer:
             header.mapping.CopyFrom(shared.mapping)
         await context.write(encode_chunk(header, None))
 
-    async def _foresee(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
-        """Chunks of a range as an undecided step will make them, each as soon as it is known."""
+    async def _gather_speculative(
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream
+    ) -> None:
+        """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
         if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
             how = "compressed" if engine.compresses_params else engine.param_dtype.value
-            raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
-        hypers = hypers_from_proto(request.assumed)
+            raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
+        hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-            frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
+            frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
             leases = engine.slice_of(request.unit).leases_of(index, frame)
             await self._serve(engine, context, request, (frame,), leases)
 
@@ -281,7 +283,7 @@ def _leased_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The first message of a push or an upload, which must say who calls."""
+    """The first message of a push or an upload, which must name the caller."""
     header, payload = _chunk(message)
     if not header.HasField("context"):
         raise InvalidRequest("the first message must have a context: job, generation and incarnation")
@@ -291,7 +293,7 @@ def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
 def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
     """A message that must be there: header and payload."""
     if message is EOF:
-        raise InvalidRequest("the stream ended before everything had come that its first message says")
+        raise InvalidRequest("the stream ended before everything had come that its first message announced")
     return decode_chunk(message)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, FSDPMemoryStats, GradScaler, MixedPrecision, ShardingStrategy
-from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions
 from parallel_fakes import FakeGroup, FakeSteps
 

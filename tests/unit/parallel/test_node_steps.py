@@ -22,7 +22,7 @@ from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.parts import even_options, part_bounds
+from axon_ps.sharding.partitions import even_options, partition_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
 from axon_ps.testing.device import stand_in
 from axon_ps.types import Array, DType, Outcome
@@ -48,10 +48,10 @@ class ShardSteps(FakeSteps):
         self.log.append(("gather", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
-    def gather_ahead(
+    def gather_speculative(
         self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
     ) -> FakeWork:
-        self.log.append(("ahead", unit))
+        self.log.append(("speculative", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
     def push(
@@ -171,7 +171,7 @@ def test_parts_cover_a_unit_and_cut_it_where_chunks_begin(count: int) -> None:
     for servers in (1, 2, 3):
         plan = make_plan(LAYOUT, servers, SPEC.options)
         for slices in plan.slices:
-            bounds = part_bounds(slices, 64, count)
+            bounds = partition_bounds(slices, 64, count)
             cuts = {begin for s in slices for begin, _ in s.chunks(64)} | {slices[-1].end}
             assert bounds[0] == 0
             assert bounds[-1] == slices[-1].end
@@ -185,7 +185,7 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
     layout = Layout(units=(build_unit("u", [("p", (1_771_008,), DType.F32)]),))
     for servers, count in ((2, 2), (2, 4), (3, 2), (1, 8)):
         options = even_options(layout, servers, count, PlanOptions())
-        bounds = part_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
+        bounds = partition_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
         shards = [b - a for a, b in itertools.pairwise(bounds)]
         assert options.chunk_numel <= PlanOptions().chunk_numel * 9 // 8
         assert max(shards) <= 1.02 * layout.numel / count, (servers, count, shards)
@@ -205,7 +205,7 @@ def test_even_options_leave_no_short_chunk_at_the_end_of_a_slice(numel: int, ser
 
 
 @pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
-def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_so(surprise: str | None) -> None:
+def test_shards_are_pulled_speculatively_behind_their_push_and_count_if_decided_so(surprise: str | None) -> None:
     def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         def values_of(unit: int) -> Array:
             out = np.empty(UNITS[unit], np.float32)
@@ -215,7 +215,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
         mine.agree()
         before = [values_of(unit) for unit in range(3)]
         ticket = mine.ticket()
-        mine.assume(({"lr": 1.0},))
+        mine.expect(({"lr": 1.0},))
         pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
         for push in pushes:
             push.wait()
@@ -240,7 +240,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
             assert np.array_equal(after[1], before[2] + 1.0)
     pulled = [unit for *_, log in results for unit in log]
     if surprise is None:
-        assert pulled.count(2) == 0  # came ahead; unit 0 did not, being pulled again for its second use
+        assert pulled.count(2) == 0  # pulled speculatively; so was unit 0, but again for its second use
         assert pulled.count(0) == 3
     elif surprise != "skipped":
         assert (pulled.count(0), pulled.count(2) > 0) == (3, True)

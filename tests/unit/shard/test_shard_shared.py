@@ -110,7 +110,7 @@ def test_frames_are_made_only_for_those_who_ask() -> None:
     assert 0 < engine.statistics()["shared_bytes"] < 2 * PAGE_BYTES  # the master's own memory is mapped
 
 
-def test_foreseen_frames_are_served_beside_it() -> None:
+def test_prepared_frames_are_served_beside_it() -> None:
     made, plain = servers(), servers()
     (engine,) = made.engines
     copy = mapped(engine)
@@ -118,11 +118,11 @@ def test_foreseen_frames_are_served_beside_it() -> None:
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
     chunks = range(len(engine.slices[0].bounds))
-    foreseen = tuple(engine.foresee(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
+    prepared = tuple(engine.prepare_chunk(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
-    assert foreseen == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert prepared == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
     np.testing.assert_array_equal(copy.values, plain.values(0))
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
         assert other.engines[0].shared(0) is None
 
-    monkeypatch.setattr(engine_module, "MOST_SHARED", 1)
+    monkeypatch.setattr(engine_module, "MAX_MAPPED_UNITS", 1)
     crowded = servers().engines[0]
     assert crowded.shared(0) is not None
     assert crowded.shared(1) is None

@@ -45,7 +45,7 @@ def test_a_spec_without_a_policy_is_synchronous() -> None:
 
 
 def test_what_each_policy_means() -> None:
-    assert [p.alone for p in POLICIES] == [False, True, True, False]
+    assert [p.asynchronous for p in POLICIES] == [False, True, True, False]
     assert [p.most_behind for p in POLICIES] == [None, None, 3, None]
     assert [str(p) for p in POLICIES] == [
         "Synchronous()",

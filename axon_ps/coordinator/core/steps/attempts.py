@@ -47,7 +47,7 @@ class Attempts:
     def begin(self, policy: Policy | None, membership: Membership) -> None:
         """The attempts of a new generation, or of a job whose policy has just become known."""
         policy = policy or Synchronous()
-        self.alone = policy.alone
+        self.alone = policy.asynchronous
         self._most_behind = policy.most_behind
         count = membership.num_replicas if self.alone else 1
         self._replica_of = {m.rank: m.replica if self.alone else 0 for m in membership.workers}

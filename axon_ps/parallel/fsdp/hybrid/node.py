@@ -47,7 +47,7 @@ from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.parts import part_bounds
+from axon_ps.sharding.partitions import partition_bounds
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 from axon_ps.worker.step_client import NO_GENERATION, StepClient, Ticket
 
@@ -83,14 +83,14 @@ class _LocalShard:
         self.uploaded: torch.Tensor | None = None  # the same in device memory, once it was needed there
         self.values_at: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None
-        self.ahead = False  # whether what is under way is of a step that is not decided
-        self.adopted = False  # whether it was, and the step was decided so
+        self.speculative = False  # whether what is under way is of a step that is not decided
+        self.was_speculative = False  # whether it was begun so, and the step was decided as expected
 
     def drop(self) -> None:
         """Drop the values and cancel the pull."""
         if self.work is not None:
             self.work.cancel()
-        self.values_at, self.work, self.ahead, self.adopted = None, None, False, False
+        self.values_at, self.work, self.speculative, self.was_speculative = None, None, False, False
 
 
 class NodeSteps:
@@ -129,7 +129,7 @@ class NodeSteps:
         self._grad = spec.precision.grad
         self._wire = wire
         size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
-        self._bounds = [part_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
+        self._bounds = [partition_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
         self._meter = meter
         self._rank = -1
         self._shards: list[_LocalShard] = []
@@ -137,8 +137,8 @@ class NodeSteps:
         self._call_digest = hashlib.sha256()
         self._failure: AxonError | None = None  # what no further step can be made after
         self._group_error: AxonError | None = None  # what ended the node's groups, until they are formed again
-        self._assumed: Sequence[Hyper] | None = None
-        self._pulling = threading.RLock()  # parts are pulled ahead on the queue's thread, and else on the caller's
+        self._expected: Sequence[Hyper] | None = None
+        self._pulling = threading.RLock()  # speculative pulls begin on the queue's thread, others on the caller's
         self._agreed = steps.latest
 
     def _make_shards(self) -> None:
@@ -207,7 +207,7 @@ class NodeSteps:
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._group_error)
         self._groups.form(self._group_error)
         self._make_shards()
-        self._call_digest, self._assumed = hashlib.sha256(), None
+        self._call_digest, self._expected = hashlib.sha256(), None
         self._group_error = None
 
     @property
@@ -287,7 +287,7 @@ class NodeSteps:
     def _gather_within(self, unit: int, target: Flat) -> int:
         shard = self._shards[unit]
         with self._pulling:
-            if shard.ahead:  # used once more after its push, which went through this queue before us
+            if shard.speculative:  # used once more after its push, which went through this queue before us
                 self._pull(unit)
         self._wait(unit)
         counts = [n * self._wire.itemsize for n in shard.counts]
@@ -320,7 +320,7 @@ class NodeSteps:
         self._staging.upload(array_of(shard.values, self._wire), arrays.flatten(uploaded).array)
         with self._pulling:
             # else another version is being pulled
-            if self._retain_on_device and shard.values_at == values_at and not shard.ahead:
+            if self._retain_on_device and shard.values_at == values_at and not shard.speculative:
                 shard.uploaded = uploaded
                 self._meter.add(uploaded.nbytes)
         return uploaded
@@ -356,39 +356,43 @@ class NodeSteps:
 
     def _begin_pull(self, unit: int) -> None:
         shard = self._shards[unit]
-        shard.adopted = False
+        shard.was_speculative = False
         self._free_on_device(shard)
         if shard.end > shard.begin:
             out = array_of(shard.values, self._wire)
             shard.work = self._steps.gather(unit, out, begin=shard.begin, end=shard.end)
 
-    def _pull_ahead(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull what the step will make of our shard: nobody needs what it was any more."""
+    def _pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
+        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values."""
         shard = self._shards[unit]
         with self._pulling:
-            if self._assumed is not None and shard.end > shard.begin:
+            if self._expected is not None and shard.end > shard.begin:
                 shard.drop()
                 self._free_on_device(shard)
-                shard.ahead = True
+                shard.speculative = True
                 out = array_of(shard.values, self._wire)
-                shard.work = self._steps.gather_ahead(
-                    unit, out, ticket.shared, self._assumed, begin=shard.begin, end=shard.end
+                shard.work = self._steps.gather_speculative(
+                    unit, out, ticket.shared, self._expected, begin=shard.begin, end=shard.end
                 )
 
     def _settle(self, decision: Decision | None) -> None:
-        """Keep what was pulled ahead if the step was decided as assumed."""
-        foreseen = (
+        """Commit the speculative pulls if the step was decided as expected, and discard them if not."""
+        as_expected = (
             decision is not None
             and decision.outcome is Outcome.COMMIT
-            and (decision.clip_factor, decision.hyper) == (1.0, self._assumed)
+            and (decision.clip_factor, decision.hyper) == (1.0, self._expected)
         )
         with self._pulling:
             for shard in self._shards:
-                if shard.ahead and decision is not None and foreseen:
-                    shard.values_at, shard.ahead, shard.adopted = (self.epoch, decision.version), False, True
-                elif shard.ahead:
+                if shard.speculative and decision is not None and as_expected:
+                    shard.values_at, shard.speculative, shard.was_speculative = (
+                        (self.epoch, decision.version),
+                        False,
+                        True,
+                    )
+                elif shard.speculative:
                     shard.drop()
-            self._assumed = None
+            self._expected = None
 
     def _wait(self, unit: int) -> None:
         shard = self._shards[unit]
@@ -400,8 +404,8 @@ class NodeSteps:
                     raise
                 continue  # cancelled for a newer one
             except AxonError as error:
-                # restored to an older version meanwhile; or begun ahead: pull in the ordinary way
-                if not (shard.adopted or isinstance(error, StepAborted)):
+                # restored to an older version meanwhile, or the pull was speculative: pull in the ordinary way
+                if not (shard.was_speculative or isinstance(error, StepAborted)):
                     raise
                 if shard.work is work:
                     self._begin_pull(unit)
@@ -437,7 +441,7 @@ class NodeSteps:
                 sent, free = (None, done) if mine is None else self._on_host(mine, done)
                 started = True
                 pushing = self._steps.push(unit, sent, ticket.shared, free, begin=shard.begin, end=shard.end)
-                self._pull_ahead(unit, ticket)
+                self._pull_speculative(unit, ticket)
                 return pushing
             finally:
                 if not started and done is not None:
@@ -509,9 +513,9 @@ class NodeSteps:
             self.pull()
         return decision
 
-    def assume(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
-        self._assumed = None if hyper is None else tuple(hyper)
+    def expect(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
+        self._expected = None if hyper is None else tuple(hyper)
 
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """As `StepClient.wait_complete`."""

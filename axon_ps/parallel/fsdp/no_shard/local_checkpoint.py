@@ -18,7 +18,7 @@ from axon_ps.optim import registry
 from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedRuntime, ReplicatedUnit
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import Hold, SnapshotGate
+from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Hyper, OptimizerSpec
@@ -133,7 +133,7 @@ def save(
             owned.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
             owned.set_updates(moments.updates(flat))
     engine.restored(version, "")
-    entry = snapshot.write(engine, uri, version, 0, 1, SnapshotGate(), Hold(version))
+    entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
     manifest = Manifest(
         job=_JOB,
         version=version,
