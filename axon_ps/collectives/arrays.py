@@ -94,7 +94,7 @@ def on_device(data: Any) -> bool:
     """Whether this is an array in device memory; False for what is no array."""
     if isinstance(data, Flat):
         return data.device
-    return cuda.memory().holds(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
+    return cuda.memory().is_on_device(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
 
 
 def is_torch(data: Any) -> bool:
@@ -150,7 +150,7 @@ def _torch(data: Any, what: str) -> Flat:
             tensor.copy_(dense)
 
     shape = tuple(data.shape)
-    if cuda.memory().holds(tensor):
+    if cuda.memory().is_on_device(tensor):
         return _device(dense, shape, dtype, write_back)
     flat = dense.reshape(-1)
     array = flat.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else flat.numpy()

@@ -28,7 +28,7 @@ class DeviceMemory(Protocol):
     def is_device(self, device: Any) -> bool:
         """Whether a `torch.device` is the GPU's."""
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """Whether a tensor's memory is the GPU's."""
 
     def pinned(self, size_bytes: int) -> Array:
@@ -48,7 +48,7 @@ class CudaMemory:
         """See `DeviceMemory`."""
         return bool(device.type == "cuda")
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """See `DeviceMemory`."""
         return self.is_device(tensor.device)
 

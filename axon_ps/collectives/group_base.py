@@ -206,7 +206,7 @@ class GroupBase:
             self._finished_error = self._finished_error or error
             self._store.expect_no_more(error)
             for backend in (self._host, self._device):
-                if backend is not None and not backend.keeps_messages:
+                if backend is not None and not backend.buffers_messages:
                     backend.abort(error)
         for child in self._children:
             child.member_finished(finished, error)
@@ -234,7 +234,7 @@ class GroupBase:
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))
         error = Closed(f"group {self.name!r} was closed")
-        if self._error is None and self._wait_idle(deadline) and all(b.keeps_messages for b in self._backends()):
+        if self._error is None and self._wait_idle(deadline) and all(b.buffers_messages for b in self._backends()):
             self._error = error  # no call is pending, and messages that are not received yet stay available
             self._store.abort(error)
         else:

@@ -40,8 +40,8 @@ def all_gather_object(
     with chosen.preparing(what, False, timeout_s, False):
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
-    parts = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
-    return _decoded(parts, sizes, what)
+    payloads = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
+    return _decoded(payloads, sizes, what)
 
 
 def gather_object(
@@ -53,8 +53,8 @@ def gather_object(
         chosen.checked_rank(dst, f"dst of {what}")
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
-    parts = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
-    return None if parts is None else _decoded(parts, sizes, what)
+    payloads = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
+    return None if payloads is None else _decoded(payloads, sizes, what)
 
 
 def broadcast_object_list(
@@ -97,19 +97,19 @@ def scatter_object_list(
     chosen, what = current_group(group), "scatter_object_list"
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(src, f"src of {what}")
-        parts = []
+        payloads = []
         if chosen.rank == src:
             if object_list is None or len(object_list) != chosen.size:
                 given = "None" if object_list is None else f"{len(object_list)} values"
                 raise InvalidRequest(
                     f"{what} was given {given} on rank {src}; it needs one for each of {chosen.size} ranks"
                 )
-            parts = [_encoded(value, what) for value in object_list]
-    sizes = np.array([part.size for part in parts] if parts else [0] * chosen.size, np.int64)
+            payloads = [_encoded(value, what) for value in object_list]
+    sizes = np.array([payload.size for payload in payloads] if payloads else [0] * chosen.size, np.int64)
     chosen.broadcast(sizes, src, timeout_s=timeout_s)
     counts = [_checked(int(size), what) for size in sizes]
     ours = np.empty(counts[chosen.rank], np.uint8)
-    chosen.scatter(np.concatenate(parts) if parts else None, src, out=ours, counts=counts, timeout_s=timeout_s)
+    chosen.scatter(np.concatenate(payloads) if payloads else None, src, out=ours, counts=counts, timeout_s=timeout_s)
     return decode(ours.tobytes(), what)
 
 
@@ -174,6 +174,6 @@ def _sizes(group: ProcessGroup, size: int, timeout_s: float | None) -> list[int]
     return [_checked(int(s), "another rank") for s in sizes]
 
 
-def _decoded(parts: Bytes, sizes: Sequence[int], what: str) -> list[Any]:
+def _decoded(payloads: Bytes, sizes: Sequence[int], what: str) -> list[Any]:
     ends = accumulate(sizes, initial=0)
-    return [decode(parts[begin:end].tobytes(), what) for begin, end in pairwise(ends)]
+    return [decode(payloads[begin:end].tobytes(), what) for begin, end in pairwise(ends)]

@@ -58,7 +58,7 @@ class MemoryStore:
         with self._changed:
             self._values.pop(key, None)
 
-    def share(self, key: str, make: Callable[[], T]) -> T:
+    def get_or_make(self, key: str, make: Callable[[], T]) -> T:
         """The object of that name that all threads share; the first that asks makes it."""
         with self._changed:
             if key not in self._shared:

@@ -46,10 +46,10 @@ class LinePipe:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
                     break
-                part = os.read(self._read_end, 4096)
-                if not part:
+                data = os.read(self._read_end, 4096)
+                if not data:
                     break
-                content += part
+                content += data
         finally:
             self.close()
         return content.decode().strip() if content.endswith(b"\n") else ""

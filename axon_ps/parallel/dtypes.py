@@ -108,7 +108,7 @@ def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
     """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
     if grad is None:
         target.zero_()
-    elif cuda.memory().holds(grad) != cuda.memory().holds(target):
+    elif cuda.memory().is_on_device(grad) != cuda.memory().is_on_device(target):
         wide = grad if grad.dtype.itemsize >= target.dtype.itemsize else grad.to(target.dtype)
         target.copy_(
             (wide * scale).to(target.dtype)

@@ -82,8 +82,8 @@ class Call:
         elif len(counts) == 1:
             numel = f"{len(self.counts)} x {self.counts[0]}"
         else:
-            shown = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
-            numel = f"({shown})"
+            listed = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
+            numel = f"({listed})"
         text += f" of {numel} {self.dtype.value}"
         if self.root >= 0:
             text += f" {'to' if self.operation in (Operation.REDUCE, Operation.GATHER) else 'from'} rank {self.root}"

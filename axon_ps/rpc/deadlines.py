@@ -34,13 +34,13 @@ class Deadline:
         return max(0.0, self._end_s - self._clock())
 
     @property
-    def passed(self) -> bool:
+    def expired(self) -> bool:
         """Whether no time is left."""
         return self.remaining() <= 0
 
     def check(self, what: str) -> None:
         """Raise `Timeout` naming `what` when no time is left."""
-        if self.passed:
+        if self.expired:
             raise Timeout(f"{what} was not done within {self.timeout_s:g} s")
 
 
@@ -79,7 +79,7 @@ async def retry(
         try:
             return await fn()
         except on as error:
-            if until.passed:
+            if until.expired:
                 error.add_note(f"gave up after {attempts} attempts in {until.timeout_s:g} s")
                 raise
         await sleep(min(rng.uniform(longest_s / 2, longest_s), until.remaining()))

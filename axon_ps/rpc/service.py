@@ -51,12 +51,12 @@ RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in BULK
 """Messages that servicers and stubs see as their encoded bytes."""
 
 _logger = logging.getLogger(__name__)
-_WORD_STARTS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_CAPITALS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def method_name(rpc: str) -> str:
     """The servicer's method for an RPC: "AllGather" -> "all_gather", "KV" -> "kv"."""
-    return _WORD_STARTS.sub("_", rpc).lower()
+    return _CAPITALS.sub("_", rpc).lower()
 
 
 def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:

@@ -75,7 +75,7 @@ class StreamPool(Generic[T]):
             yield stream
         except BaseException as error:
             stream.cancel()
-            if isinstance(error, Closed) and deadline.passed:
+            if isinstance(error, Closed) and deadline.expired:
                 raise Timeout(f"{stream.place} did not answer within {deadline.timeout_s:g} s") from None
             raise
         finally:

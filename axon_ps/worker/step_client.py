@@ -846,7 +846,7 @@ class StepClient:
                 except Timeout as error:
                     if work.is_completed():
                         raise
-                    if deadline.passed:
+                    if deadline.expired:
                         raise Timeout(f"{error}{self._stragglers()}") from error
                 if not self._pace.alone and self.valid(ticket):
                     self._coordinator.arrived(

@@ -63,7 +63,7 @@ class Peers:
             Closed: the connections were closed.
         """
         while not self._num_servers:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"the job's shard servers did not become known within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
         self._check_open()
@@ -80,7 +80,7 @@ class Peers:
         if (known := self._stubs.get(key)) is not None:
             return known[2]
         while (member := self._members.get(server)) is None:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"shard server {server} was not there within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
         self._check_open()

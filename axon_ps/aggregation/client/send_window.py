@@ -47,8 +47,8 @@ class SendWindow:
     def may_send(self, stripe: int, nbytes: int) -> bool:
         """Whether the next `nbytes` of a stripe may be sent; never False when nothing is under way."""
         slowest = min(self._progress(other) for other in range(len(self._received)))
-        ahead_bytes = self._sent[stripe] - slowest * self._uploads[stripe]
-        return ahead_bytes <= 0 or ahead_bytes + nbytes <= self._limit_bytes
+        lead_bytes = self._sent[stripe] - slowest * self._uploads[stripe]
+        return lead_bytes <= 0 or lead_bytes + nbytes <= self._limit_bytes
 
     def sent(self, stripe: int, nbytes: int) -> None:
         """`nbytes` of a stripe were sent."""

@@ -91,12 +91,12 @@ class Backend(ABC):
 
     Attributes:
         name: under which it is selected ("shm").
-        keeps_messages: whether messages are still received after their sender has closed its backend and exited.
+        buffers_messages: whether messages are still received after their sender has closed its backend and exited.
         dtypes: the element types that it supports.
     """
 
     name: ClassVar[str]
-    keeps_messages: ClassVar[bool] = False
+    buffers_messages: ClassVar[bool] = False
     dtypes: tuple[DType, ...] = tuple(DType)
 
     def __init__(self, context: GroupContext) -> None:

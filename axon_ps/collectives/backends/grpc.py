@@ -55,7 +55,7 @@ class GrpcBackend(RequestBackend):
     """
 
     name = "grpc"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(self, context: GroupContext, calls: GrpcCalls) -> None:
         super().__init__(context)

@@ -58,7 +58,7 @@ class HierarchicalBackend(RequestBackend):
     """
 
     name: ClassVar[str] = "hierarchical"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(self, intra: Backend, inter: Backend, *, small_bytes: int = SMALL_BYTES) -> None:
         context, topology = inter.context, Topology.of(inter.context.members)

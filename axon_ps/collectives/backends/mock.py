@@ -155,7 +155,7 @@ class MockBackend(RequestBackend):
                 f"{context.name!r} are processes, use 'auto'"
             )
         self._store = store
-        self._shared = store.share(f"mock/{context.name}", lambda: _SharedState(context))
+        self._shared = store.get_or_make(f"mock/{context.name}", lambda: _SharedState(context))
 
     @classmethod
     def create_world(cls, n: int, *, nodes: Sequence[str] = ()) -> list[MockBackend]:
@@ -172,12 +172,12 @@ class MockBackend(RequestBackend):
         """
         return [cls(context) for context in mock_contexts(n, nodes=nodes)]
 
-    def share(self, name: str, make: Callable[[], T]) -> T:
+    def get_or_make(self, name: str, make: Callable[[], T]) -> T:
         """An object that all ranks share; the first rank that asks makes it.
 
         After an error: the next one that asks tries again.
         """
-        return self._store.share(name, make)
+        return self._store.get_or_make(name, make)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns at once."""

@@ -58,7 +58,7 @@ class Collectives:
             if root != self._rank:
                 call = partial(self._group.reduce, reduction.buffer(readable(tensor)), root, reduction.op)
                 return Plan("reduce", call)
-            target = writable(tensor, keep=True)
+            target = writable(tensor, filled=True)
             buffer = reduction.buffer(target.flat)
 
             def finish() -> None:
@@ -78,7 +78,7 @@ class Collectives:
         tensor, options = one(tensors), options_of(opts, BroadcastOptions, timeout)
 
         def plan() -> Plan:
-            target = writable(tensor, keep=options.rootRank == self._rank)
+            target = writable(tensor, filled=options.rootRank == self._rank)
             return Plan(
                 "broadcast", partial(self._group.broadcast, native(target.flat), options.rootRank), target.finish
             )
@@ -232,7 +232,7 @@ class Collectives:
         return self._performer.perform(plan, result, tensor.device, opts)
 
     def _all_reduce_plan(self, tensors: Sequence[Tensor], reduction: Reduction) -> Plan:
-        target = writable(*tensors, keep=True)
+        target = writable(*tensors, filled=True)
         buffer = reduction.buffer(target.flat)
 
         def finish() -> None:

@@ -199,7 +199,7 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
             complete = not config.world_size or len(members) == config.world_size
             if complete and published == members and published == {m.rank: m.id for m in world.membership.workers}:
                 return world
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"some workers of the job did not join a process group within {timeout_s:g} s")
             _pause.wait(_POLL_S / 10)
     except BaseException:

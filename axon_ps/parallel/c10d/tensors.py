@@ -69,14 +69,14 @@ def readable(*tensors: Tensor) -> Tensor:
     return torch.cat([t.reshape(-1) for t in plain])
 
 
-def writable(*tensors: Tensor, keep: bool = False) -> Buffer:
-    """A buffer for the elements of all tensors, one after the other; `keep`: it starts with their values."""
+def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
+    """A buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
     plain = [t.detach() for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
     if joined is not None:
         return Buffer(joined)
-    flat = readable(*tensors) if keep else plain[0].new_empty(sum(t.numel() for t in plain))
+    flat = readable(*tensors) if filled else plain[0].new_empty(sum(t.numel() for t in plain))
 
     def finish() -> None:
         for tensor, values in zip(plain, torch.split(flat, [t.numel() for t in plain]), strict=True):

@@ -205,7 +205,7 @@ class _Segments:
         n = group.size
         numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
         sizes = [compressor.compressed_bytes(numel) for numel in numels]
-        on_device = compressor.name == "top_k" and cuda.memory().holds(bucket.flat)
+        on_device = compressor.name == "top_k" and cuda.memory().is_on_device(bucket.flat)
         return cls(
             spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
             sizes=sizes,

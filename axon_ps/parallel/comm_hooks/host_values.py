@@ -24,7 +24,7 @@ class HostValues:
 
     def __init__(self, bucket: GradientBucket) -> None:
         flat = self._flat = bucket.flat
-        device = cuda.memory().holds(flat)
+        device = cuda.memory().is_on_device(flat)
         direct = flat.dtype is torch.float32 and not device
         self._staged = None if direct else host_empty(flat.numel(), torch.float32, pinned=device)
         self.values = (flat if self._staged is None else self._staged).numpy()

@@ -46,7 +46,7 @@ class Int8Hook(PackingHook):
         if bucket.index not in self._buffers:
             numel = blocks_of(bucket.numel, INT8_BLOCK_NUMEL)
             made = functional.empty_shared(numel, DType.INT8_BLOCK.numpy, group=self.group)
-            kind = _DeviceBlocks if cuda.memory().holds(bucket.flat) else _HostBlocks
+            kind = _DeviceBlocks if cuda.memory().is_on_device(bucket.flat) else _HostBlocks
             self._buffers[bucket.index] = kind(bucket, made)
         buffers = self._buffers[bucket.index]
         buffers.encode(self.feedback.of(bucket, buffers.where) if self.feedback is not None else None)

@@ -119,9 +119,8 @@ class FlatUnit:
         self._values_at: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
         self._last_values_at: tuple[int, int] | None = None  # of the values that were in `flat` last
         self._gathering_at: tuple[int, int] | None = None  # of the values that are being gathered
-        self._speculative: tuple[Pending, torch.Tensor | None] | None = (
-            None  # of an undecided step; None: it fills `flat`
-        )
+        # of an undecided step: the gather, and the buffer that it fills; None = it fills `flat`
+        self._speculative: tuple[Pending, torch.Tensor | None] | None = None
         self._was_speculative = False  # whether what is under way was begun before its step's decision
         self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
@@ -309,8 +308,8 @@ class FlatUnit:
 
     def free_storage(self) -> None:
         """Free the memory, resident or not."""
-        freed_bytes, self._values_at = self._flat_bytes, None
-        if freed_bytes:
+        storage_bytes, self._values_at = self._flat_bytes, None
+        if storage_bytes:
             self._free_flat()
             self._meter.add(-self._nbytes)
 

@@ -442,7 +442,7 @@ class Runtime:
         with torch.no_grad():
             grads = flat.pop_grads()
             target = buffer
-            if self._device is None and any(g is not None and cuda.memory().holds(g) for g in grads):
+            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
                 # assembled on the device, so that one copy goes to the host
                 target = torch.empty_like(buffer, device=flat.flat.device)
             for spec, grad in zip(flat.unit.parameters, grads, strict=True):

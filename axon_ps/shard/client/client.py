@@ -103,7 +103,7 @@ class ShardGroup:
             Closed: the connections were closed.
         """
         while self._spec is None:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
             await self._peers.wait(deadline.remaining())
         num_servers = await self._peers.num_servers(deadline)

@@ -222,9 +222,9 @@ class ShardServicer:
         while header.offset < end:
             header.numel = min(chunk_numel, end - header.offset)
             size_bytes = header.numel * element_bytes
-            part = dataclasses.replace(lease, size_bytes=size_bytes)
+            chunk_lease = dataclasses.replace(lease, size_bytes=size_bytes)
             if there is None:
-                payload = self._shell.same_host.read(member.id, part, chunk_numel * MAX_ELEMENT_BYTES)
+                payload = self._shell.same_host.read(member.id, chunk_lease, chunk_numel * MAX_ELEMENT_BYTES)
             else:
                 payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
                 engine.counters["mapped_bytes_in"] += size_bytes

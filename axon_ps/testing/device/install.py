@@ -30,7 +30,7 @@ class StandInMemory:
         """See `DeviceMemory`."""
         return bool(device.type == "cpu")
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """See `DeviceMemory`."""
         return self.is_device(tensor.device) and not self.is_pinned_at(tensor.data_ptr())
 

@@ -47,10 +47,10 @@ def test_it_is_freed_with_its_last_view() -> None:
     view = array.reshape(-1)[3:]
     del array
     gc.collect()
-    assert registry.freed() == []
+    assert registry.released() == []
     del view
     gc.collect()
-    assert registry.freed() == [inode]
+    assert registry.released() == [inode]
     assert registry.find(found.base, 8) is None
     with pytest.raises(OSError):
         os.fstat(fd)
@@ -71,7 +71,7 @@ def test_revoked_memory_cannot_be_written_by_processes_that_had_mapped_it() -> N
     assert after is not None
     assert after.address.inode != old.inode
     assert (np.frombuffer(Segment.open(after.address).memory, np.int32)[:100] == 4).all()
-    assert registry.freed() == [old.inode]
+    assert registry.released() == [old.inode]
     registry.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
 
 

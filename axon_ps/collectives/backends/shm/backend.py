@@ -79,7 +79,7 @@ class SharedMemoryBackend(Backend):
     """
 
     name = "shm"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(
         self, context: GroupContext, *, slot_bytes: int = SLOT_BYTES, direct: bool = True, directory: str = ""
@@ -386,7 +386,7 @@ class SharedMemoryBackend(Backend):
         results: bool = False,
     ) -> Exchange:
         peer_memory = self._peer_memory
-        peer_memory.unmap_freed()
+        peer_memory.unmap_released()
         descriptors = peer_memory.descriptors(buffer_index)
         partitions = 0 if call.operation is Operation.SCATTER else max(len(b) for b in starts if b is not None)
         slots = peer_memory.choose_slots(descriptors, deadline, results=results, partitions=partitions)

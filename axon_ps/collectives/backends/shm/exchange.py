@@ -38,10 +38,10 @@ import numpy as np
 from axon_ps.collectives.backends.shm.control import (
     DESCRIPTOR,
     FAILURE,
-    FREED_COUNT,
-    FREED_RING,
-    FREED_RING_ENTRIES,
     PID,
+    RELEASED_COUNT,
+    RELEASED_RING,
+    RELEASED_RING_ENTRIES,
     SLOT_STATE,
     SLOTS,
     Control,
@@ -98,11 +98,11 @@ class PeerMemory:
         self._slots: list[list[Array]] | None = None  # by buffer index and rank
         self._mapped: list[dict[int, Array]] = [{} for _ in range(n)]  # by rank and inode
         self._unmapped = [0] * n
-        self._published = len(registry.freed())
+        self._published = len(registry.released())
 
     def describe(self, source: Array | None, result: Array | None, header: int) -> None:
         """Write into our header how peers read `source`, and `result` if our partition of it lies elsewhere."""
-        self._publish_freed()
+        self._publish_released()
         values = (_NO_SOURCE, -1, 0, 0, 0, 0, 0)
         if source is not None:
             address = address_of(source)
@@ -172,20 +172,20 @@ class PeerMemory:
         numel = (descriptor.size_bytes - descriptor.offset) // dtype.itemsize
         return np.frombuffer(mapped.data, dtype.numpy, numel, descriptor.offset)
 
-    def unmap_freed(self) -> None:
-        """Unmap the segments that their owners have freed."""
+    def unmap_released(self) -> None:
+        """Unmap the segments that their owners have released."""
         for rank, mapped in enumerate(self._mapped):
             record = self.control.layout.record(rank)
-            (count,) = self.control.numbers(record + FREED_COUNT, "<Q")
+            (count,) = self.control.numbers(record + RELEASED_COUNT, "<Q")
             fresh = count - self._unmapped[rank]
             if not fresh or not mapped:
                 self._unmapped[rank] = count
                 continue
-            if fresh >= FREED_RING_ENTRIES:
+            if fresh >= RELEASED_RING_ENTRIES:
                 mapped.clear()
             else:
                 for i in range(self._unmapped[rank], count):
-                    (inode,) = self.control.numbers(record + FREED_RING + 8 * (i % FREED_RING_ENTRIES), "<Q")
+                    (inode,) = self.control.numbers(record + RELEASED_RING + 8 * (i % RELEASED_RING_ENTRIES), "<Q")
                     mapped.pop(inode, None)
             self._unmapped[rank] = count
 
@@ -245,19 +245,19 @@ class PeerMemory:
         control.barrier(deadline)
         return segment
 
-    def _publish_freed(self) -> None:
-        freed = registry.freed()
-        if len(freed) == self._published:
+    def _publish_released(self) -> None:
+        released = registry.released()
+        if len(released) == self._published:
             return
         record = self.control.layout.record(self.control.rank)
-        (count,) = self.control.numbers(record + FREED_COUNT, "<Q")
-        for inode in freed[self._published :][-FREED_RING_ENTRIES:]:
-            self.control.put_numbers(record + FREED_RING + 8 * (count % FREED_RING_ENTRIES), "<Q", inode)
+        (count,) = self.control.numbers(record + RELEASED_COUNT, "<Q")
+        for inode in released[self._published :][-RELEASED_RING_ENTRIES:]:
+            self.control.put_numbers(record + RELEASED_RING + 8 * (count % RELEASED_RING_ENTRIES), "<Q", inode)
             count += 1
-        if len(freed) - self._published > FREED_RING_ENTRIES:
-            count += FREED_RING_ENTRIES  # more than the ring holds: the peers unmap all our segments
-        self.control.put_numbers(record + FREED_COUNT, "<Q", count)
-        self._published = len(freed)
+        if len(released) - self._published > RELEASED_RING_ENTRIES:
+            count += RELEASED_RING_ENTRIES  # more than the ring holds: the peers unmap all our segments
+        self.control.put_numbers(record + RELEASED_COUNT, "<Q", count)
+        self._published = len(released)
 
 
 class Exchange:

@@ -42,7 +42,7 @@ class Registry:
         self._bases: list[int] = []
         # The garbage collector appends to it, perhaps while we hold the lock; `_sweep` empties it.
         self._dead: deque[Range] = deque()
-        self._freed: list[int] = []
+        self._released: list[int] = []
 
     def empty(self, shape: tuple[int, ...], dtype: DType, *, directory: str = "") -> Array:
         """A new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
@@ -90,14 +90,14 @@ class Registry:
             move_mapping(entry.base, old.fd, segment)
             entry.address = segment.address
             os.close(old.fd)
-            self._freed.append(old.inode)
+            self._released.append(old.inode)
 
-    def freed(self) -> list[int]:
+    def released(self) -> list[int]:
         """The inodes of all segments that were freed, oldest first."""
         if self._dead:
             with self._lock:
                 self._sweep()
-        return self._freed
+        return self._released
 
     def _sweep(self) -> None:
         while self._dead:
@@ -107,7 +107,7 @@ class Registry:
                 at -= 1
             del self._bases[at], self._ranges[at]
             os.close(entry.address.fd)
-            self._freed.append(entry.address.inode)
+            self._released.append(entry.address.inode)
 
 
 registry = Registry()
