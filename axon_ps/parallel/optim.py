@@ -53,7 +53,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
-        self._runtime.foresee = None if owner.spec.policy.alone else self._hyper  # alone, others commit in between
+        self._runtime.foresee = None if owner.spec.policy.asynchronous else self._hyper  # others commit in between
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only while the optimizer is being made, since the servers then know its groups.

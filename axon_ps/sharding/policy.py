@@ -30,12 +30,12 @@ class Policy:
 
     Attributes:
         kind: its name in messages and records.
-        alone: whether each replica's gradient is a step of its own.
+        asynchronous: whether each replica's gradient is a step of its own.
         most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
     """
 
     kind: ClassVar[str]
-    alone: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
 
     @property
     def most_behind(self) -> int | None:
@@ -62,7 +62,7 @@ class Asynchronous(Policy):
     """
 
     kind: ClassVar[str] = "asynchronous"
-    alone: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class BoundedStaleness(Policy):
     """
 
     kind: ClassVar[str] = "bounded_staleness"
-    alone: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
     max_staleness: int
 
     def __post_init__(self) -> None:

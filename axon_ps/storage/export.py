@@ -49,7 +49,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
     if dtype is not None and dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
     store, name = _target(target)
-    manifest = verify(uri).section(model, alone=not model)
+    manifest = verify(uri).section(model, only=not model)
     source = open_store(manifest.uri)
     tensors = [TensorSpec(name=p.name, dtype=dtype or p.dtype, shape=p.shape) for _, p in manifest.layout.parameters()]
     with ExitStack() as files:

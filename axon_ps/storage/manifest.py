@@ -88,17 +88,17 @@ class Manifest:
         """All models, this one first."""
         return (self, *self.others)
 
-    def section(self, name: str = "", *, alone: bool = True) -> Manifest:
+    def section(self, name: str = "", *, only: bool = True) -> Manifest:
         """A model.
 
         Args:
             name: what it is called; empty = the only one.
-            alone: whether nothing else is wanted: then the only model there is is meant, whatever it was called.
+            only: whether no other model is wanted: if there is exactly one, it is meant, whatever its name.
 
         Raises:
             InvalidRequest: there is none of that name; the message says which there are.
         """
-        if alone and not self.others:
+        if only and not self.others:
             return self
         for section in self.sections:
             if section.name == name:

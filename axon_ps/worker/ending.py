@@ -1,7 +1,7 @@
-"""Whether this process ends because it has finished, or because something went wrong.
+"""Whether this process ends because it has finished, or because of an error.
 
-Owns: noticing what `sys.exit` is given. An exit code is all that tells a script that gave up from one that is done, and
-Python does not show it to those who run at its end.
+Owns: recording the argument of `sys.exit`. The exit code alone distinguishes a script that gave up from one that is
+done, and Python does not show it to exit handlers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _noticing = False
 
 
 def notice_exit() -> None:
-    """From now on remember what `sys.exit` is given; what it was given before is forgotten."""
+    """From now on record the argument of `sys.exit`; forget earlier ones."""
     global _given, _noticing
     _given = None
     if _noticing:
@@ -33,7 +33,7 @@ def notice_exit() -> None:
 
 
 def going_well() -> bool:
-    """Whether no error is being handled here and now: what ends then has finished."""
+    """Whether the caller is handling no error: then what ends has finished."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return _is_success(error.code)

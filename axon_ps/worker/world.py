@@ -31,7 +31,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.types import Array, Member, Membership, Role
-from axon_ps.worker.bootstrap.job import Formed, find_job
+from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, info_of
 from axon_ps.worker.ending import going_well, notice_exit, process_went_well
 from axon_ps.worker.environment import WorkerConfig
@@ -61,7 +61,7 @@ class World:
         Misuse: no `config` was given: `World.init()` makes a world and joins.
 
     Attributes:
-        view: what this worker knows of the members.
+        view: the members, as this worker knows them.
         models: the models of the job that this process has, and this worker's half of their steps.
         recorder: the last collectives.
     """
@@ -81,7 +81,7 @@ class World:
         self._config = config
         self._timeout_s = timeout_s
         self._closed = False
-        self._formed: Formed | None = None  # the job, if workers alone have made it
+        self._formed: FormedJob | None = None  # the job, if its workers have formed it
         self._loop = loop or BackgroundLoop(name="axon-ps")
         self._shards = self._make_shards(config)
         self._coordinator = CoordinatorClient(
@@ -96,11 +96,11 @@ class World:
             on_event=_weakly(self._on_event),
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
-        loop, coordinator = self._loop, self._coordinator  # and not us, who would keep ourselves
+        loop, coordinator = self._loop, self._coordinator  # not `self`: no reference cycle
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)
         self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
         self.recorder = Recorder()
-        self._progress = Progress(lambda said: loop.submit(coordinator.kv_put(PROGRESS, said)))
+        self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         self._groups = Groups(
             self,
             self._make_backends(),
@@ -152,7 +152,7 @@ class World:
 
     @classmethod
     def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
-        formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
+        formed = FormedJob(config) if config is not None else find_job(os.environ, join_timeout_s)
         try:
             world = cls(formed.config, timeout_s=timeout_s)
             world._formed = formed
@@ -244,7 +244,7 @@ class World:
         """All workers of the current generation.
 
         Raises:
-            MemberLost: the coordinator lost sight of this worker.
+            MemberLost: this worker is no member any more.
             Closed: the world was closed.
         """
         self._limit(None)
@@ -273,7 +273,7 @@ class World:
         """A new group of the workers on this worker's node; only they need to call it.
 
         Raises:
-            MemberLost: the coordinator lost sight of this worker.
+            MemberLost: this worker is no member any more.
             Closed: the world was closed.
         """
         self._limit(None)
@@ -311,7 +311,7 @@ class World:
         Args:
             world_size: how many workers; None = one, which is this thread's current world at once.
             shards: how many shard servers.
-            nodes: how many nodes the workers are said to be on.
+            nodes: how many nodes the workers appear to be on.
             timeout_s: default deadline of every operation, in seconds.
 
         Returns:
@@ -377,9 +377,9 @@ class World:
     def report(
         self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
     ) -> None:
-        """Say how far training is, for whoever watches with `axon-ps status`. Call it as often as you like.
+        """Report the progress of training, for `axon-ps status`. Call it as often as you like.
 
-        Of all workers the main process is heard, at most once a second; nobody waits for anything.
+        Only the main process reports, at most once a second; nobody waits for anything.
 
         Args:
             step: steps made; None = the version.
@@ -439,10 +439,10 @@ class World:
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
     def agree(self, name: str, value: Any) -> Any:
-        """What the first worker to ask for `name` gave: the same for everybody, without waiting for anybody.
+        """The value that the first worker gave for `name`: the same for everybody, without waiting for anybody.
 
-        It is how workers decide something together that one of them may come late to: the seed, how long to train. The
-        job remembers it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
+        Workers use it to agree on something although one of them may join late: the seed, how long to train. The job
+        stores it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
 
         Args:
             name: at most 500 bytes.
@@ -624,10 +624,10 @@ class World:
             replaced.wait(limit_s)
         steps.wait_epoch(epoch + 1, limit_s)
 
-    # ------------------------------------------------------------------ news, the end
+    # ------------------------------------------------------------------ events, close
 
     def _on_event(self, event: Event) -> None:
-        """Who waits for a membership, in a step or in a group, wakes up when all know of it: it asks them next."""
+        """Pass an event to all parts; those that wait for a membership wake up only when all parts have it."""
         lost: Sequence[Member] = ()
         if isinstance(event, Membership):
             self._collectives.set_members(event)
@@ -654,7 +654,7 @@ class World:
         return BackendMaker(self._make_grpc)
 
     def _make_store(self, timeout_s: float) -> Store:
-        """Where the groups' members meet."""
+        """The store for the rendezvous of groups."""
         return JobStore(self._loop, self._coordinator, timeout_s)
 
     def _make_grpc(self, context: GroupContext) -> Backend:
@@ -666,9 +666,9 @@ class World:
         """Leave the job. The others learn of it at once. Harmless when repeated.
 
         Args:
-            finished: whether this worker has done all it had to do. Then the others go on without it, and wait for
-                none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
-                called while an error is being handled.
+            finished: whether this worker has done all its work. Then the others go on without it and without a
+                replacement; messages that it sent in the background are waited for, at most 10 s. None: True, unless
+                an error is being handled.
 
         A worker that has started the job's services, because nobody else had, stays here until the others are done.
 
@@ -693,7 +693,7 @@ class World:
             self._end_loop()
 
     def _end_loop(self) -> None:
-        """Free what everything has run on."""
+        """Close the background loop and the services."""
         self._loop.close()
         if self._formed is not None:
             self._formed.close()
@@ -712,7 +712,7 @@ class World:
 
 
 def _weakly(listener: Callable[[Event], None]) -> Callable[[Event], None]:
-    """The method `listener`, of an object that who calls it does not keep: a world nobody refers to may go."""
+    """The method `listener` by a weak reference, so that a world that nobody refers to can be freed."""
     method = weakref.WeakMethod(listener)
 
     def call(event: Event) -> None:

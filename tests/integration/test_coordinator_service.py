@@ -24,8 +24,8 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import Hello
-from axon_ps.coordinator.messages import hello_to_proto
+from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
     AxonError,
@@ -76,8 +76,8 @@ class RawSession:
         self.stream: Stream = Stub(self._channel, SERVICE).open("Session")
 
     async def join(self, role: Role = Role.WORKER, incarnation: str = "f" * 32) -> session_pb2.SessionEvent:
-        hello = Hello(job="job", incarnation=incarnation, node="raw", address="127.0.0.1:1")
-        await self.stream.write(hello_to_proto(hello, role))
+        request = JoinRequest(job="job", incarnation=incarnation, node="raw", address="127.0.0.1:1")
+        await self.stream.write(join_to_proto(request, role))
         event: session_pb2.SessionEvent = await self.stream.read()
         return event
 
@@ -235,7 +235,7 @@ def test_what_is_no_protocol_is_refused(tmp_path: Path) -> None:
             (session_pb2.SessionRequest(), "a session's message is empty"),
             (session_pb2.SessionRequest(ready=session_pb2.Ready()), "only a shard may"),
             (
-                hello_to_proto(Hello(job="job", incarnation="e" * 32, node="n"), Role.WORKER),
+                join_to_proto(JoinRequest(job="job", incarnation="e" * 32, node="n"), Role.WORKER),
                 "a session's message is join",
             ),
         ):

@@ -108,7 +108,7 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
     keeps = strategy is ShardingStrategy.SHARD_GRAD_OP or (
         strategy is ShardingStrategy.FULL_SHARD and offload.keeps_params
     )
-    if policy.alone and not keeps:
+    if policy.asynchronous and not keeps:
         raise InvalidRequest(
             f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
             f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {strategy.name}"

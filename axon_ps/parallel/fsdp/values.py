@@ -122,7 +122,7 @@ class ShardedValues(ModuleWrapper):
             else:
                 values = torch.empty(unit.numel, dtype=torch.float32)
                 self._steps.gather(index, values.numpy(), exact=True).wait()
-                if (self._steps.epoch, self._steps.latest_version) != began and not self._spec.policy.alone:
+                if (self._steps.epoch, self._steps.latest_version) != began and not self._spec.policy.asynchronous:
                     raise StepAborted(_TORN)
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)

@@ -185,14 +185,14 @@ class ShardGroup:
                 deadline=deadline,
                 min_version=min_version,
                 epoch=epoch,
-                one_version=not spec.policy.alone,
+                one_version=not spec.policy.asynchronous,
                 compressor=how,
                 reach=self._reach,
             )
             versions = await _together(
                 [self._repeated(self._transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
             )
-            if min(versions) == max(versions) or spec.policy.alone:
+            if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
             self._retries += 1
@@ -229,7 +229,7 @@ class ShardGroup:
         deadline = Deadline(timeout_s)
         spec, slices = await self._owners(unit, deadline)
         precision = spec.precision
-        if len(slices) > 1 or spec.policy.alone or precision.param_compression or dtype is not precision.param:
+        if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
         begin, end = _range(spec, unit, 0, None, None)
         transfer = Transfer(

@@ -135,7 +135,7 @@ class ShardEngine:
     @property
     def alone(self) -> bool:
         """Whether each replica's gradient is a step of its own."""
-        return self.spec is not None and self.spec.policy.alone
+        return self.spec is not None and self.spec.policy.asynchronous
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
         """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Hello, Ready, Vote
+from axon_ps.coordinator.core.events import JoinRequest, Ready, Vote
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -62,7 +62,7 @@ class Peer:
         """Open a (new) session."""
         d = self.driver
         session = d.next_session()
-        hello = Hello(
+        request = JoinRequest(
             job=job,
             incarnation=self.incarnation,
             node=self.node,
@@ -71,7 +71,7 @@ class Peer:
             world_size=world_size,
             standby=standby,
         )
-        actions = d.state.join(session, self.role, hello, d.clock())
+        actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
         d.peers[session] = self
         d.perform(actions)

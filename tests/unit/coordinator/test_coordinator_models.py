@@ -253,7 +253,7 @@ def test_workers_that_wait_for_each_other_in_different_models_are_brought_togeth
     a.vote(model=1, blocked=True)
     shard.ready(model=1)
     assert versions(d)["critic"] == 1
-    assert d.state.status().counters["steps_crossed"] == 1
+    assert d.state.status().counters["steps_deadlocked"] == 1
 
 
 def test_of_two_equal_crowds_the_one_in_the_lower_model_stays_and_pushing_counts_as_waiting() -> None:

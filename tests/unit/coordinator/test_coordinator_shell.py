@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Hello
+from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.coordinator.server import shell as shell_module
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -71,8 +71,8 @@ def put(shell: Shell, key: str) -> asyncio.Task[Any]:
 
 def join(shell: Shell) -> Session:
     session = shell.open_session()
-    hello = Hello(job="job", incarnation="a" * 32, node="n")
-    shell.perform(shell.state.join(session.number, Role.WORKER, hello, shell.now()))
+    request = JoinRequest(job="job", incarnation="a" * 32, node="n")
+    shell.perform(shell.state.join(session.number, Role.WORKER, request, shell.now()))
     return session
 
 
@@ -205,8 +205,8 @@ def test_a_member_that_does_not_read_is_broken_off(monkeypatch: pytest.MonkeyPat
         store.gate.release(1000)
         session = join(shell)
         for i in range(4):
-            hello = Hello(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
-            shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, hello, shell.now()))
+            request = JoinRequest(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
+            shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, request, shell.now()))
             await put(shell, f"written {i}")
         assert isinstance(session.error, Broken)
         assert "has not read 4 events" in str(session.error)

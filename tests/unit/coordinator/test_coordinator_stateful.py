@@ -1,7 +1,7 @@
 """Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
 hold through all of them.
 
-Members have the memory that `CoordinatorClient` has; what is simulated is the network between.
+Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, Persist
 from axon_ps.coordinator.core.events import Ready, Vote, Welcome
@@ -24,11 +24,11 @@ from coordinator_driver import Driver, Peer
 
 
 class Client:
-    """A member: its memory is the real one; whether the network lets it hear is the test's."""
+    """A member: its delivery state is the real one; the test decides whether the network delivers."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.memory = Memory()
+        self.delivery = Delivery()
         self.deaf = True
         self.rank: int | None = None
         self.spoken: tuple[int, int] = (0, 0)
@@ -37,7 +37,7 @@ class Client:
 
     @property
     def membership(self) -> Membership | None:
-        return self.memory.membership
+        return self.delivery.membership
 
     def drain(self) -> None:
         events, self.peer.inbox[:] = list(self.peer.inbox), []
@@ -45,7 +45,7 @@ class Client:
             if isinstance(event, Welcome):
                 assert self.rank in (None, event.rank), "a rank is for life"
                 self.rank = self.peer.rank = event.rank
-            for news in self.memory.hear(event):
+            for news in self.delivery.receive(event):
                 if isinstance(news, Decision):
                     self.heard.setdefault(news.step, []).append(news)
 
@@ -133,16 +133,16 @@ class Coordinator(RuleBasedStateMachine):
             self.clients.remove(client)
             return
         client.drain()
-        for message in client.memory.to_repeat():
+        for message in client.delivery.to_resend():
             if message.HasField("vote"):
-                self.say(client, vote_from_proto(message.vote))
+                self.record(client, vote_from_proto(message.vote))
             else:
-                self.say(client, ready_from_proto(message.ready))
+                self.record(client, ready_from_proto(message.ready))
 
-    def say(self, client: Client, word: Vote | Ready, perform: Any = None) -> None:
+    def record(self, client: Client, message: Vote | Ready, perform: Any = None) -> None:
         d = self.d
-        say = d.state.vote if isinstance(word, Vote) else d.state.ready
-        (perform or d.perform)(say(client.peer.session, word, d.clock()))  # type: ignore[arg-type]
+        record = d.state.vote if isinstance(message, Vote) else d.state.ready
+        (perform or d.perform)(record(client.peer.session, message, d.clock()))  # type: ignore[arg-type]
 
     @precondition(lambda self: len(self.clients) < 8)
     @rule(role=st.sampled_from(list(Role)))
@@ -192,11 +192,11 @@ class Coordinator(RuleBasedStateMachine):
         client.spoken = (generation, step) = name
         if client.peer.role is Role.WORKER:
             client.votes.add(name)
-            word: Vote | Ready = Vote(generation=generation, step=step)
+            message: Vote | Ready = Vote(generation=generation, step=step)
         else:
-            word = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
-        assert client.memory.say(word) == []
-        self.say(client, word, perform)
+            message = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
+        assert client.delivery.record(message) == []
+        self.record(client, message, perform)
 
     @rule(data=st.data(), sum_of_squares=st.sampled_from([1.0, 1.0, float("nan")]))
     def somebody_speaks(self, data: Any, sum_of_squares: float) -> None:

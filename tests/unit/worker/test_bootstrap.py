@@ -15,11 +15,11 @@ from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout, Unrea
 from axon_ps.observe import reminders
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.worker.bootstrap import job as job_module
-from axon_ps.worker.bootstrap.job import Formed, find_job, form_job
+from axon_ps.worker.bootstrap.job import FormedJob, find_job, form_job
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
 from axon_ps.worker.bootstrap.stores import first_host, master_of, open_store
-from axon_ps.worker.environment import place_of
+from axon_ps.worker.environment import launch_info
 
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
 SRUN = {
@@ -78,11 +78,11 @@ def services(monkeypatch: pytest.MonkeyPatch) -> type[Services]:
 
 def form(
     environments: list[dict[str, str]], *, store: Dict | None = None, timeout_s: float = 5.0
-) -> list[Formed | AxonError]:
+) -> list[FormedJob | AxonError]:
     """Form a job with a thread for every worker."""
     at = store or Dict()
 
-    def one(rank: int) -> Formed | AxonError:
+    def one(rank: int) -> FormedJob | AxonError:
         try:
             return form_job(at, environments[rank], rank, len(environments), Deadline(timeout_s))
         except AxonError as error:
@@ -104,7 +104,7 @@ def test_rank_0_starts_the_coordinator_and_every_node_its_shard_servers(services
     assert second["coordinator"] == "127.0.0.1:7"
     assert {asked["num_shards"] for asked in services.asked} == {3}
     for rank, one in enumerate(formed):
-        assert isinstance(one, Formed)
+        assert isinstance(one, FormedJob)
         assert (one.config.coordinator, one.config.rank, one.config.world_size) == ("127.0.0.1:7", rank, 4)
         assert (one.services is not None) == (rank in (0, 2))  # the first of each node
 
@@ -129,7 +129,7 @@ def test_services_for_several_hosts_need_tls_or_a_word_that_they_do_not(
     assert isinstance(errors[0], ConfigurationError)
     assert all("AXON_PS_TLS_CERT" in str(error) and "AXON_PS_INSECURE=1" in str(error) for error in errors)
     own = {"AXON_PS_INSECURE": "1", "AXON_PS_TOKEN": "t", "AXON_PS_ADVERTISE": "me"}
-    assert all(isinstance(one, Formed) for one in form([{**own, "AXON_PS_NODE": name} for name in "ab"]))
+    assert all(isinstance(one, FormedJob) for one in form([{**own, "AXON_PS_NODE": name} for name in "ab"]))
     assert {(asked["host"], asked["advertise"]) for asked in services.asked} == {("0.0.0.0", "me")}
 
 
@@ -147,7 +147,7 @@ def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_befo
     services.broken = ""
     for token in ("first", "second"):
         formed = form([{"AXON_PS_TOKEN": token, "AXON_PS_NODE": name} for name in "ab"], store=store)
-        assert [one.config.security.token for one in formed if isinstance(one, Formed)] == [token, token]
+        assert [one.config.security.token for one in formed if isinstance(one, FormedJob)] == [token, token]
     with pytest.raises(Timeout, match="rank 1 is waiting"):  # its own rank 0 never begins
         form_job(store, {}, 1, 2, Deadline(0.2))
     with pytest.raises(Timeout, match="rank 0 is waiting for the worker of rank 1"):
@@ -204,8 +204,8 @@ def test_workers_of_mpirun_on_one_host_find_each_other(services: type[Services])
         one.close()
 
 
-def _find_the_same(env: Mapping[str, str]) -> Formed:
-    place = place_of(env)
+def _find_the_same(env: Mapping[str, str]) -> FormedJob:
+    place = launch_info(env)
     return form_job(open_store(env, place, 0, 5.0), env, place.rank, place.world_size, Deadline(5.0))
 
 
@@ -221,7 +221,7 @@ def _find_the_same(env: Mapping[str, str]) -> Formed:
     ],
 )
 def test_the_store_is_torchs_where_there_is_one(env: dict[str, str], address: str) -> None:
-    assert master_of(env, place_of(env)) == address
+    assert master_of(env, launch_info(env)) == address
 
 
 @pytest.mark.parametrize(
