@@ -1,4 +1,4 @@
-"""Between the collectives' values and the messages of `v1`; as in `wire.codec`, what comes from the wire is checked."""
+"""Conversion between calls of collectives and the messages of `v1`; as in `wire.codec`, messages are validated."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _REDUCE_OPS: Final = {
 }
 _REDUCE_OPS_BACK: Final[dict[int, ReduceOp]] = {number: op for op, number in _REDUCE_OPS.items()}
 _REDUCING: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
-_WHOLE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
-_UNCOUNTED: Final = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
+_ONE_COUNT: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
+_NO_COUNTS: Final = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
 _ROOTED: Final = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 
 
@@ -78,7 +78,7 @@ def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
         root=message.root,
         reason=message.reason[:REASON_CHARS],
     )
-    needed = 0 if operation in _UNCOUNTED else 1 if operation in _WHOLE else world_size
+    needed = 0 if operation in _NO_COUNTS else 1 if operation in _ONE_COUNT else world_size
     if len(call.counts) != needed or sum(call.counts) > MAX_NUMEL:
         raise InvalidRequest(
             f"{operation.value} in a group of {world_size} came with {len(call.counts)} counts of {sum(call.counts)} "
