@@ -75,14 +75,14 @@ def test_a_rewritten_line_does_not_grow_without_bound(screen: Screen) -> None:
     assert len(screen.out.getvalue()) > 65_536  # written out although no line end came
 
 
-def test_last_words_are_the_last_traceback(screen: Screen) -> None:
+def test_last_errors_are_the_last_traceback(screen: Screen) -> None:
     source = screen.console.source("w")
     source.feed(b"noise\nTraceback (most recent call last):\n  File x\nValueError: first\n", error=True)
     source.feed(b"Traceback (most recent call last):\n  File y\nKeyError: second\n", error=True)
     assert list(source.last_errors()) == ["Traceback (most recent call last):", "  File y", "KeyError: second"]
 
 
-def test_last_words_without_a_traceback_are_the_last_lines(screen: Screen) -> None:
+def test_last_errors_without_a_traceback_are_the_last_lines(screen: Screen) -> None:
     source = screen.console.source("w")
     source.feed(b"".join(b"line %d\n" % i for i in range(30)), error=True)
     assert list(source.last_errors())[-1] == "line 29"

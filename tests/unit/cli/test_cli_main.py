@@ -105,7 +105,7 @@ def test_the_doctor_checks_the_coordinator_it_is_given(capsys: pytest.CaptureFix
     assert "nobody answers there" in found["coordinator"]["problem"]
 
 
-def test_listing_no_checkpoints_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_no_checkpoints_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 0
     assert capsys.readouterr() == ("", f"there is no complete checkpoint in {tmp_path}/nothing\n")
 

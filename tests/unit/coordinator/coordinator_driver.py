@@ -1,4 +1,4 @@
-"""Drives a `CoordinatorState` as a shell would, with a manual clock and a memory store, and keeps what it said.
+"""Drives a `CoordinatorState` as a shell would, with a manual clock and a memory store, and records its replies.
 
 Performing an action checks what holds for every one of them: nothing is announced that is not in the store.
 """
@@ -33,7 +33,7 @@ OPTIMIZER = OptimizerSpec(name="adamw", groups=({"lr": 0.1},), group_of=(0, -1))
 
 
 class Peer:
-    """A member as the coordinator sees it: its current session and everything it was told on it."""
+    """A member as the coordinator sees it: its current session and all events that it received."""
 
     def __init__(self, driver: Driver, role: Role, node: str, rank: int) -> None:
         self.driver, self.role, self.node = driver, role, node
@@ -52,11 +52,11 @@ class Peer:
     def membership(self) -> Membership:
         return self.last(Membership)
 
-    def told(self, kind: type[T]) -> list[T]:
+    def received(self, kind: type[T]) -> list[T]:
         return [e for e in self.inbox if isinstance(e, kind)]
 
     def last(self, kind: type[T]) -> T:
-        return self.told(kind)[-1]
+        return self.received(kind)[-1]
 
     def join(self, *, rank: int | None = None, world_size: int = 0, job: str = "job", standby: bool = False) -> Peer:
         """Open a (new) session."""

@@ -160,7 +160,7 @@ class Worker(Client):
                 self.end(event.outcome)
 
     def end(self, outcome: Outcome) -> None:
-        self.sim.told[self.name] = outcome
+        self.sim.received[self.name] = outcome
         self.view, self.left, self.voted = None, [], False
         self.waits = self.name[0]
         self.staleness.end_step()
@@ -182,7 +182,7 @@ class Worker(Client):
             return True
         at = rng.randrange(len(self.left))
         server, unit, begin, end = self.left[at]
-        if server.engine.generation != self.name[0]:  # a fence: it has not heard of it yet, or it is over
+        if server.engine.generation != self.name[0]:  # a fence: it has not received it yet, or it is over
             return False
         grad = self.sim.grads[self.name][unit][begin:end]
         try:
@@ -223,7 +223,7 @@ class Simulation:
         self.decisions: dict[int, Decision] = {}
         self.grads: dict[tuple[int, int, int], list[Array]] = {}
         self.read: dict[tuple[int, int, int], int] = {}
-        self.told: dict[tuple[int, int, int], Outcome] = {}
+        self.received: dict[tuple[int, int, int], Outcome] = {}
         perform = self.d.perform
 
         def watched(actions: list[Action]) -> None:
@@ -259,7 +259,7 @@ class Simulation:
         self.d.restart()
 
     def drain(self) -> None:
-        """Everything said is heard, everything decided is applied."""
+        """All messages are received, all decisions applied."""
         for client in (*self.servers, *self.workers):
             if not client.peer.open:
                 client.come_back()
@@ -268,7 +268,7 @@ class Simulation:
             pass
 
     def check(self) -> None:
-        """What must hold at any moment of every server, and of what workers were told."""
+        """What must hold at any moment of every server, and of the decisions that workers received."""
         commits = [d for d in sorted(self.decisions.values(), key=lambda d: d.step) if d.outcome is Outcome.COMMIT]
         assert [d.version for d in commits] == list(range(1, len(commits) + 1))
         names = [(d.generation, d.turn.replica, d.turn.clock) for d in commits if d.turn is not None]
@@ -279,8 +279,8 @@ class Simulation:
             for unit, owned in server.engine.slices.items():
                 parts = [self.grads[n][unit][owned.begin : owned.end] for n in names[: server.engine.version]]
                 np.testing.assert_array_equal(owned.master, -sum(parts, np.zeros(owned.numel, np.float32)))
-        for name, outcome in self.told.items():
-            assert (outcome is Outcome.COMMIT) == (name in names), "a worker is told what has become of its gradient"
+        for name, outcome in self.received.items():
+            assert (outcome is Outcome.COMMIT) == (name in names), "a worker gets the outcome of its gradient"
         by_generation: dict[int, dict[int, int]] = {}
         for generation, replica, clock in names:
             clocks = by_generation.setdefault(generation, {})
@@ -297,7 +297,7 @@ class Simulation:
             assert clock - decision.turn.slowest_clock <= bound
             others = {n[1] for n in names if n[0] == generation} - {replica}
             stale = decision.version - 1 - self.read[(generation, replica, clock)]
-            assert stale <= len(others) * (2 * bound + 1), "no gradient is staler than the bound says"
+            assert stale <= len(others) * (2 * bound + 1), "no gradient is staler than the bound"
 
 
 @given(
@@ -315,7 +315,7 @@ def test_every_gradient_counts_once_everywhere_in_one_order(policy: Policy, work
             sim.join()
         elif what < 0.016 and len(sim.workers) > 1:
             victim = sim.workers.pop(rng.randrange(len(sim.workers)))
-            sim.told.pop(victim.name, None)
+            sim.received.pop(victim.name, None)
             if victim.peer.open:
                 victim.peer.lose()
         elif what < 0.022:
@@ -335,12 +335,12 @@ def test_every_gradient_counts_once_everywhere_in_one_order(policy: Policy, work
     sim.d.advance(6.0, beat=True)  # who died while there was no coordinator is missed
     sim.drain()
     sim.check()
-    before = set(sim.told)
+    before = set(sim.received)
     for _ in range(200):  # undisturbed, everybody gets on
         for worker in sim.workers:
             worker.act(rng)
         sim.drain()
     sim.check()
     assert {s.engine.version for s in sim.servers} == {sim.d.state.status().version}
-    went_on = {replica for _, replica, _ in set(sim.told) - before}
+    went_on = {replica for _, replica, _ in set(sim.received) - before}
     assert went_on == set(range(sim.d.state.status().membership.num_replicas))

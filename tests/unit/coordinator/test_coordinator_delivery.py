@@ -23,7 +23,7 @@ def next_generation(membership: Membership = MEMBERS) -> Membership:
     return dataclasses.replace(membership, generation=membership.generation + 1, step=membership.step + 1)
 
 
-def test_a_new_process_has_no_business_with_what_was_decided_before() -> None:
+def test_a_new_process_ignores_earlier_decisions() -> None:
     m = Delivery()
     assert m.receive(WELCOME) == []
     assert m.receive(COMMIT) == []
@@ -31,7 +31,7 @@ def test_a_new_process_has_no_business_with_what_was_decided_before() -> None:
     assert m.receive(COMMIT) == [COMMIT]
 
 
-def test_what_is_known_is_not_news() -> None:
+def test_known_events_are_dropped() -> None:
     m = Delivery()
     snapshot, restore = SnapshotOrder(id=2, uri="u", version=4), RestoreOrder(epoch=1, uri="u", version=4)
     events = [JobState(), MEMBERS, COMMIT, snapshot, restore]
@@ -44,7 +44,7 @@ def test_what_is_known_is_not_news() -> None:
     assert (m.membership, m.job_state) == (MEMBERS, changed)
 
 
-def test_our_word_is_repeated_until_it_is_decided() -> None:
+def test_our_message_is_resent_until_it_is_decided() -> None:
     m = Delivery()
     m.receive(MEMBERS)
     initialized = initialized_to_proto(0, 0)
@@ -58,7 +58,7 @@ def test_our_word_is_repeated_until_it_is_decided() -> None:
     assert m.to_resend() == [initialized]
 
 
-def test_each_model_has_decisions_orders_and_words_of_its_own() -> None:
+def test_each_model_has_its_own_decisions_orders_and_messages() -> None:
     m = Delivery()
     m.receive(MEMBERS)
     other = dataclasses.replace(COMMIT, step=1, version=1, model=2)
@@ -78,7 +78,7 @@ def test_each_model_has_decisions_orders_and_words_of_its_own() -> None:
     assert [(a.model, a.step, a.version) for a in aborts] == [(0, 6, 4), (2, 3, 2)]
 
 
-def test_a_model_that_was_released_meanwhile_is_told_once_and_nothing_is_said_of_it_any_more() -> None:
+def test_a_model_that_was_released_meanwhile_is_reported_once_and_its_messages_are_dropped() -> None:
     m = Delivery()
     m.receive(MEMBERS)
     m.receive(JobState(model=2, name="critic"))
@@ -122,7 +122,7 @@ def test_a_vote_that_comes_after_its_generation_is_an_abort_at_once() -> None:
     assert m.to_resend() == []
 
 
-def test_a_sum_whose_generation_is_over_is_forgotten() -> None:
+def test_a_sum_whose_generation_is_over_is_dropped() -> None:
     m = Delivery()
     m.receive(MEMBERS)
     m.record(Ready(generation=3, step=5, sum_of_squares=1.0))

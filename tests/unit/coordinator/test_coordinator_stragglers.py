@@ -71,7 +71,7 @@ def test_who_waits_behind_it_is_no_straggler() -> None:
     assert (a.open, b.open, c.open) == (True, False, True)
 
 
-def test_arriving_alone_begins_the_wait() -> None:
+def test_one_arrival_begins_the_wait() -> None:
     d = Driver(world_size=2, min_workers=1, step_timeout_s=5.0)
     [a, b], servers = d.assembled()
     b.arrive()

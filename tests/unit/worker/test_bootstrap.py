@@ -109,18 +109,18 @@ def test_rank_0_starts_the_coordinator_and_every_node_its_shard_servers(services
         assert (one.services is not None) == (rank in (0, 2))  # the first of each node
 
 
-def test_there_is_one_shard_server_a_node_unless_told_otherwise(services: type[Services]) -> None:
+def test_there_is_one_shard_server_a_node_by_default(services: type[Services]) -> None:
     form([{"AXON_PS_NODE": name, "AXON_PS_TOKEN": "t"} for name in "aab"])
     assert sorted(asked["shards"] for asked in services.asked) == [[0], [1]]
 
 
-def test_what_keeps_rank_0_from_it_all_are_told(services: type[Services]) -> None:
+def test_an_error_of_rank_0_is_announced_to_all(services: type[Services]) -> None:
     services.broken = "no room"
     errors = form([{}, {}])
     assert [str(error) for error in errors] == ["no room", "rank 0 could not start the job's services: no room"]
 
 
-def test_services_for_several_hosts_need_tls_or_a_word_that_they_do_not(
+def test_services_for_several_hosts_need_tls_or_insecure(
     services: type[Services], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     networks = iter("ab" * 2)
@@ -140,7 +140,7 @@ def test_the_name_that_others_reach_us_by_is_the_one_towards_the_store() -> None
     assert job_module._own_name({**place, "MASTER_ADDR": "localhost", "AXON_PS_ADVERTISE": "me"}) == "me"
 
 
-def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_before(services: type[Services]) -> None:
+def test_workers_that_are_restarted_on_the_same_store_ignore_earlier_ones(services: type[Services]) -> None:
     store = Dict()
     services.broken = "no room"
     assert all("no room" in str(error) for error in form([{}, {}], store=store))
@@ -157,7 +157,7 @@ def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_befo
 @pytest.mark.parametrize(
     ("rank", "words"), [(0, "waiting for the worker of rank 1"), (1, "waiting for the worker of rank 0 to start")]
 )
-def test_whoever_waits_for_others_says_so_and_not_for_ever(
+def test_waiting_for_others_is_logged_and_times_out(
     rank: int, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reminders.FIRST_REMINDER_S <= 2.0
@@ -246,7 +246,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         ({"AXON_PS_STANDBY": "1"}, "AXON_PS_COORDINATOR=host:port"),
     ],
 )
-def test_an_environment_that_says_too_little_is_told_what_to_say(env: dict[str, str], words: str) -> None:
+def test_the_error_of_an_incomplete_environment_names_what_to_set(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         find_job(env, 1.0)
 
@@ -254,7 +254,7 @@ def test_an_environment_that_says_too_little_is_told_what_to_say(env: dict[str, 
 # ---------------------------------------------------------------------- the services
 
 
-def test_they_do_not_open_themselves_to_the_network_without_being_told() -> None:
+def test_they_do_not_listen_on_the_network_by_default() -> None:
     with pytest.raises(ConfigurationError, match="a certificate and key"):
         EmbeddedServices(2, job="j", host="0.0.0.0", environment=os.environ)
 

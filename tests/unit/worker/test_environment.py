@@ -46,7 +46,7 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
-def test_every_launcher_says_which_worker_this_is(launcher: str) -> None:
+def test_every_launcher_gives_the_rank_of_this_worker(launcher: str) -> None:
     place = launch_info(LAUNCHED[launcher])
     assert place.launcher is not None
     assert place.launcher.name == launcher
