@@ -10,39 +10,39 @@ import functools
 import sys
 from typing import Any
 
-_given: Any = None
-_noticing = False
+_exit_code: Any = None
+_recording = False
 
 
-def notice_exit() -> None:
-    """From now on record the argument of `sys.exit`; forget earlier ones."""
-    global _given, _noticing
-    _given = None
-    if _noticing:
+def record_exit() -> None:
+    """From now on record the argument of `sys.exit`; discard earlier ones."""
+    global _exit_code, _recording
+    _exit_code = None
+    if _recording:
         return
-    _noticing = True
+    _recording = True
     exit_ = sys.exit
 
     @functools.wraps(exit_)
-    def remember(status: Any = None, /) -> Any:
-        global _given
-        _given = status
+    def recording_exit(status: Any = None, /) -> Any:
+        global _exit_code
+        _exit_code = status
         exit_(status)
 
-    sys.exit = remember
+    sys.exit = recording_exit
 
 
-def going_well() -> bool:
-    """Whether the caller is handling no error: then what ends has finished."""
+def no_error_handled() -> bool:
+    """Whether the caller is handling no error, so that the block it leaves has finished."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return _is_success(error.code)
     return error is None or isinstance(error, StopIteration)
 
 
-def process_went_well() -> bool:
+def process_succeeded() -> bool:
     """Whether, at the process's end, nothing shows that it failed: no uncaught error, no exit code but 0."""
-    return getattr(sys, "last_value", None) is None and _is_success(_given) and going_well()
+    return getattr(sys, "last_value", None) is None and _is_success(_exit_code) and no_error_handled()
 
 
 def _is_success(code: Any) -> bool:

@@ -55,7 +55,7 @@ TORCHRUN = Launcher(
     local_rank="LOCAL_RANK",
     local_world_size="LOCAL_WORLD_SIZE",
 )
-"""torchrun and `axon-ps run`, and whoever sets their variables by hand."""
+"""torchrun, `axon-ps run`, and variables set by hand."""
 
 OPEN_MPI = Launcher(
     name="mpirun",
@@ -203,7 +203,7 @@ def security_of(env: Mapping[str, str]) -> Security:
 
 
 def node_of(env: Mapping[str, str]) -> str:
-    """The name that the workers of this host or container share.
+    """The name of this host or container, common to its workers.
 
     Two agents of torchrun on one host are two nodes, as two launches of `axon-ps run` are.
     """

@@ -32,7 +32,7 @@ class Groups:
         store: for the rendezvous of members.
         backend: name of the default group's.
         timeout_s: default deadline of collectives.
-        recorder: keeps what happened.
+        recorder: the flight recorder.
         incarnation: gives this worker's incarnation, once it has joined.
     """
 
@@ -121,7 +121,7 @@ class Groups:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
     def node(self) -> ProcessGroup:
-        """A new group of the workers that are on this worker's node now; collective among them alone.
+        """A new group of the workers that are on this worker's node now; a collective call of only these.
 
         They must make as many such groups as each other, in the same order.
 

@@ -153,7 +153,7 @@ class JobView:
         """Block until the membership is as wanted.
 
         Args:
-            ready: whether it is; called with locks held.
+            ready: the condition; called with locks held.
             timeout_s: how long to wait, in seconds.
             what: what is waited for, for the error.
 

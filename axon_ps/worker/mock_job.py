@@ -1,4 +1,4 @@
-"""A whole job inside this process: the coordinator, the shard servers and their clients on one event loop.
+"""A job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
 They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`. There are
 no sockets, no ports and no other processes, and any number of such jobs may exist at once.
@@ -78,7 +78,7 @@ class MockJob:
         finally:
             self.loop.close()
 
-    def forget(self) -> None:
+    def lost(self) -> None:
         """A worker was freed without `leave`; with the last one the job ends. Any thread, and without waiting."""
         if next(self._left) >= self._world_size:
             self.loop.end()

@@ -81,7 +81,7 @@ class Models:
     Args:
         loop: the background loop.
         coordinator: the session.
-        shards: the shard servers, for the first model; the others share its connections.
+        shards: the shard servers, for the first model; the others use its connections.
         view: the members.
         timeout_s: default deadline of every operation, in seconds.
 

@@ -1,4 +1,4 @@
-"""A worker's half of the training steps of one model: gather parameters, push gradients, vote, get the decision.
+"""A worker's part in the training steps of one model: gather parameters, push gradients, vote, get the decision.
 
 `StepClient` uses the two connections that a step needs, the coordinator's session and the shard servers, and holds the
 state that a worker has about the model: the current step and version. Gathers and pushes run on the background loop and
@@ -39,10 +39,10 @@ from axon_ps.worker.staleness import Staleness
 T = TypeVar("T")
 
 NO_GENERATION = -1
-"""Of a void ticket."""
+"""The generation of a void ticket."""
 
 _ARRIVED_INTERVAL_S = 1.0
-"""How often, while pushes last, this worker reports that it waits, so that it is not taken for a straggler."""
+"""How often, while pushes last, this worker reports that it waits, so that it does not count as a straggler."""
 
 _STATUS_TIMEOUT_S = 2.0
 """How long the coordinator may take to reply for whom a step waits, once that has timed out."""
@@ -85,7 +85,7 @@ class StepClient:
     Attributes:
         view: as given.
         model: as given.
-        name: what the job calls the model, once it was registered here.
+        name: name of the model in the job, once it was registered here.
     """
 
     def __init__(
@@ -223,11 +223,11 @@ class StepClient:
 
     @property
     def released(self) -> bool:
-        """Whether the job has the model no more."""
+        """Whether the model has been released."""
         return self._released
 
     def check_released(self) -> None:
-        """Refuse a model that the job has no more.
+        """Refuse a model that has been released.
 
         Raises:
             Misuse: it has been released.
@@ -238,7 +238,7 @@ class StepClient:
     def statistics(self) -> dict[str, float]:
         """Counters of the data plane: bytes, streams, retries; where replicas step asynchronously, clocks and waiting.
 
-        `mapped_bytes_in` are those of the `bytes_in` that were not even copied.
+        `mapped_bytes_in` are those of the `bytes_in` that were mapped without a copy.
         """
         staleness = {"clock": float(self._staleness.clock), "slowest_clock": float(self._staleness.slowest)}
         waits = {**staleness, "staleness_wait_s": self._staleness_wait_s} if self._staleness.asynchronous else {}
@@ -335,10 +335,10 @@ class StepClient:
         self.asked_epoch = max(self.asked_epoch, epoch)
 
     def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
-        """Block until the parameters are being replaced for the `epoch`. time, or the members are others.
+        """Block until the parameters are being replaced for the `epoch`. time, or the membership has changed.
 
         Raises:
-            Timeout: neither came.
+            Timeout: neither happened.
         """
         self.view.wait_until(
             lambda: True if self.epoch >= epoch or self.membership.generation >= generation else None,
@@ -377,7 +377,7 @@ class StepClient:
     # ------------------------------------------------------------------ registration
 
     def register(self, spec: JobSpec) -> Registered:
-        """Give the first model its layout, or check ours against the one it has; `Models.register` is for any.
+        """Set the layout of the first model, or check ours against the one it has; `Models.register` is for any.
 
         Raises:
             LayoutMismatch: another rank registered something else; the message says where they first differ.
@@ -401,7 +401,7 @@ class StepClient:
             self._version = max(self._version, reply.version)
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Give the model its optimizer, or check ours against the one it has.
+        """Set the model's optimizer, or check ours against the one it has.
 
         Raises:
             LayoutMismatch: another rank registered other groups or hyperparameters.
@@ -416,8 +416,8 @@ class StepClient:
             registered: the reply of `register`.
 
         Returns:
-            False when the membership changed before: register again, for the worker that uploads may have died, and
-            a shard server may have been replaced.
+            False if the membership changed before: register again, since the worker that uploads may have died, or a
+            shard server may have been replaced.
 
         Raises:
             Timeout: they do not; usually because the rank that uploads has died.
@@ -456,7 +456,7 @@ class StepClient:
     def gather(
         self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
     ) -> LoopWork[int]:
-        """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
+        """Fill `out` with the unit at this worker's version or later; its element type is the wire dtype.
 
         Args:
             unit: its number.
@@ -469,7 +469,7 @@ class StepClient:
         Returns:
             A handle whose result is the version gathered.
 
-        After an error: `out` holds anything.
+        After an error: the content of `out` is undefined.
         """
         with self._changed:
             epoch, version = self.epoch, self._version_of(unit, exact=exact)
@@ -523,7 +523,7 @@ class StepClient:
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
+        """u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
         return self._shards.buffer(size_bytes)
 
     async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
@@ -546,7 +546,7 @@ class StepClient:
         """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
 
         Args:
-            call: begins it.
+            call: starts it.
             epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
                 version from before a restore could wait for ever: it may never exist again.)
 
@@ -644,7 +644,7 @@ class StepClient:
         begin: int = 0,
         end: int | None = None,
     ) -> LoopWork[None]:
-        """Send one replica's gradient of a unit; None when it has none.
+        """Push the gradient of a unit, of one replica; None when it has none.
 
         Args:
             unit: its number.
@@ -696,7 +696,7 @@ class StepClient:
                 done()
 
     def _context(self) -> CallContext:
-        """Who calls, and about which model."""
+        """The context of a call about this model."""
         context = self._coordinator.context()
         context.model = self.model
         return context
@@ -752,7 +752,7 @@ class StepClient:
             pushes: its pushes; they are waited for first.
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
-            copy: what the step takes from another model; None = it takes gradients.
+            copy: the copy from another model; None = the step takes gradients.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -881,7 +881,7 @@ class StepClient:
             self.view.wait_until(
                 lambda: True if self._received_decision(ticket) is not None or not self.valid(ticket) else None,
                 self.timeout_s,
-                lambda: f"a shard server says that step {ticket.step} is over; the coordinator does not",
+                lambda: f"a shard server reports that step {ticket.step} is over; the coordinator does not",
             )
         if (decision := self._received_decision(ticket)) is not None:
             return decision

@@ -273,7 +273,7 @@ class Calls(ABC):
     ) -> Any:
         """Call until it succeeds, fails with an error that a retry does not help, or times out.
 
-        `MemberLost` is an answer about somebody else, never a broken connection of ours.
+        `MemberLost` is an answer about another member, never a broken connection of this one.
         """
 
         async def attempt() -> tuple[Any, AxonError | None]:
@@ -290,7 +290,7 @@ class Calls(ABC):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                return None, Closed(f"{method} was given up: its connection was closed")  # see `rpc.stream`
+                return None, Closed(f"{method} was cancelled: its connection was closed")  # see `rpc.stream`
 
         reply, final = await retry(attempt, until=deadline, on=again if self.retries else (), most_s=1.0)
         if final is not None:

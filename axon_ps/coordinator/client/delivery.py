@@ -88,22 +88,22 @@ class Delivery:
         if isinstance(event, Membership):
             return self._receive_membership(event)
         if isinstance(event, JobState) and event.released:
-            news = event.model not in self._released
+            is_new = event.model not in self._released
             self._released.add(event.model)
             self._models.pop(event.model, None)
         elif isinstance(event, JobState):
-            news = event != self._of(event.model).state
+            is_new = event != self._of(event.model).state
             self._of(event.model).state = event
         elif isinstance(event, Decision):
             # Without a membership this is a new process, which ignores earlier decisions.
-            news = self.membership is not None and event.step > self._of(event.model).step
-            if news:
+            is_new = self.membership is not None and event.step > self._of(event.model).step
+            if is_new:
                 self._decided(event)
         elif isinstance(event, SnapshotOrder):
-            news, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
+            is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
         elif isinstance(event, RestoreOrder):
             model = self._of(event.model)
-            news, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
+            is_new, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
         else:
             assert isinstance(event, Welcome)
             if self._state_id not in ("", event.state_id):
@@ -114,18 +114,18 @@ class Delivery:
             self._state_id = event.state_id
             gone = [JobState(model=number, released=True) for number in event.released]
             return [each for state in gone for each in self.receive(state)]
-        return [event] if news else []
+        return [event] if is_new else []
 
     def record_initialized(self, message: session_pb2.SessionRequest) -> None:
-        """Keep our report that we hold the parameters of a model."""
+        """Record our report that we hold the parameters of a model."""
         self._of(message.initialized.model).initialized = message
 
     def record_restore_failure(self, message: session_pb2.SessionRequest) -> None:
-        """Keep our report that we could not restore a model."""
+        """Record our report that we could not restore a model."""
         self._of(message.restore.model).restore_report = message
 
     def record(self, message: Vote | Ready, replica: int | None = None) -> list[Event]:
-        """Keep our vote or report, of one `replica` or of all; returns an abort if its generation is over."""
+        """Record our vote or report, of one `replica` or of all; returns an abort if its generation is over."""
         self._of(message.model).messages[replica] = message
         return [] if self.membership is None else self._settle(self.membership)
 

@@ -4,8 +4,8 @@
 and reconnects when the stream breaks. All of it runs on one event loop, the one `start` runs on;
 `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
 
-Invariants (kept by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and the
-generation never falls; every vote is followed by exactly one `Decision` of its step.
+Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
+the generation never falls; every vote is followed by exactly one `Decision` of its step.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ the session
 
     async def _run(self, first: Deadline) -> None:
-        """Keep a session up until we close, are refused, or reconnecting has timed out."""
+        """Maintain a session until we close, are refused, or reconnecting has timed out."""
         deadline, wait_s = first, 0.05
         try:
             while not self._closing:

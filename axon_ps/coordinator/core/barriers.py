@@ -39,7 +39,7 @@ class _Barrier:
 
 
 class Barriers:
-    """All barriers somebody waits at.
+    """All barriers at which workers wait.
 
     Args:
         out: gets the answers.
@@ -77,7 +77,7 @@ class Barriers:
         self._waiting.add(call, str(rank), now, timeout_s)
         barrier = self._barriers.setdefault(key, _Barrier())
         if (earlier := barrier.calls.get(rank)) is not None:
-            self._forget(earlier)
+            self._remove(earlier)
             self._out.reply(earlier, MemberLost(f"rank {rank} arrived at barrier {name!r} again with another call"))
             self._barriers[key] = barrier
         barrier.calls[rank] = call
@@ -98,7 +98,7 @@ class Barriers:
 
     def cancel(self, call: int) -> None:
         """The caller does not wait any more: it has not arrived."""
-        self._forget(call)
+        self._remove(call)
 
     def generation_changed(
         self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
@@ -117,7 +117,7 @@ class Barriers:
                 self._fail(key, GenerationChanged(message, membership.generation))
             else:
                 for rank in set(lost) & set(barrier.calls):
-                    self._forget(barrier.calls[rank])
+                    self._remove(barrier.calls[rank])
                 self._open_if_complete(key, membership)
 
     def tick(self, now: float, membership: Membership) -> None:
@@ -131,7 +131,7 @@ class Barriers:
         missing = {key: self._missing(key, self._barriers[key], membership) for _, key, _ in late}
         for call, key, _ in late:
             waited_s = self._waiting.timeout_s(call)
-            self._forget(call)
+            self._remove(call)
             self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
@@ -162,15 +162,15 @@ class Barriers:
         ranks = key[1] or tuple(m.rank for m in membership.workers)
         if all(r in barrier.calls for r in ranks):
             for call in list(barrier.calls.values()):
-                self._forget(call)
+                self._remove(call)
                 self._out.reply(call, membership.generation)
 
     def _fail(self, key: Key, error: Exception) -> None:
         for call in list(self._barriers[key].calls.values()):
-            self._forget(call)
+            self._remove(call)
             self._out.reply(call, error)
 
-    def _forget(self, call: int) -> None:
+    def _remove(self, call: int) -> None:
         if call not in self._key_of:
             return
         key, rank = self._key_of.pop(call)

@@ -1,4 +1,4 @@
-"""What members receive on their session, and what they report: pure values that state, servicer and client share.
+"""The events that members receive on their session, and the reports they send: values for state, servicer and client.
 
 Invariant: a `Membership` of a given generation never changes; whatever would change it makes a new generation.
 """
@@ -190,7 +190,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A file that a shard server wrote for a checkpoint; `model` says whose slices are in it."""
+    """A file that a shard server wrote for a checkpoint; it has slices of `model`."""
 
     name: str
     sha256: str

@@ -64,7 +64,7 @@ class Parameters:
 
     Attributes:
         epoch: how often it was restored.
-        initialized: whether every shard server held its parameters at some moment of this epoch.
+        initialized: whether every shard server has held its parameters at some time in this epoch.
         holders: per shard server rank, the incarnation that holds its slices.
         uploader: incarnation of the worker that is to upload first values.
         restore: the restore in progress.

@@ -4,7 +4,7 @@ Every method is one event and returns the actions it causes, in order; `Persist`
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
-The work is done by the parts: `members` (joins, leaves and losses), `assembly` (generations), `models` and
+It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models` and
 `registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
 """
 

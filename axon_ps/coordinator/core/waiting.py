@@ -38,7 +38,7 @@ class Deadlines(Generic[K]):
             self._push(key, moment)
 
     def remove(self, key: K) -> None:
-        """Forget a key; harmless when it is not there."""
+        """Remove a key; harmless when it is absent."""
         self._moments.pop(key, None)
         if len(self._heap) > 2 * len(self._moments) + 64:  # mostly what was removed
             self._heap = []

@@ -1,4 +1,4 @@
-"""The coordinator's part of checkpoints on disk: it reads and writes manifests, shard servers everything else.
+"""The manifests of checkpoints, which the coordinator reads and writes; shard servers do so with all other files.
 
 Blocking I/O: call it in a thread.
 """

@@ -159,7 +159,7 @@ class Shell:
         return session
 
     def close_session(self, session: Session) -> None:
-        """A stream is over, whoever ended it."""
+        """A stream is over."""
         self._sessions.pop(session.number, None)
         if not self._closed:
             self.perform(self.state.stream_lost(session.number, self.now()))

@@ -26,7 +26,7 @@ from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.host import fork
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.worker.bootstrap.job import FormedJob, form_job
-from axon_ps.worker.ending import process_went_well
+from axon_ps.worker.ending import process_succeeded
 from axon_ps.worker.environment import WorkerConfig, worker_config
 from axon_ps.worker.world import World
 
@@ -147,7 +147,7 @@ class Session:
 
     def _at_exit(self) -> None:
         """The process ends without `destroy_process_group`: in order, or by an error, which the others wait for."""
-        if not process_went_well() and self._owned:
+        if not process_succeeded() and self._owned:
             self.world.close(finished=False)
         self.close()
 

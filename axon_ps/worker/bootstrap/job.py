@@ -134,12 +134,12 @@ def form_job(
     """Form a job with all workers that call this on the same store; each gives its own rank.
 
     Args:
-        store: its keys are for this alone.
+        store: its keys are used for nothing else.
         env: the process's environment.
         rank: this worker's.
         world_size: how many workers there are.
         deadline: by when.
-        job: the job's name; empty = as the environment says.
+        job: the job's name; empty = that of the environment.
 
     Raises:
         ConfigurationError, Timeout, Broken: as for `find_job`.

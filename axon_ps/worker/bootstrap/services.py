@@ -1,6 +1,6 @@
 """`EmbeddedServices`: a coordinator and shard servers as children of a worker, for jobs without services.
 
-They are programs of their own, started by `exec`, and are told to drain when the thread that started them is gone, even
+They are separate programs, started by `exec`, and drain when the thread that started them has ended, even
 by kill -9 (see `host.children`).
 
 Owns: the processes. Refuses: to announce them to the other workers; the caller does.

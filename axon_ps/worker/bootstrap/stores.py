@@ -72,7 +72,7 @@ def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_
 
 
 def master_of(env: Mapping[str, str], launch: LaunchInfo) -> str:
-    """ "host:port" of torch's store; empty when nothing says where it is.
+    """ "host:port" of torch's store; empty when it is unknown.
 
     Raises:
         ConfigurationError: a variable is malformed.

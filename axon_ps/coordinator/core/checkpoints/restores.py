@@ -71,7 +71,7 @@ class Restores:
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
         reason = f"checkpoint {resumes[0].uri} is restored"
-        self._answer(CheckpointError(f"given up: {reason} instead"))
+        self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
         for model, resume in found:

@@ -101,7 +101,7 @@ class Stragglers:
         return max(wait.since + self._step_timeout_s, wait.recheck)
 
     def _waiting(self) -> list[Model]:
-        """The models in whose present step somebody waits."""
+        """The models in whose current step a worker waits."""
         found = []
         for model in self._models:
             wait = self._waits.get(model.number)
