@@ -30,7 +30,7 @@ LongTimeout = Annotated[float, typer.Option(help="Seconds it may take.")]
 @app.command()
 def save(
     uri: Uri,
-    extra: Annotated[str, typer.Option(help="A JSON object to keep with it.")] = "{}",
+    extra: Annotated[str, typer.Option(help="A JSON object to store with it.")] = "{}",
     timeout_s: LongTimeout = 600.0,
     coordinator: o.Coordinator = None,
     job: o.Job = None,
@@ -135,7 +135,7 @@ def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
 
 
 def _absolute(uri: str) -> str:
-    """The servers may run in another directory than we: a local path is made absolute, a URI left alone."""
+    """Make a local path absolute, since the servers may run in another directory; a URI stays unchanged."""
     return uri if "://" in uri else str(Path(uri).absolute())
 
 

@@ -1,8 +1,8 @@
 """One terminal for many processes: every line under the name of the process that wrote it.
 
-Whole lines only, so that lines of two processes never mix. A line that a process keeps rewriting with carriage returns
-(a progress bar) is shown on a terminal as the last line, redrawn below whatever else is written; elsewhere only its
-final state is. After an interrupt the tracebacks of `KeyboardInterrupt` are left out: the user knows.
+Only complete lines are written, so that lines of two processes never mix. A line that a process keeps rewriting with
+carriage returns (a progress bar) is shown on a terminal as the last line, redrawn below all other output; elsewhere
+only its final state is written. After an interrupt the tracebacks of `KeyboardInterrupt` are left out.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 TRACEBACK = "Traceback (most recent call last):"
-_KEPT_LINES = 200
-_LONGEST_LINE = 1 << 16
+_MAX_ERROR_LINES = 200
+_MAX_LINE = 1 << 16
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CURSOR = re.compile(r"\x1b\[(?:\?25[lh]|[0-9]*[KAJG])")
 _CHAINED = ("During handling of the above", "The above exception was", TRACEBACK)
 
 
 class Console:
-    """Where the lines of all processes end up.
+    """Writes the lines of all processes to one terminal.
 
     Args:
-        out: where their standard output goes.
-        err: where their standard error goes, and what we say ourselves.
+        out: gets their standard output.
+        err: gets their standard error, and the launcher's own lines.
         colour: whether names are coloured and progress is redrawn; in `out` only if that is a terminal too.
 
     Attributes:
         interrupted: whether Ctrl-C was pressed.
-        lines: how many were written.
-        last_writer: whose line was the last one; None when it was ours.
-        on_broken_pipe: called when the reader of `out` or `err` has gone; what is written to it then is dropped.
+        lines: the number of lines written.
+        last_writer: the process whose line was the last one; None when it was the launcher's.
+        on_broken_pipe: called when the reader of `out` or `err` has closed it; later output to it is dropped.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, colour: bool) -> None:
@@ -48,14 +48,14 @@ class Console:
         self.on_broken_pipe: Callable[[], None] = lambda: None
 
     def source(self, name: str) -> Source:
-        """A new process by this name; one that takes the place of another has its colour."""
+        """A new process of this name; the replacement of an earlier one gets its colour."""
         earlier = next((source.colour for source in self._sources if source.name == name), None)
         source = Source(self, name, earlier or _COLOURS[len(self._sources) % len(_COLOURS)])
         self._sources.append(source)
         return source
 
-    def say(self, text: str, *, error: bool = False) -> None:
-        """Write a line of our own to `err`."""
+    def print(self, text: str, *, error: bool = False) -> None:
+        """Write a line of the launcher to `err`."""
         self._write(f"\x1b[31m{text}\x1b[0m" if error and self._colour else text, self._err)
         self.last_writer = None
 
@@ -97,25 +97,25 @@ class Console:
 
 
 class Source:
-    """The two streams of one process, cut into lines.
+    """The two streams of one process, split into lines.
 
     Attributes:
-        name: what its lines are marked with.
-        first_trouble: the number, among all lines of the console, of its first traceback or error line (ours begin with
-            "axon-ps: "); None when there is none. Tells cause from effect.
+        name: the prefix of its lines.
+        first_error: the number, among all lines of the console, of its first traceback or error line (one of axon_ps
+            begins with "axon-ps: "); None when there is none. The lowest one is of the process that failed first.
     """
 
     def __init__(self, console: Console, name: str, colour: int) -> None:
         self.name, self.colour = name, colour
-        self.first_trouble: int | None = None
+        self.first_error: int | None = None
         self._console = console
         self._streams = {False: _Stream(), True: _Stream()}
         self._rewriting = False
-        self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._held: list[str] = []
+        self._errors: deque[str] = deque(maxlen=_MAX_ERROR_LINES)
+        self._buffered: list[str] = []
 
     def feed(self, data: bytes, *, error: bool) -> None:
-        """Take what the process wrote to its standard error or output; empty data ends the stream."""
+        """Process output that was written to standard error or output; empty data ends the stream."""
         stream = self._streams[error]
         for line in stream.lines(data):
             self._line(line, error=error)
@@ -123,7 +123,7 @@ class Source:
             self._rewriting = True
             self._console.progress(self, stream.rewritten)
 
-    def last_words(self) -> Sequence[str]:
+    def last_errors(self) -> Sequence[str]:
         """The end of its standard error, from the last traceback on, else the last few lines."""
         lines = list(self._errors)
         starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
@@ -135,26 +135,26 @@ class Source:
             self._console.end_progress()
         if error:
             self._errors.append(line)
-            if line.startswith((TRACEBACK, "axon-ps: ")) and self.first_trouble is None:
-                self.first_trouble = self._console.lines
-            if self._console.interrupted and self._hold(line):
+            if line.startswith((TRACEBACK, "axon-ps: ")) and self.first_error is None:
+                self.first_error = self._console.lines
+            if self._console.interrupted and self._buffer(line):
                 return
         self._console.line(self, line, error=error)
 
-    def _hold(self, line: str) -> bool:
-        """Keep back a traceback until its last line says what it is of; whether `line` is kept back."""
-        if not self._held and not line.startswith(TRACEBACK):
+    def _buffer(self, line: str) -> bool:
+        """Buffer a traceback until its last line, which names the error; returns whether `line` was buffered."""
+        if not self._buffered and not line.startswith(TRACEBACK):
             return False
-        self._held.append(line)
+        self._buffered.append(line)
         if line and not line[0].isspace() and not line.startswith(_CHAINED):
-            held, self._held = self._held, []
-            for kept in [] if line.startswith("KeyboardInterrupt") else held:
-                self._console.line(self, kept, error=True)
+            buffered, self._buffered = self._buffered, []
+            for each in [] if line.startswith("KeyboardInterrupt") else buffered:
+                self._console.line(self, each, error=True)
         return True
 
 
 class _Stream:
-    """Bytes in, lines out; of a line that is being rewritten only the present state is kept."""
+    """Bytes in, lines out; of a line that is being rewritten only the present state is stored."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -162,17 +162,17 @@ class _Stream:
         self.rewritten = ""
 
     def lines(self, data: bytes) -> Iterator[str]:
-        """The lines that `data` completes; what is left over is one when `data` is empty, the end."""
+        """The lines that `data` completes; empty `data` is the end, which completes the last line."""
         text = self._rest + self._decoder.decode(data, final=not data)
-        *whole, rest = text.split("\n")
-        self.rewritten = _shown(rest) if "\r" in rest else ""
+        *complete, rest = text.split("\n")
+        self.rewritten = _visible(rest) if "\r" in rest else ""
         self._rest = rest[rest.rstrip("\r").rfind("\r") + 1 :]
-        if self._rest and (not data or len(self._rest) > _LONGEST_LINE):
-            whole.append(self._rest)
+        if self._rest and (not data or len(self._rest) > _MAX_LINE):
+            complete.append(self._rest)
             self._rest = self.rewritten = ""
-        return (_shown(line) for line in whole)
+        return (_visible(line) for line in complete)
 
 
-def _shown(line: str) -> str:
-    """What a terminal shows of a line after its carriage returns."""
+def _visible(line: str) -> str:
+    """The part of a line that a terminal shows after its carriage returns."""
     return _CURSOR.sub("", line.rstrip("\r").rpartition("\r")[2])

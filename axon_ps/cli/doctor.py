@@ -1,4 +1,4 @@
-"""`axon-ps doctor`: what this machine and environment look like, and what will go wrong with them."""
+"""`axon-ps doctor`: properties of this machine and environment, and problems with them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from axon_ps.errors import AxonError
 
 _REQUIRED = ("grpcio", "protobuf", "numpy", "numba", "safetensors", "fsspec", "grpcio-health-checking")
 _OPTIONAL = ("torch", "cupy-cuda12x", "cupy-cuda13x", "s3fs", "grpcio-reflection")
-_LEAST_FILES = 1024
-_LEAST_SHM_BYTES = 64 << 20
-_REACH_TIMEOUT_S = 2.0
+_MIN_FILES = 1024
+_MIN_SHM_BYTES = 64 << 20
+_CONNECT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes:
-        what: what it is.
-        found: how it is.
+        what: the thing checked.
+        found: its state.
         problem: what is wrong with it and what to do; empty when nothing is.
     """
 
@@ -41,7 +41,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Look at everything; never raises."""
+    """Run all checks; never raises."""
     return [
         Finding("axon-ps", f"{__version__} in {Path(__file__).parents[1]}"),
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
@@ -63,7 +63,7 @@ def examine(settings: Settings) -> list[Finding]:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Show them as a table, with what is wrong in red."""
+    """Show them as a table, with problems in red."""
     from rich.console import Console
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def _gpu() -> Finding:
 
 def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    problem = "" if soft >= _LEAST_FILES else f"too few for many connections; raise it: ulimit -n {_LEAST_FILES}"
+    problem = "" if soft >= _MIN_FILES else f"too few for many connections; raise it: ulimit -n {_MIN_FILES}"
     return Finding("open files", f"at most {soft}", problem)
 
 
@@ -108,12 +108,12 @@ def _shared_memory() -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return Finding("/dev/shm", "missing; processes on this host talk over sockets")
-    problem = "" if free >= _LEAST_SHM_BYTES else "almost full; in a container, give it more: --shm-size 1g"
+    problem = "" if free >= _MIN_SHM_BYTES else "almost full; in a container, give it more: --shm-size 1g"
     return Finding("/dev/shm", f"{free / 2**20:,.0f} MiB free", problem)
 
 
 def _kernel_cache() -> Finding:
-    """numba keeps compiled kernels beside the source or in the user's cache: without either every start compiles."""
+    """numba stores compiled kernels beside the source or in the user's cache: without either every start compiles."""
     places = [Path(__file__).parents[1] / "optim", Path.home() / ".cache" / "numba"]
     if configured := environment_report().get("NUMBA_CACHE_DIR"):
         places = [Path(configured)]
@@ -138,7 +138,7 @@ def _coordinator(address: str) -> Finding:
         return Finding("coordinator", "none named (--coordinator or AXON_PS_COORDINATOR)")
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
             return Finding("coordinator", f"{address} accepts connections")
     except OSError as error:
         return Finding("coordinator", address, f"nobody answers there: {error}")

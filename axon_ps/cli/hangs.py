@@ -1,4 +1,4 @@
-"""What hangs in a job, for `axon-ps doctor`: collectives that some workers wait in and others have not come to."""
+"""Hanging collectives of a job, for `axon-ps doctor`: some workers wait in them, others have not called them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from axon_ps.worker.hang_report import key_of
 _TIMEOUT_S = 5.0
 
 Reports = Mapping[int, Mapping[str, Any]]
-"""By worker rank, what `worker.hang_report` told."""
+"""By worker rank, the report of `worker.hang_report`."""
 
 
 async def hanging(settings: Settings) -> list[str]:
-    """Ask the coordinator, and say who waits for whom; empty when nothing hangs. The coordinator must be there."""
+    """Ask the coordinator which workers wait for which; empty when nothing hangs. The coordinator must be running."""
     from axon_ps.cli.operate import client
 
     async with client(settings) as operator:
@@ -53,16 +53,16 @@ def _explain_one(
     for rank, entry in entries.items():
         ranks_by_call[entry["call"]].append(rank)
     first = next(iter(entries.values()))
-    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
+    calls = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
     since_s = now - min(e["started"] for e in entries.values())
-    text = f"call {number} of group {group!r} has waited for {since_s:.0f} s ({said})"
+    text = f"call {number} of group {group!r} has waited for {since_s:.0f} s ({calls})"
     if missing := [r for r in first["ranks"] if r not in entries]:
         text += f"; not there: {'; '.join(_where_is(r, group, reports) for r in missing)}"
     return text
 
 
 def _where_is(rank: int, group: str, reports: Reports) -> str:
-    """What is known of a rank that has not come."""
+    """What the reports show of a rank that has not called the collective."""
     report = reports.get(rank)
     if report is None:
         return f"rank {rank}, which waits in no collective"
@@ -71,7 +71,7 @@ def _where_is(rank: int, group: str, reports: Reports) -> str:
 
 
 def findings(settings: Settings) -> list[str]:
-    """`hanging`, or nothing when the coordinator cannot be asked: `doctor` says that in another line."""
+    """`hanging`, or nothing when the coordinator does not reply, which `doctor` reports in another line."""
     import asyncio
 
     try:

@@ -2,9 +2,10 @@
 
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
-- a worker fails for the last time (see `workers`), or a service does: everything else is ended; its exit code is ours,
-  its traceback is the last on the screen.
-- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143. Again: kill.
+- a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
+  that of the command, its traceback is the last on the screen.
+- Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
+  A second signal kills all.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ async def perform(launch: Launch, settings: Settings) -> int:
 class _Launcher:
     def __init__(self, launch: Launch, settings: Settings, console: Console) -> None:
         self._launch, self._settings, self._console = launch, settings, console
-        self._services: list[Process] = []  # the coordinator, if it is ours, comes first
+        self._services: list[Process] = []  # the coordinator, if this node starts it, comes first
         self._workers = Workers(launch, console, self._worker_environment)
         self._signal: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._master_port = launch.master_port or free_port()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
-        self._private = ""  # directory of what others must not read, once there is one
+        self._private = ""  # directory for files that other users must not read, if any
 
     async def run(self) -> int:
         self._catch_signals()
@@ -70,7 +71,7 @@ class _Launcher:
         return 0
 
     async def end_everything(self) -> None:
-        """Workers first, then shard servers, which take their leave of the coordinator, then the coordinator."""
+        """Workers first, then shard servers, which leave the job, then the coordinator."""
         steps = [(signal.SIGTERM, WORKER_GRACE_S)]
         if self._console.interrupted:
             steps.insert(0, (signal.SIGINT, WORKER_GRACE_S))
@@ -85,21 +86,21 @@ class _Launcher:
     async def _work(self) -> None:
         if self._settings.coordinator:
             address = self._settings.coordinator
-            await wait_until_listening(address, self._launch.connect_timeout_s, self._console.say)
+            await wait_until_listening(address, self._launch.connect_timeout_s, self._console.print)
             await _all(self._start_shard(i, address) for i in range(self._launch.shards_here))
         else:
             address = await self._start_services()
         self._address = address
-        self._say_how_to_watch()
+        self._print_status_command()
         await self._workers.start()
         await self._watch()
 
     async def _start_services(self) -> str:
-        """Start ours, all at once: the shard servers load while the coordinator finds its port."""
+        """Start this node's services, all at once: shard servers import while the coordinator opens its port."""
         launch = self._launch
         if launch.node_rank > 0:
             address = f"{launch.master_addr}:{launch.coordinator_port}"
-            await wait_until_listening(address, launch.connect_timeout_s, self._console.say)
+            await wait_until_listening(address, launch.connect_timeout_s, self._console.print)
             await _all(self._start_shard(i, address) for i in range(launch.shards_here))
             return address
         with ReadyPipe() as pipe:
@@ -107,7 +108,7 @@ class _Launcher:
         shards = [await self._start_shard(i, "-") for i in range(launch.shards_here)]
         port = (await pipe.address(coordinator)).rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
-        await _all(shard.tell(address) for shard in shards)
+        await _all(shard.send_line(address) for shard in shards)
         return address
 
     def _coordinator_command(self, ready_fd: int) -> list[str]:
@@ -150,27 +151,27 @@ class _Launcher:
         self._services.append(process)
         return process
 
-    def _say_how_to_watch(self) -> None:
-        """The command for a second terminal; a token that we made up ourselves is in a file that it can read."""
+    def _print_status_command(self) -> None:
+        """Print the `axon-ps status` command; a token that the launcher generated is in a file that it can read."""
         if self._launch.node_rank > 0:
-            return  # node 0 says it
-        settings, words = self._settings, ["axon-ps status --coordinator", self._address]
+            return  # node 0 prints it
+        settings, command = self._settings, ["axon-ps status --coordinator", self._address]
         if settings.job != DEFAULT_JOB:
-            words += ["--job", settings.job]
+            command += ["--job", settings.job]
         if settings.token_file is not None:
-            words += ["--token-file", str(settings.token_file)]
+            command += ["--token-file", str(settings.token_file)]
         elif self._launch.token and not settings.resolved_token:
-            self._private = tempfile.mkdtemp(prefix="axon-ps-")  # for nobody but us
+            self._private = tempfile.mkdtemp(prefix="axon-ps-")  # for this user only
             path = Path(self._private) / "token"
             path.touch(mode=0o600)
             path.write_text(self._launch.token)
-            words += ["--token-file", str(path)]
+            command += ["--token-file", str(path)]
         if settings.tls_ca:
-            words += ["--tls-ca", settings.tls_ca]
-        self._console.say(f"axon-ps: to watch it from another terminal: {' '.join(words)}")
+            command += ["--tls-ca", settings.tls_ca]
+        self._console.print(f"axon-ps: to watch it from another terminal: {' '.join(command)}")
 
     def _worker_environment(self) -> dict[str, str]:
-        """What every worker of this node is told; its ranks come on top."""
+        """The variables that all workers of this node get; each gets its ranks in addition."""
         launch = self._launch
         variables = {
             "MASTER_ADDR": launch.master_addr,
@@ -188,7 +189,7 @@ class _Launcher:
         return child_environment(self._settings.environment(token=launch.token) | self._node() | variables)
 
     def _node(self) -> dict[str, str]:
-        """Two launches on one host are two nodes, as their --node-rank says; else the host name tells them apart."""
+        """Launches on one host with several --node-rank are several nodes; otherwise the host name is the node."""
         if self._settings.node or self._launch.nnodes == 1 or self._launch.node_rank < 0:
             return {}
         return {"AXON_PS_NODE": f"{socket.gethostname()}/{self._launch.node_rank}"}
@@ -196,7 +197,7 @@ class _Launcher:
     # ------------------------------------------------------------------ watching and ending
 
     async def _watch(self) -> None:
-        """Return when every worker has ended well, or one has failed for the last time, or a service has."""
+        """Return when every worker has ended well, one has failed without a restart left, or a service has failed."""
         working = asyncio.ensure_future(self._workers.watch())
         services = {asyncio.ensure_future(p.wait()): p for p in self._services}
         try:
@@ -226,24 +227,24 @@ class _Launcher:
     async def _interrupted(self) -> int:
         number = self._signal.result()
         self._console.interrupted = number == signal.SIGINT
-        self._console.say(
+        self._console.print(
             f"axon-ps: {'interrupted' if number == signal.SIGINT else 'terminated'}; ending all processes"
         )
         await self.end_everything()
         return 128 + number
 
     def _culprit(self) -> Process | None:
-        """Of the processes that failed, the one whose trouble was on the screen first: the others followed from it.
+        """Of the processes that failed, the one whose error was on the screen first: it caused the others.
 
-        (A worker that was started again failed by itself, or it would be running.)
+        (A worker that was restarted failed by itself, or it would be running.)
         """
-        failed = [p for p in (*self._services, *self._workers.given_up()) if p.failed]
-        return min(failed, key=lambda p: p.source.first_trouble or self._console.lines, default=None)
+        failed = [p for p in (*self._services, *self._workers.exhausted()) if p.failed]
+        return min(failed, key=lambda p: p.source.first_error or self._console.lines, default=None)
 
     def _report(self, culprit: Process) -> None:
         repeat = self._console.last_writer is not culprit.source
-        self._console.say(f"axon-ps: {culprit.name} {culprit.ending}{self._workers.history(culprit)}", error=True)
-        for line in culprit.source.last_words() if repeat else ():
+        self._console.print(f"axon-ps: {culprit.name} {culprit.ending}{self._workers.history(culprit)}", error=True)
+        for line in culprit.source.last_errors() if repeat else ():
             self._console.line(culprit.source, line, error=True)
 
 

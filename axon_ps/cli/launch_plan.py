@@ -1,4 +1,4 @@
-"""What a launch consists of: everything that `axon-ps run` was asked to do."""
+"""The settings of one `axon-ps run`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Everything `axon-ps run` was asked to do.
+    """The settings of one `axon-ps run`, checked.
 
     Attributes:
         program: arguments for Python that run the user's program.
         nproc_per_node: workers on this node.
         nnodes: nodes of the job.
-        node_rank: which of them we are; -1 = whichever, the coordinator gives out the ranks.
-        shards: shard servers of the job that we and our like on other nodes start; 0 = they are elsewhere.
-        min_workers: least workers to go on with; None = all.
+        node_rank: which of them this is; -1 = not given, the coordinator assigns the ranks.
+        shards: shard servers of the job, which the launches on all nodes start together; 0 = they run elsewhere.
+        min_workers: the fewest workers to continue with; None = all.
         step_timeout_s: how long a step waits for a worker that takes no part; None = for ever.
-        max_restarts: how often each worker of this node is started again when it fails.
-        standby: processes of this node that wait, everything imported, for a worker's place.
-        master_addr: where node 0 is.
+        max_restarts: how often each worker of this node is restarted when it fails.
+        standby: processes of this node that have imported everything and wait to replace a worker.
+        master_addr: address of node 0.
         master_port: port for torch.distributed's own store; 0 = any free one.
         coordinator_port: port of the embedded coordinator; 0 = any free one.
         host: address that embedded services listen on.
-        advertise: where other nodes reach our shard servers; empty = as they find out themselves.
+        advertise: address at which other nodes reach this node's shard servers; empty = found automatically.
         state: the embedded coordinator's state store.
         resume: checkpoint to start from, or empty.
-        connect_timeout_s: how long to wait for a coordinator that is not ours.
+        connect_timeout_s: how long to wait for a coordinator that this launch does not start.
         token: the job's token.
     """
 
@@ -56,5 +56,5 @@ class Launch:
 
     @property
     def shards_here(self) -> int:
-        """Shard servers of this node: the nodes take turns, so that every network card gets its share."""
+        """Shard servers of this node: round-robin over the nodes, which spreads the traffic over all network cards."""
         return len(range(max(self.node_rank, 0), self.shards, self.nnodes))

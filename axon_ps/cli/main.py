@@ -1,6 +1,6 @@
 """The command `axon-ps`: its commands, and how errors reach the terminal.
 
-What a user did wrong prints one red line and exits with 2; what went wrong otherwise prints one and exits with 1.
+A user's mistake prints one red line and exits with 2; any other error prints one and exits with 1.
 `--debug` shows the traceback as well. Each command imports what it needs when it runs, so `--help` is quick.
 """
 
@@ -24,7 +24,7 @@ from axon_ps.errors import (
 )
 
 USER_ERRORS = (InvalidRequest, Misuse, PermissionDenied, CheckpointNotFound)
-"""What the user can put right by calling us differently: exit code 2."""
+"""Errors that the user can fix by calling the command differently: exit code 2."""
 
 app = Commands(help="axon_ps: a gRPC parameter server for sharded training.")
 app.command(**run.COMMAND)(run.run)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_grpc()
     try:
         app(args=argv, prog_name="axon-ps")
-    except SystemExit as exit_:  # click's own way to end: usage errors, --help, leave()
+    except SystemExit as exit_:  # how click ends: usage errors, --help, leave()
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,4 @@
-"""What a launch needs to know about addresses, without gRPC: the launcher itself holds no channel."""
+"""Ports and addresses for a launch, without gRPC: the launcher itself has no channel."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ _ATTEMPT_S = 5.0
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
+    """A port of this machine that is free at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-async def wait_until_listening(address: str, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Return as soon as somebody listens at `address`.
+async def wait_until_listening(address: str, timeout_s: float, notify: Callable[[str], None]) -> None:
+    """Return as soon as a server listens at `address`.
 
     Args:
         address: "host:port".
         timeout_s: how long to wait, in seconds.
-        say: gets a line after a while, and then ever more rarely, as long as nobody does.
+        notify: gets a line after a while, and then ever more rarely, while no server does.
 
     Raises:
-        Unreachable: nobody did within `timeout_s` seconds.
+        Unreachable: no server did within `timeout_s` seconds.
     """
-    waiting = asyncio.create_task(_knock(address, timeout_s))
+    waiting = asyncio.create_task(_connect_until(address, timeout_s))
     waited_s = 0.0
     try:
         for pause_s in reminder_pauses():
             if (await asyncio.wait((waiting,), timeout=pause_s))[0]:
                 break
             waited_s += pause_s
-            say(f"axon-ps: waiting for the coordinator at {address}, for {waited_s:.0f} s now")
+            notify(f"axon-ps: waiting for the coordinator at {address}, for {waited_s:.0f} s now")
         waiting.result()
     finally:
         waiting.cancel()
 
 
-async def _knock(address: str, timeout_s: float) -> None:
+async def _connect_until(address: str, timeout_s: float) -> None:
     host, _, port = address.rpartition(":")
     deadline = Deadline(timeout_s)
 
-    async def knock() -> None:
-        opening = asyncio.open_connection(host.strip("[]"), int(port))
-        _, writer = await asyncio.wait_for(opening, min(_ATTEMPT_S, deadline.remaining() + 0.1))
+    async def connect() -> None:
+        connecting = asyncio.open_connection(host.strip("[]"), int(port))
+        _, writer = await asyncio.wait_for(connecting, min(_ATTEMPT_S, deadline.remaining() + 0.1))
         writer.close()
 
     try:
-        await retry(knock, until=deadline, on=(OSError, TimeoutError), max_s=1.0)
+        await retry(connect, until=deadline, on=(OSError, TimeoutError), max_s=1.0)
     except (OSError, TimeoutError) as error:
         reason = (
             "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)

@@ -1,4 +1,4 @@
-"""What the commands that talk to a running coordinator share: their settings and the client."""
+"""Settings and client of the commands that call a running coordinator."""
 
 from __future__ import annotations
 

@@ -30,10 +30,11 @@ TokenFile = Annotated[
 ]
 TlsCa = Annotated[
     str | None,
-    typer.Option(help="Authorities we trust (PEM).", show_default=False, rich_help_panel=_SECURITY),
+    typer.Option(help="Trusted authorities (PEM).", show_default=False, rich_help_panel=_SECURITY),
 ]
 TlsCert = Annotated[
-    str | None, typer.Option(help="Our certificate chain (PEM).", show_default=False, rich_help_panel=_SECURITY)
+    str | None,
+    typer.Option(help="Our certificate chain (PEM).", show_default=False, rich_help_panel=_SECURITY),
 ]
 TlsKey = Annotated[str | None, typer.Option(help="Its key (PEM).", show_default=False, rich_help_panel=_SECURITY)]
 TlsMutual = Annotated[
@@ -61,12 +62,12 @@ LogLevel = Annotated[
 ]
 ReadyFd = Annotated[
     int | None,
-    typer.Option(help="File descriptor that gets a line with our address as soon as we listen.", hidden=True),
+    typer.Option(help="File descriptor that gets a line with the address as soon as the service listens.", hidden=True),
 ]
 StepTimeout = Annotated[
     float | None,
     typer.Option(
-        help="Seconds that workers wait in a step for one that takes no part, before the job goes on without it.",
+        help="Seconds that workers wait in a step for one that takes no part, before the job continues without it.",
         show_default="for ever",
     ),
 ]
@@ -87,7 +88,7 @@ class Commands(typer.Typer):
 
 
 def dashes(name: str) -> str:
-    """`--nproc_per_node` as torchrun spells it, as we do."""
+    """`--nproc_per_node`, as torchrun spells it, with dashes."""
     return name.replace("_", "-")
 
 

@@ -1,7 +1,8 @@
-"""Starting other processes of ours and ending them: what `axon-ps run` stands on.
+"""Starting and ending child processes, for `axon-ps run`.
 
-Invariants: a process is started by `exec` (never a bare fork), dies with us even by kill -9 (`host.children`), is
-in a process group of its own, so that Ctrl-C reaches it through us and in our order, and is reaped before we return.
+Invariants: a process is started by `exec` (never a bare fork), dies with its parent even by kill -9 (`host.children`),
+is in a process group of its own, so that Ctrl-C reaches it only through the parent, in the right order, and is reaped
+before the launcher returns.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from axon_ps.host.children import LinePipe, tethered
 
 PYTHON = (sys.executable, "-P")
 _READ_BYTES = 1 << 16
-_REST_S = 2.0
-"""How long a process that has ended is read from, while a daemon that it left behind holds its output open."""
+_DRAIN_OUTPUT_S = 2.0
+"""How long to read the output of a process that has ended, if a daemon that it left behind holds it open."""
 
 
 class Process:
-    """One process that we started.
+    """One child process.
 
     Attributes:
-        source: its lines on the console.
+        source: writes its lines to the console.
         is_worker: whether it runs the user's program.
     """
 
@@ -52,9 +53,9 @@ class Process:
         stdin: int = asyncio.subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
     ) -> Process:
-        """Start `command` tied to this process: a worker is killed with us, a service asked to drain."""
+        """Start `command` tied to this process: if this dies, a worker is killed and a service asked to drain."""
         last_signal = signal.SIGKILL if is_worker else signal.SIGTERM
-        # Not asyncio's pipes: with them `wait` would wait for whoever has inherited them, too.
+        # Not asyncio's pipes: with them `wait` would also wait for processes that have inherited them.
         outputs = [await _Output.open(), await _Output.open()]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -77,7 +78,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """What the user knows it by."""
+        """Its name on the console."""
         return self.source.name
 
     @property
@@ -103,7 +104,7 @@ class Process:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         code = self._process.returncode or 0
         return f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
@@ -111,24 +112,24 @@ class Process:
         """Return when it has ended and all its output was read."""
         await asyncio.shield(self._ended)
 
-    async def tell(self, line: str) -> None:
+    async def send_line(self, line: str) -> None:
         """Write a line to its standard input and close that."""
         stdin = self._process.stdin
         assert stdin is not None, "started without a pipe to its standard input"
-        with contextlib.suppress(ConnectionError):  # it has died; its output says why
+        with contextlib.suppress(ConnectionError):  # it has died; its output shows why
             stdin.write(f"{line}\n".encode())
             await stdin.drain()
         stdin.close()
 
     def send(self, number: int) -> None:
-        """Send a signal to it and whatever it started."""
+        """Send a signal to it and all that it has started."""
         if self.is_running:
             self._signalled = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     async def end(self, *steps: tuple[int, float]) -> None:
-        """Send each signal and give it that many seconds to take effect; then kill it."""
+        """Send each signal and wait up to that many seconds for the process to end; then kill it."""
         for number, grace_s in steps:
             if self.is_running:
                 self.send(number)
@@ -141,10 +142,10 @@ class Process:
         output, errors = self._outputs
         reading = asyncio.gather(self._copy(output.reader, False), self._copy(errors.reader, True))
         await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):  # what it started and left behind holds our pipes open
+        with contextlib.suppress(ProcessLookupError):  # processes that it left behind hold the pipes open
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # a daemon that it has made is in a group of its own
-            await asyncio.wait_for(reading, _REST_S)
+        with contextlib.suppress(TimeoutError):  # a daemon that it has started is in another process group
+            await asyncio.wait_for(reading, _DRAIN_OUTPUT_S)
         for end in self._outputs:
             end.close()
 
@@ -160,8 +161,8 @@ class _Output:
     """A pipe that a process writes to.
 
     Attributes:
-        fd: the end for the process; whoever starts it closes ours.
-        reader: our end.
+        fd: the end for the process; closed here once it has been started.
+        reader: the end that is read here.
     """
 
     def __init__(self, fd: int, reader: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
@@ -189,7 +190,7 @@ async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]
 
 
 class ReadyPipe:
-    """The pipe by which a service says where it listens. Use as a context manager around starting it."""
+    """The pipe on which a service writes the address it listens on. Use as a context manager around starting it."""
 
     def __enter__(self) -> ReadyPipe:
         self._pipe = LinePipe()
@@ -200,7 +201,7 @@ class ReadyPipe:
         self._pipe.started()
 
     async def address(self, process: Process) -> str:
-        """Where the service listens, as soon as it does.
+        """The address of the service, as soon as it listens.
 
         Raises:
             AxonError: it ended without having listened.

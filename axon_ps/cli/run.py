@@ -1,4 +1,4 @@
-"""The command `run`: what a launch consists of, checked before anything is started. `launch` then performs it."""
+"""The command `run`: checks the settings before anything is started. `launch` then performs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND: dict[str, Any] = {
     "no_args_is_help": True,
     "context_settings": {"allow_interspersed_args": False, "token_normalize_func": o.dashes},
 }
-"""How typer registers the command: everything behind the script's name belongs to the script."""
+"""How typer registers the command: all arguments after the script's name are the script's."""
 
 DEFAULT_MASTER_PORT = 29500
 AUTO = "auto"
@@ -48,18 +48,20 @@ def run(
     coordinator: o.Coordinator = None,
     connect_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for that coordinator.")] = 60.0,
     host: Annotated[
-        str | None, typer.Option(help="Address our services listen on.", show_default="loopback; all with --nnodes")
+        str | None,
+        typer.Option(help="Address that services listen on.", show_default="loopback; all with --nnodes"),
     ] = None,
     advertise: Annotated[
-        str, typer.Option(help="Address under which other machines reach our shard servers.", show_default=False)
+        str,
+        typer.Option(help="Address at which other machines reach this one's shard servers.", show_default=False),
     ] = "",
     min_workers: Annotated[
-        int | None, typer.Option(help="Least workers to go on with.", min=1, show_default="all")
+        int | None, typer.Option(help="Fewest workers to continue with.", min=1, show_default="all")
     ] = None,
     step_timeout_s: o.StepTimeout = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(help="How often each worker is started again when it fails.", min=0, show_default="--standby"),
+        typer.Option(help="How often each worker is restarted when it fails.", min=0, show_default="--standby"),
     ] = None,
     standby: Annotated[
         int, typer.Option(help="Processes that wait, everything imported, to take a dead worker's place.", min=0)

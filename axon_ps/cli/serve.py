@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from axon_ps.storage.state_store import StateStore
 
 DRAIN_S = 20
-"""Seconds that a service gets to finish what is under way; the alarm clock ends it after that."""
+"""Seconds that a service gets to finish running calls; SIGALRM ends it after that."""
 
 MEMORY = "memory"
 
@@ -38,12 +38,12 @@ def coordinator(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 7077,
     job: o.Job = None,
-    world_size: Annotated[int, typer.Option(help="Workers the job starts with; 0 = as the first worker says.")] = 0,
+    world_size: Annotated[int, typer.Option(help="Workers the job starts with; 0 = as the first worker requests.")] = 0,
     shards: Annotated[int, typer.Option(help="Shard servers of the job.")] = 1,
     min_workers: Annotated[
-        int | None, typer.Option(help="Least workers to go on with.", show_default="world size")
+        int | None, typer.Option(help="Fewest workers to continue with.", show_default="world size")
     ] = None,
-    lease_s: Annotated[float, typer.Option(help="Seconds of silence after which a member is gone.")] = 5.0,
+    lease_s: Annotated[float, typer.Option(help="Seconds of silence after which a member is lost.")] = 5.0,
     join_timeout_s: Annotated[
         float, typer.Option(help="Seconds that workers wait for lost members to be replaced.")
     ] = 600.0,
@@ -67,7 +67,7 @@ def coordinator(
     log_level: o.LogLevel = None,
     ready_fd: o.ReadyFd = None,
 ) -> None:
-    """Serve a job's coordinator: who is alive, which steps count."""
+    """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
         config, job=job, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
         tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
@@ -100,10 +100,11 @@ def shard(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 7078,
     advertise: Annotated[
-        str, typer.Option(help="host or host:port where others reach us.", show_default="as the host is bound")
+        str,
+        typer.Option(help="host or host:port where others reach this server.", show_default="as the host is bound"),
     ] = "",
     node: Annotated[str | None, typer.Option(help="Name of this host [env: AXON_PS_NODE].", show_default=False)] = None,
-    rank: Annotated[int, typer.Option(help="Wanted number among the shard servers; -1 = any.", min=-1)] = -1,
+    rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
     job: o.Job = None,
     token: o.Token = None,
@@ -179,7 +180,7 @@ def _state_store(state: str | None, job: str) -> StateStore:
 
 
 def _coordinator_address(settings: Settings) -> str:
-    """The coordinator's address; `-` reads it from standard input, so that we can start before it is known."""
+    """The coordinator's address; `-` reads it from standard input, so that this can start before it is known."""
     if settings.coordinator != "-":
         return settings.coordinator
     address = sys.stdin.readline().strip()

@@ -1,8 +1,8 @@
 """Every setting of the command line, composed from flags, environment, a file and defaults, in that order.
 
-This module and `worker.environment` (what a worker learns from its launcher) are the only readers of environment
-variables; the names here are `AXON_PS_` plus the field's name, the same that workers read. The file is TOML with the
-same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
+This module and `worker.environment` (the variables that a worker gets from its launcher) are the only readers of
+environment variables; the names here are `AXON_PS_` plus the field's name, the same that workers read. The file is TOML
+with the same names in lower case at its top level, named by `--config` or `AXON_PS_CONFIG`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ DEFAULT_SHARD_PORT = 7078
 
 
 class Settings(BaseSettings):
-    """What commands have in common; see `axon-ps COMMAND --help` for what only one of them takes.
+    """The settings that several commands share; `axon-ps COMMAND --help` shows those of one.
 
     Attributes:
         coordinator: "host:port" of the coordinator.
         job: name of the job.
         token: the job's token; whoever holds it may join.
         token_file: a file that holds the token, when `token` is empty.
-        tls_ca: certificates of the authorities we trust (PEM); on a client it switches TLS on.
-        tls_cert: our own certificate chain (PEM).
+        tls_ca: certificates of the trusted authorities (PEM); on a client it switches TLS on.
+        tls_cert: this process's certificate chain (PEM).
         tls_key: its private key (PEM).
         tls_mutual: servers: ask every client for a certificate of `tls_ca`.
         insecure: bind beyond loopback without TLS or without a token.
-        node: name of this host, where the host name will not do.
-        checkpoint_dir: where a job keeps its checkpoints.
+        node: name of this host, if it should not be the host name.
+        checkpoint_dir: the directory of the job's checkpoints.
         log: how records are written.
-        log_level: least level that is written; empty = the command's own choice.
+        log_level: the lowest level that is written; empty = the command's default.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
@@ -113,12 +113,12 @@ class Settings(BaseSettings):
         return token
 
     def security(self) -> Security:
-        """Token and certificates, as `transport` takes them.
+        """Token and certificates, as `rpc` takes them.
 
         Raises:
             ConfigurationError: they do not go together.
         """
-        from axon_ps.rpc.security import Security  # gRPC comes with it, which `run` has no use for
+        from axon_ps.rpc.security import Security  # imports gRPC, which `run` does not need
 
         return Security(
             token=self.resolved_token,
@@ -130,7 +130,7 @@ class Settings(BaseSettings):
         )
 
     def environment(self, *, token: str) -> dict[str, str]:
-        """The variables by which a process that we start learns these settings."""
+        """The variables that pass these settings to a child process."""
         values = {
             "JOB": self.job,
             "TOKEN": token,
@@ -151,23 +151,23 @@ def load(config: Path | None = None, **flags: Any) -> Settings:
         flags: by field name.
 
     Raises:
-        ConfigurationError: a value cannot work; the message names the flag or variable.
+        ConfigurationError: a value is invalid; the message names the flag or variable.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if config is None and os.environ.get(f"{PREFIX}CONFIG"):
         config = Path(os.environ[f"{PREFIX}CONFIG"])
     if config is not None and not config.is_file():
         raise ConfigurationError(f"the configuration file {config} does not exist")
-    source = Settings if config is None else _reading(config)
+    source = Settings if config is None else _with_file(config)
     try:
         return source(**given)
     except ValidationError as error:
-        raise ConfigurationError("; ".join(_in_words(e, flags) for e in error.errors())) from None
+        raise ConfigurationError("; ".join(_format_error(e, flags) for e in error.errors())) from None
     except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
         raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
 
 
-def _reading(config: Path) -> type[Settings]:
+def _with_file(config: Path) -> type[Settings]:
     class SettingsWithFile(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
@@ -175,12 +175,12 @@ def _reading(config: Path) -> type[Settings]:
 
 
 def child_environment(values: Mapping[str, str]) -> dict[str, str]:
-    """Our own environment with `values` over it, for a process that we start."""
+    """The environment of this process, overridden by `values`, for a child process."""
     return {**os.environ, **values}
 
 
 def environment_report() -> dict[str, str]:
-    """Every `AXON_PS_` variable that is set, secrets left out, and what else changes how we run."""
+    """Every `AXON_PS_` variable that is set, without secrets, and other variables that affect axon_ps."""
     others = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "GRPC_VERBOSITY", "http_proxy", "https_proxy")
     report = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
     if f"{PREFIX}TOKEN" in report:
@@ -189,20 +189,20 @@ def environment_report() -> dict[str, str]:
 
 
 def variable_is_set(name: str) -> bool:
-    """Whether an environment variable is set by the user, so that we leave it alone."""
+    """Whether an environment variable is set by the user, and so must not be changed."""
     return name in os.environ
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC's C++ log off the terminal unless the user asked for it: what goes wrong reaches us as errors."""
+    """Switch gRPC's C++ log off unless the user has asked for it: its errors are raised as exceptions, too."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def _in_words(error: Any, flags: Mapping[str, Any]) -> str:
+def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
     field = str(error["loc"][0]) if error["loc"] else "settings"
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return f"the configuration file sets {field!r}, which is no setting of ours"
+        return f"the configuration file sets {field!r}, which is no setting of axon-ps"
     flag = f"--{field.replace('_', '-')}"
     where = flag if flags.get(field) is not None else f"{PREFIX}{field.upper()}"
     shown = "" if field == "token" else f" is {error['input']!r}"

@@ -2,12 +2,13 @@
 
     python -m axon_ps.cli.standby SCRIPT [ARGUMENTS...]        or: -m MODULE [ARGUMENTS...]
 
-Most of the seconds between a worker's death and its successor's first step are Python importing torch. A standby has
-done that; the launcher then writes one line to its standard input, the variables of the place it takes (JSON), and it
-becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been started with it.
+Most of the time between a worker's death and its successor's first step is Python importing torch. A standby has done
+that already. The launcher writes the environment variables of the place it takes to its standard input (one line of
+JSON), and it becomes the worker: the script runs as `__main__`, with its own arguments, as if Python had been started
+with it.
 
-Imported are axon_ps and what the script itself imports at its top, as far as that is installed or Python's own: the
-user's own modules may look at the environment when they are imported, and ranks are not known yet.
+It imports axon_ps and the modules that the script imports at its top, if they are installed or Python's own: the user's
+own modules may read the environment when they are imported, and ranks are not known yet.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main(program: Sequence[str]) -> None:
     _prepare(program[0])
     line = sys.stdin.buffer.readline()
     if not line:
-        return  # the job ended without us
+        return  # the job ended without a failure
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.environ.update(json.loads(line))
@@ -47,7 +48,7 @@ def main(program: Sequence[str]) -> None:
 
 
 def _prepare(script: str) -> None:
-    """Have loaded what the program will need, as far as it can be had: what it lacks it will say when it runs."""
+    """Import what the program will need, as far as possible; it will raise the error itself if something is missing."""
     for name in imports_of(script):
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from axon_ps.coordinator.core.events import Status
 
 _OLD_S = 10.0
-"""What was reported longer ago is shown with its age."""
+"""A report older than this is shown with its age."""
 
 
 def status(
@@ -33,7 +33,7 @@ def status(
     tls_key: o.TlsKey = None,
     config: o.Config = None,
 ) -> None:
-    """Show who is in a job, which version it is at and what it waits for."""
+    """Show the members of a job, its version and what it waits for."""
     from axon_ps.cli.operate import client, settings_for
 
     settings = settings_for(
@@ -69,9 +69,9 @@ def health(
     from axon_ps.rpc.health import SERVING, health_of
 
     settings = load(config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token="")
-    said = asyncio.run(health_of(address, settings.security(), service=service, timeout_s=timeout_s))
-    print(said)
-    leave(0 if said == SERVING else 1)
+    state = asyncio.run(health_of(address, settings.security(), service=service, timeout_s=timeout_s))
+    print(state)
+    leave(0 if state == SERVING else 1)
 
 
 def doctor(
@@ -110,39 +110,39 @@ def _as_dict(reply: Status) -> dict[str, Any]:
 
 
 def _finished(reply: Status) -> bool:
-    """Whether the job is over: its workers have finished, and none is there any more."""
+    """Whether the job is over: its workers have finished and left."""
     return bool(reply.membership.finished) and not reply.membership.workers
 
 
 def _state(reply: Status) -> str:
-    """How the job is, in a word or two."""
+    """The state of the job, for its headline."""
     count = len(reply.membership.finished)
     if _finished(reply):
         return f"finished: {'its worker has' if count == 1 else f'all {count} workers have'} done all there was to do"
     return "complete" if reply.membership.complete else f"waiting for {reply.membership.waiting_for or 'members'}"
 
 
-def progress_line(said: Mapping[str, Any], now: float) -> str:
-    """What the training script reported last, in words.
+def progress_line(report: Mapping[str, Any], now: float) -> str:
+    """The last progress report of the training script, as text.
 
     Args:
-        said: as `worker.progress` stores it.
+        report: as `worker.progress` stores it.
         now: the time, as seconds since 1970.
     """
-    step, steps, pace = said.get("step", 0), said.get("steps"), said.get("steps_per_s") or 0.0
+    step, steps, rate = report.get("step", 0), report.get("steps"), report.get("steps_per_s") or 0.0
     parts = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
-    if said.get("loss") is not None:
-        parts.append(f"loss {said['loss']:.4g}")
-    if pace:
-        parts.append(f"{pace:.3g} steps/s")
-    for name, value in (said.get("values") or {}).items():
+    if report.get("loss") is not None:
+        parts.append(f"loss {report['loss']:.4g}")
+    if rate:
+        parts.append(f"{rate:.3g} steps/s")
+    for name, value in (report.get("values") or {}).items():
         number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
         parts.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
-    age_s = now - said.get("at", now)
+    age_s = now - report.get("at", now)
     if age_s >= _OLD_S:
         parts.append(f"reported {_duration(age_s)} ago")
-    elif steps and pace and step < steps:
-        parts.append(f"{_duration((steps - step) / pace)} left")
+    elif steps and rate and step < steps:
+        parts.append(f"{_duration((steps - step) / rate)} left")
     return ", ".join(parts)
 
 

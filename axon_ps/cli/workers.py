@@ -1,9 +1,9 @@
 """The workers of this node: started, watched, and started again when they fail, one by one and with the same rank.
 
-Every worker has a *place*: its ranks and how often it was filled. When the process in it fails, a standby takes the
-place if there is one, else a new process is started: the first time at once, then after growing pauses. The others are
-left alone: a worker that joins needs nobody but the coordinator and the shard servers. Those that cannot go on without
-the dead one (an all-reduce among workers) fail by themselves, and are started again in their own places.
+Every worker has a *place*: its ranks and its number of restarts. When the process in it fails, a standby takes the
+place if there is one, else a new process is started: the first time at once, then after growing pauses. The other
+workers keep running: a worker that joins needs only the coordinator and the shard servers. Those that cannot continue
+without the dead one (an all-reduce among workers) fail by themselves, and are restarted in their own places.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from axon_ps.cli.console import Console
 from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.processes import PYTHON, Process
 
-MOST_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""Who has lived this long failed for another reason than its predecessor: its successor is started at once."""
+"""A worker that has run this long failed for another reason than its predecessor: it is restarted at once."""
 
 REFILL_S = 5.0
-"""When a standby has taken a place, the next one starts this much later: not while the job catches up."""
+"""When a standby has taken a place, the next one starts this much later, once the job has recovered."""
 
 
 @dataclass
@@ -33,21 +33,21 @@ class _Place:
     process: Process
     restarts: int = 0
     began_s: float = 0.0
-    given_up: bool = False
+    exhausted: bool = False
 
     def pause_s(self) -> float:
-        """How long to wait before it is filled again."""
+        """How long to wait before the restart."""
         lived_s = time.monotonic() - self.began_s
-        return 0.0 if not self.restarts or lived_s > STEADY_S else min(MOST_PAUSE_S, 2.0 ** (self.restarts - 1))
+        return 0.0 if not self.restarts or lived_s > STEADY_S else min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1))
 
 
 class Workers:
     """The workers of this node.
 
     Args:
-        launch: how many, what they run, how often they are started again.
-        console: where their lines go.
-        environment: gives what all of them are told, once the coordinator's address is known.
+        launch: how many, their program, how often they are restarted.
+        console: gets their lines.
+        environment: returns the variables that all of them get, once the coordinator's address is known.
     """
 
     def __init__(self, launch: Launch, console: Console, environment: Callable[[], Mapping[str, str]]) -> None:
@@ -58,15 +58,15 @@ class Workers:
 
     @property
     def processes(self) -> Iterable[Process]:
-        """Who is running, or was the last in its place."""
+        """The processes that run, and the last one of every place."""
         return (*(place.process for place in self._places), *self._standbys)
 
-    def given_up(self) -> Iterable[Process]:
-        """Who failed for the last time; if nobody is ever started again, who failed."""
-        return [p.process for p in self._places if p.given_up or not self._launch.max_restarts]
+    def exhausted(self) -> Iterable[Process]:
+        """The workers without a restart left that have failed; all workers if there are no restarts."""
+        return [p.process for p in self._places if p.exhausted or not self._launch.max_restarts]
 
     def history(self, process: Process) -> str:
-        """How often it was started again, in words; empty when it was not."""
+        """How often it was restarted, as text; empty when it was not."""
         restarts = next((p.restarts for p in self._places if p.process is process), 0)
         return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
 
@@ -86,39 +86,39 @@ class Workers:
 
     async def watch(self) -> None:
         """Keep every place filled; return when all have ended well, or one has failed for the last time."""
-        keeping = {asyncio.ensure_future(self._keep(place)) for place in self._places}
+        filling = {asyncio.ensure_future(self._keep_filled(place)) for place in self._places}
         try:
-            while keeping:
-                done, keeping = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+            while filling:
+                done, filling = await asyncio.wait(filling, return_when=asyncio.FIRST_COMPLETED)
                 if not all(task.result() for task in done):
                     return
         finally:
-            tasks = keeping | self._refills
+            tasks = filling | self._refills
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
 
-    async def _keep(self, place: _Place) -> bool:
+    async def _keep_filled(self, place: _Place) -> bool:
         """Fill a place until its worker has ended well (True) or failed for the last time (False)."""
         while True:
             await place.process.wait()
             if not place.process.failed:
                 return True
             if place.restarts == self._launch.max_restarts:
-                place.given_up = True
+                place.exhausted = True
                 return False
             await self._fill(place)
 
     async def _fill(self, place: _Place) -> None:
         pause_s = place.pause_s()
-        standby = self._take_standby()
+        standby = self._next_standby()
         how = "a standby takes its place" if standby else "it is started again"
         if pause_s:
             how += f" in {pause_s:g} s"
         place.restarts += 1
         count = f"restart {place.restarts} of {self._launch.max_restarts}"
-        self._console.say(f"axon-ps: {place.name} {place.process.ending}; {how} ({count})")
+        self._console.print(f"axon-ps: {place.name} {place.process.ending}; {how} ({count})")
         if standby:
             await self._hand_over(standby, place, pause_s)
         else:
@@ -127,7 +127,7 @@ class Workers:
         place.began_s = time.monotonic()
 
     async def _start(self, name: str, ranks: Mapping[str, str], restarts: int) -> Process:
-        environment = {**self._environment(), **_told(ranks, restarts)}
+        environment = {**self._environment(), **_rank_environment(ranks, restarts)}
         command = [*PYTHON[:1], *self._launch.program]
         return await Process.start(self._console.source(name), command, environment, is_worker=True)
 
@@ -140,16 +140,16 @@ class Workers:
         )
         self._standbys.append(process)
 
-    def _take_standby(self) -> Process | None:
-        """One that lives; those that died are forgotten, and what they wrote says why."""
+    def _next_standby(self) -> Process | None:
+        """A standby that runs; those that have died are dropped, and their output shows why."""
         self._standbys = [p for p in self._standbys if p.is_running]
         return self._standbys.pop(0) if self._standbys else None
 
     async def _hand_over(self, standby: Process, place: _Place, pause_s: float) -> None:
-        place.process = standby  # from here on it is ended with the others, whatever comes in between
+        place.process = standby  # from here on it is ended with the others, even if the launch ends meanwhile
         await asyncio.sleep(pause_s)
         standby.source = self._console.source(place.name)
-        await standby.tell(json.dumps(_told(place.ranks, place.restarts)))
+        await standby.send_line(json.dumps(_rank_environment(place.ranks, place.restarts)))
         refill = asyncio.ensure_future(self._refill())
         self._refills.add(refill)
         refill.add_done_callback(self._refills.discard)
@@ -160,6 +160,6 @@ class Workers:
             await self._start_standby()
 
 
-def _told(ranks: Mapping[str, str], restarts: int) -> dict[str, str]:
-    """What only this worker is told; torchrun's names."""
+def _rank_environment(ranks: Mapping[str, str], restarts: int) -> dict[str, str]:
+    """The variables of one worker, by torchrun's names."""
     return {**ranks, "TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -1,6 +1,6 @@
-"""Between the session's messages and `events`: what goes up (client to coordinator) and what comes down.
+"""Conversions between the session's messages and `core.events`, in both directions.
 
-What a message says is checked here once, so that the state machine works with values that have a meaning.
+Every field of a message is checked here once, so that the state machine works with valid values.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import re
 
 from axon_ps.coordinator.core.events import (
-    Hello,
     JobState,
+    JoinRequest,
     ModelStatus,
     Ready,
     RestoreOrder,
@@ -47,24 +47,24 @@ def incarnation_from_proto(text: str) -> str:
     return text
 
 
-def hello_to_proto(hello: Hello, role: Role) -> session_pb2.SessionRequest:
+def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionRequest:
     """The first message of a session."""
     return session_pb2.SessionRequest(
         join=session_pb2.Join(
-            job=hello.job,
+            job=request.job,
             role=codec.role_to_proto(role),
-            incarnation=hello.incarnation,
-            node=hello.node,
-            address=hello.address,
-            requested_rank=hello.requested_rank,
-            world_size=hello.world_size,
-            standby=hello.standby,
+            incarnation=request.incarnation,
+            node=request.node,
+            address=request.address,
+            requested_rank=request.requested_rank,
+            world_size=request.world_size,
+            standby=request.standby,
         )
     )
 
 
-def hello_from_proto(message: session_pb2.Join) -> tuple[Role, Hello]:
-    """Role and self-description of who joins.
+def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
+    """The role of a joining process, and its request.
 
     Raises:
         InvalidRequest: a field is malformed, or a shard server gives no address.
@@ -72,7 +72,7 @@ def hello_from_proto(message: session_pb2.Join) -> tuple[Role, Hello]:
     role = codec.role_from_proto(message.role)
     if role is Role.SHARD and not message.address:
         raise InvalidRequest("a shard server joins without an address; workers could not reach it")
-    return role, Hello(
+    return role, JoinRequest(
         job=codec.name_from_proto(message.job, "the job", empty=True),
         incarnation=incarnation_from_proto(message.incarnation),
         node=codec.name_from_proto(message.node, "the node"),
@@ -118,7 +118,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
 
 
 def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
-    """A shard server's word that it has all gradients, as a message."""
+    """A shard server's report that it has all gradients, as a message."""
     return session_pb2.SessionRequest(
         ready=session_pb2.Ready(
             generation=ready.generation,
@@ -131,7 +131,7 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
 
 
 def ready_from_proto(message: session_pb2.Ready) -> Ready:
-    """A shard server's word that it has all gradients.
+    """A shard server's report that it has all gradients.
 
     Raises:
         InvalidRequest: the sum of squares is negative.
@@ -148,12 +148,12 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
 
 
 def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:
-    """A shard server's word that it holds its parameters, as a message."""
+    """A shard server's report that it holds its parameters, as a message."""
     return session_pb2.SessionRequest(initialized=session_pb2.Initialized(version=version, epoch=epoch, model=model))
 
 
 def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionRequest:
-    """What a shard server wrote for a checkpoint, as a message."""
+    """A shard server's report on its checkpoint files, as a message."""
     message = checkpoint_pb2.SnapshotReport(
         id=report.id,
         files=[
@@ -167,7 +167,7 @@ def snapshot_report_to_proto(report: SnapshotReport) -> session_pb2.SessionReque
 
 
 def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> SnapshotReport:
-    """What a shard server wrote for a checkpoint.
+    """A shard server's report on its checkpoint files.
 
     Raises:
         InvalidRequest: a file's name or hash is malformed, or there are too many.
@@ -186,7 +186,7 @@ def snapshot_report_from_proto(message: checkpoint_pb2.SnapshotReport) -> Snapsh
 
 
 def job_to_proto(job: JobState) -> session_pb2.JobEvent:
-    """What a model is made of, as the event that announces it."""
+    """The state of a model, as the event that announces it."""
     return session_pb2.JobEvent(
         spec=None if job.spec is None else codec.job_spec_to_proto(job.spec),
         optimizer=None if job.optimizer is None else codec.optimizer_to_proto(job.optimizer),
@@ -201,7 +201,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
 
 
 def job_from_proto(message: session_pb2.JobEvent) -> JobState:
-    """What a model is made of, from the event that announces it.
+    """The state of a model, from the event that announces it.
 
     Raises:
         InvalidRequest: the layout or the optimizer is malformed.
@@ -220,7 +220,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
 
 
 def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
-    """What the coordinator pushes, as a message."""
+    """An event of the coordinator, as a message."""
     if isinstance(event, Decision):
         return session_pb2.SessionEvent(decision=codec.decision_to_proto(event))
     if isinstance(event, Membership):
@@ -252,7 +252,7 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
 
 
 def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
-    """What the coordinator pushed; None for an event of a newer protocol.
+    """An event of the coordinator, from a message; None for one of a newer protocol.
 
     Raises:
         InvalidRequest: the event is malformed.
@@ -289,7 +289,7 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
 
 
 def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
-    """What the job looks like, as a message."""
+    """The status of the job, as a message."""
     return coordinator_pb2.StatusReply(
         job=status.job,
         membership=codec.membership_to_proto(status.membership),
@@ -307,7 +307,7 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
 
 
 def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
-    """What the job looks like, from a message.
+    """The status of the job, from a message.
 
     Raises:
         InvalidRequest: a member is malformed.

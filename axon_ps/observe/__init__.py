@@ -1,1 +1,1 @@
-"""What a process says about itself: logs. Libraries only ever call `logging.getLogger(__name__)`."""
+"""Logs, reminders of waits, and moments for tests. Libraries only ever call `logging.getLogger(__name__)`."""

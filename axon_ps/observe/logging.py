@@ -1,7 +1,7 @@
-"""How a process writes its log: one line a record, with time, level, role and rank.
+"""The log of a process: one line per record, with time, level, role and rank.
 
-Owns the handler on the logger "axon_ps" and nothing else: the root logger belongs to the user's program, and a library
-that is merely imported configures nothing. Only the command line calls `configure`.
+Owns the handler of the logger "axon_ps". Refuses: the root logger, which is the user's program's. Importing the library
+configures nothing: only the command line calls `configure`.
 
 Three styles: `rich` (coloured, for a terminal), `plain` (one line a record; a traceback follows on lines of its own,
 indented), `json` (one JSON object a record, the traceback a field of it). `auto` is rich on a terminal, else plain.
@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TextIO
 
 ROOT = "axon_ps"
-"""Name of the logger above all of ours."""
+"""Name of the parent of all loggers of axon_ps."""
 
 
 class LogStyle(Enum):
@@ -30,7 +30,7 @@ class LogStyle(Enum):
 
 
 class Identity(logging.Filter):
-    """Writes who we are into every record. The rank is known only after joining, hence `rank` may be set later.
+    """Adds role and rank to every record. The rank is known only after joining, so `rank` may be set later.
 
     Args:
         role: "coordinator", "shard", "worker" or "run".
@@ -48,7 +48,7 @@ class Identity(logging.Filter):
         return self.role if self.rank is None else f"{self.role} {self.rank}"
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Mark the record; never drops one."""
+        """Add the attributes; never drops a record."""
         record.who, record.role, record.rank = self.who, self.role, self.rank
         return True
 
@@ -91,14 +91,14 @@ def configure(
     level: str = "INFO",
     stream: TextIO | None = None,
 ) -> Identity:
-    """Send everything that axon_ps logs to `stream`; calling it again replaces what it set up before.
+    """Send everything that axon_ps logs to `stream`; a later call replaces the configuration of an earlier one.
 
     Args:
-        role: what this process is.
+        role: the role of this process.
         rank: its rank, if known.
         style: how records are written.
-        level: least level that is written.
-        stream: where to; None = standard error as it is now.
+        level: the lowest level that is written.
+        stream: the output; None = standard error as it is now.
 
     Returns:
         The identity in every record; set its `rank` once it is known.

@@ -1,4 +1,4 @@
-"""Saying what is waited for, on the terminal that waits: after 2 s, and then ever more rarely."""
+"""Reminders of what a process waits for: the first after 2 s, then ever more rarely."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 FIRST_REMINDER_S: Final = 2.0
-MOST_REMINDER_S: Final = 60.0
-"""How often whoever waits says so: first after this, then twice as long, and never more rarely."""
+MAX_REMINDER_S: Final = 60.0
+"""The first pause before a reminder, and the longest; each pause is twice the one before."""
 
 
 def reminder_pauses() -> Iterator[float]:
-    """How long to wait before each reminder, in seconds; without end."""
+    """The pause before each reminder, in seconds; without end."""
     pause_s = FIRST_REMINDER_S
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, MOST_REMINDER_S)
+        pause_s = min(2 * pause_s, MAX_REMINDER_S)
 
 
 @contextlib.contextmanager
 def reminding(logger: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """While in it, warnings say what is waited for and for how long; for waits that cannot say it themselves.
+    """A context that logs warnings with what is waited for and for how long; for waits that cannot log it themselves.
 
     Args:
-        logger: gets them.
-        what: "waiting for rank 1", say; called on another thread.
+        logger: gets the warnings.
+        what: returns what is waited for ("waiting for rank 1"); called on another thread.
     """
     over = threading.Event()
     began_s = time.monotonic()

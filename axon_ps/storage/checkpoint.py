@@ -1,11 +1,11 @@
 """safetensors files, written as a stream and read in ranges, with bounded memory and a hash on the way.
 
 The format (huggingface/safetensors): eight bytes with the length of the header, the header in JSON (per tensor its
-dtype, shape and place in the data), the data of all tensors without gaps. The header comes first, so shapes must be
+dtype, shape and offset in the data), the data of all tensors without gaps. The header comes first, so shapes must be
 known before the first value, and values then come in the order of the header, straight from live arrays.
 
-Ranges of a tensor are read by place, not mapped: it is the same for local files and object stores, and a damaged file
-gives an error where a mapping would give a signal. Any safetensors library reads what is written here (a test says so).
+Ranges of a tensor are read by offset, not mapped: this works for local files and object stores alike, and a damaged
+file causes an error where a mapping would cause a signal. Any safetensors library reads these files (there is a test).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError,
 from axon_ps.storage.files import FileStore, Sink, Source
 from axon_ps.types import NUMBERS, Array, DType
 
-PIECE_BYTES = 4 << 20
-"""How much is hashed and written, or read, at a time."""
+BLOCK_BYTES = 4 << 20
+"""Bytes that are hashed and written, or read, at a time."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header: the limit of the safetensors library."""
@@ -36,7 +36,7 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor of a file, before its values are there."""
+    """A tensor of a file, without its values."""
 
     name: str
     dtype: DType
@@ -58,7 +58,7 @@ class FileEntry:
 
 
 class SafetensorsWriter:
-    """The values of one file's tensors, in the order that the header names them. Made by `create_file`."""
+    """Writes the values of one file's tensors, in the order of the header. Made by `create_file`."""
 
     def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self._sink = sink
@@ -69,7 +69,7 @@ class SafetensorsWriter:
         self._put(_header(tensors, metadata))
 
     def write(self, name: str, values: Array) -> None:
-        """All values of tensor `name`, or the next of them: a contiguous array in the tensor's storage dtype.
+        """Write all values of tensor `name`, or the next of them: a contiguous array in the tensor's storage dtype.
 
         Raises:
             StorageFull: no space left.
@@ -82,12 +82,12 @@ class SafetensorsWriter:
                 raise InternalError(f"{name} is written where the file's header has {expected}")
         if len(view) > self._missing:
             raise InternalError(f"{name} has {len(view)} bytes where the file's header leaves {self._missing}")
-        for begin in range(0, len(view), PIECE_BYTES):
-            self._put(view[begin : begin + PIECE_BYTES])
+        for begin in range(0, len(view), BLOCK_BYTES):
+            self._put(view[begin : begin + BLOCK_BYTES])
         self._missing -= len(view)
 
     def entry(self, name: str) -> FileEntry:
-        """Size and hash of what was written."""
+        """Name, size and hash of the file."""
         if self._left or self._missing:
             raise InternalError(f"{name} ends before its last tensor")
         return FileEntry(name=name, sha256=self._hash.hexdigest(), bytes=self._bytes)
@@ -102,13 +102,13 @@ class SafetensorsWriter:
 def create_file(
     store: FileStore, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]
 ) -> Iterator[SafetensorsWriter]:
-    """Write a safetensors file; it is there once the context ends without an error. See `FileStore.create`.
+    """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
 
     Args:
-        store: where.
-        name: of the file.
+        store: its directory.
+        name: its name.
         tensors: names, dtypes and shapes, in the order of their values.
-        metadata: strings that the header carries.
+        metadata: strings stored in the header.
     """
     with store.create(name) as sink:
         writer = SafetensorsWriter(sink, tensors, metadata)
@@ -127,7 +127,7 @@ class SafetensorsReader:
     def __init__(self, source: Source, name: str) -> None:
         self._source = source
         self._name = name
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorSpec] = {}
         length = int.from_bytes(source.read(0, 8), "little")
@@ -160,11 +160,11 @@ class SafetensorsReader:
                 f"from {begin} to {begin + out.size}, as {out.dtype}"
             )
         view = _bytes_of(out)
-        place = self._places[name] + begin * spec.dtype.itemsize
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            if (got := self._source.read_into(place + start, piece)) != len(piece):
-                raise CheckpointCorrupt(f"{self._name} ends {len(piece) - got} bytes too early, in tensor {name!r}")
+        offset = self._offsets[name] + begin * spec.dtype.itemsize
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = view[start : start + BLOCK_BYTES]
+            if (got := self._source.read_into(offset + start, block)) != len(block):
+                raise CheckpointCorrupt(f"{self._name} ends {len(block) - got} bytes too early, in tensor {name!r}")
 
     def _add(self, name: str, fields: Any, data_begin: int) -> None:
         spec = TensorSpec(name=name, dtype=_DTYPES[fields["dtype"]], shape=tuple(_count(d) for d in fields["shape"]))
@@ -175,7 +175,7 @@ class SafetensorsReader:
                 f"data; the file has {self._source.size - data_begin}"
             )
         self.tensors[name] = spec
-        self._places[name] = data_begin + begin
+        self._offsets[name] = data_begin + begin
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
 
 
 def check_file(store: FileStore, entry: FileEntry) -> None:
-    """Compare a file with what its manifest says of it.
+    """Compare a file with its manifest.
 
     Raises:
         CheckpointCorrupt: it is missing, of another size, or of another content.
@@ -208,8 +208,8 @@ def check_file(store: FileStore, entry: FileEntry) -> None:
                     f"{store.uri}/{entry.name} has {source.size} bytes; the manifest says {entry.bytes}: it is "
                     "truncated or was replaced"
                 )
-            for begin in range(0, source.size, PIECE_BYTES):
-                digest.update(source.read(begin, PIECE_BYTES))
+            for begin in range(0, source.size, BLOCK_BYTES):
+                digest.update(source.read(begin, BLOCK_BYTES))
     except CheckpointNotFound as error:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
     if digest.hexdigest() != entry.sha256:
@@ -223,14 +223,14 @@ def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes
     if len({t.name for t in tensors}) != len(tensors):
         raise InvalidRequest("two tensors of a file share a name")
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    place = 0
+    offset = 0
     for t in tensors:
         fields[t.name] = {
             "dtype": _DTYPE_NAMES[t.dtype],
             "shape": list(t.shape),
-            "data_offsets": [place, place + t.nbytes],
+            "data_offsets": [offset, offset + t.nbytes],
         }
-        place += t.nbytes
+        offset += t.nbytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

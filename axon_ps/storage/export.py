@@ -23,7 +23,7 @@ from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import Manifest, verify
 from axon_ps.types import WIRE_DTYPES, Array, DType
 
-PIECE_NUMEL = 1 << 20
+BLOCK_NUMEL = 1 << 20
 """Elements converted at a time."""
 
 
@@ -33,7 +33,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
     Args:
         uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
         target: the file to write, a path or "scheme://..."; replaced if it exists.
-        dtype: F32, BF16 or F16 for every tensor; None = as the user's model had them.
+        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
         model: name of the model, where the checkpoint has several.
 
     Returns:
@@ -49,7 +49,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
     if dtype is not None and dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
     store, name = _target(target)
-    manifest = verify(uri).section(model, alone=not model)
+    manifest = verify(uri).section(model, only=not model)
     source = open_store(manifest.uri)
     tensors = [TensorSpec(name=p.name, dtype=dtype or p.dtype, shape=p.shape) for _, p in manifest.layout.parameters()]
     with ExitStack() as files:
@@ -78,12 +78,12 @@ def _target(target: str) -> tuple[FileStore, str]:
 def _values(
     manifest: Manifest, readers: Mapping[int, SafetensorsReader], unit: int, parameter: Parameter
 ) -> Iterator[Array]:
-    """The elements of one parameter in order, f32, piece by piece."""
-    for piece in manifest.plan.slices[unit]:
-        begin, end = max(piece.begin, parameter.offset), min(piece.end, parameter.end)
-        for first in range(begin, end, PIECE_NUMEL):
-            values = np.empty(min(first + PIECE_NUMEL, end) - first, np.float32)
-            readers[piece.server].read_into(f"{unit}.param", first - piece.begin, values)
+    """The elements of one parameter in order, f32, block by block."""
+    for owned in manifest.plan.slices[unit]:
+        begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
+        for first in range(begin, end, BLOCK_NUMEL):
+            values = np.empty(min(first + BLOCK_NUMEL, end) - first, np.float32)
+            readers[owned.server].read_into(f"{unit}.param", first - owned.begin, values)
             yield values
 
 

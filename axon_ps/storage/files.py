@@ -1,10 +1,10 @@
 """Directories of files behind one small interface: local disks and everything that fsspec reaches.
 
-A file becomes visible when it is whole: locally it is written beside its name, synced and renamed; object stores show a
-file when its upload is completed. What fails half-way is removed.
+A file becomes visible when it is complete: locally it is written under a temporary name, synced and renamed; object
+stores show a file when its upload is completed. A file that could not be completed is removed.
 
-Errors are ours: no space left is `StorageFull`, everything else a `CheckpointError` that names the file; a file that is
-not there is `CheckpointNotFound`.
+Errors are those of axon_ps: no space left is `StorageFull`, a missing file `CheckpointNotFound`, and everything else a
+`CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from axon_ps.errors import (
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 PARTIAL_SUFFIX = ".partial"
-"""Ends the name of a local file that is still being written."""
+"""The end of the name of a local file that is still being written."""
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """A file to write to."""
 
     def write(self, data: Any, /) -> object:
         """Append a contiguous buffer."""
 
 
 class Source(ABC):
-    """An open file to read from, at any place."""
+    """An open file, to read at any offset."""
 
     size: int
 
     @abstractmethod
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Fill `out` from byte `offset` on; how many bytes there were, fewer only at the file's end.
+        """Fill `out` from byte `offset` on; returns the number of bytes read, fewer only at the file's end.
 
         Raises:
             CheckpointError: the file could not be read.
@@ -64,7 +64,7 @@ class FileStore(ABC):
     """A directory of files.
 
     Attributes:
-        uri: where it is, as the user would write it.
+        uri: its path or URI, as the user would write it.
     """
 
     def __init__(self, uri: str) -> None:
@@ -72,7 +72,7 @@ class FileStore(ABC):
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[Sink]:
-        """Write a file, replacing one of that name; it is there once the context ends without an error.
+        """Write a file, replacing one of that name; it becomes visible once the context ends without an error.
 
         Raises:
             StorageFull: no space left; nothing of the file remains.
@@ -90,7 +90,7 @@ class FileStore(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of the whole files in it, sorted; none when the directory does not exist."""
+        """Names of the complete files in it, sorted; none when the directory does not exist."""
 
     @abstractmethod
     def directories(self) -> list[str]:
@@ -113,7 +113,7 @@ class LocalStore(FileStore):
     """A directory of a local or mounted file system.
 
     Args:
-        path: the directory; made when first written to.
+        path: the directory; created by the first write.
         open_file: how a file is opened for writing (tests give one that runs full).
     """
 
@@ -124,14 +124,14 @@ class LocalStore(FileStore):
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[Sink]:
-        """See `FileStore.create`: written aside, synced, renamed, and the directory synced."""
+        """See `FileStore.create`: written under another name, synced, renamed, and the directory synced."""
         path = self._path / _checked(name)
         partial = self._path / f".{name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             try:
                 with self._open_file(partial) as file:
-                    yield _Whole(file)
+                    yield _CompleteWriter(file)
                     os.fsync(file.fileno())
                 os.replace(partial, path)
             except BaseException:
@@ -263,7 +263,7 @@ class FsspecStore(FileStore):
 
     @property
     def _bucket(self) -> str:
-        """Where directories are only names: what they are names in. We never make one."""
+        """The bucket of an object store, where directories are only names; else empty. Buckets are never created."""
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         return self._path.strip("/").partition("/")[0] if protocols & _OBJECT_STORES else ""
 
@@ -279,7 +279,7 @@ class FsspecStore(FileStore):
             return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == kind)
 
     def _discard(self, file: Any, path: str) -> None:
-        """Drop an upload that failed half-way, as well as the store can."""
+        """Discard an upload that failed, as far as the store allows it."""
         with contextlib.suppress(Exception):
             if hasattr(file, "discard"):
                 file.discard()
@@ -297,15 +297,15 @@ def open_store(uri: str) -> FileStore:
         ConfigurationError: the scheme is unknown, or the package it needs is not installed.
     """
     if not uri:
-        raise InvalidRequest("the place of a checkpoint is empty; give a directory or a URI")
+        raise InvalidRequest("the URI of a checkpoint is empty; give a directory or a URI")
     scheme, colon, rest = uri.partition("://")
     if not colon:
         return LocalStore(uri)
     return LocalStore(rest) if scheme == "file" else FsspecStore(uri)
 
 
-class _Whole:
-    """Writes all of a buffer to an unbuffered file, which may take it in parts."""
+class _CompleteWriter:
+    """Writes a complete buffer to an unbuffered file, whose `write` may write less."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -368,7 +368,7 @@ def _open_new(path: Path) -> BinaryIO:
 
 
 def _checked(name: str) -> str:
-    """A file's name, which must not lead out of its directory."""
+    """The name, which must not lead out of the directory."""
     if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise InvalidRequest(f"{name!r} is not a file name")
     return name
@@ -376,7 +376,7 @@ def _checked(name: str) -> str:
 
 @contextlib.contextmanager
 def _translated(path: object, into: Callable[[object, Exception], CheckpointError]) -> Iterator[None]:
-    """Whatever a file system's library raises becomes an error of ours; libraries have trees of their own."""
+    """Convert any error of a file system's library to one of axon_ps."""
     try:
         yield
     except AxonError:

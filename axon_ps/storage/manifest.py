@@ -1,9 +1,9 @@
 """The manifest: what makes a directory of files a checkpoint.
 
-It is written last and whole, so a directory has a complete checkpoint or none. It says everything that a later job
-needs to know: the layout and how it was cut, the optimizer, and each file with its size and hash. File names are chosen
-afresh by every writer, so a second checkpoint in the same directory does not touch the first until its manifest takes
-over; then the files that are named no more are removed.
+It is written last and atomically, so a directory has a complete checkpoint or none. It has everything that a later job
+needs: the layout and how it was sharded, the optimizer, and each file with its size and hash. Every writer chooses new
+file names, so a second checkpoint in the same directory does not touch the first until its manifest replaces the other;
+then the files that no manifest names any more are removed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from axon_ps.storage.files import FileStore, open_store
 from axon_ps.types import OptimizerSpec
 
 FORMAT_VERSION = 1
-"""Of the manifest of one model and of the files it names."""
+"""Version of a manifest of one model and of its files."""
 
 SEVERAL_FORMAT_VERSION = 2
-"""Of the manifest of several models: one that reads only the first must refuse it."""
+"""Version of a manifest of several models: a program that reads only one must refuse it."""
 
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
-"""Begins the name of every file that a shard server writes."""
+"""The prefix of every file that a shard server writes."""
 
 _MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds: a model, and the manifests of `others` if the job had several.
+    """The content of a checkpoint: a model, and the manifests of `others` if the job had several.
 
     Attributes:
         job: name of the job that wrote it.
-        name: what the job called the model; empty where it was written before models had names.
+        name: name of the model in the job; empty if it was written before models had names.
         version: committed steps.
         layout: its parameters.
-        optimizer: whose moments it has; None when the job had no optimizer yet.
+        optimizer: the one whose state it has; None when the job had no optimizer yet.
         num_servers: how many shard servers wrote it.
-        options: how units were cut.
-        files: what they wrote.
-        extra: what the caller wanted back (sampler, schedule), JSON values.
-        created: when, ISO 8601 in UTC.
-        uri: where it was read from; not part of the file.
+        options: how units were sharded.
+        files: the files that they wrote.
+        extra: values of the caller (sampler, schedule), as JSON.
+        created: time of writing, ISO 8601 in UTC.
+        uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
     """
 
@@ -70,7 +70,7 @@ class Manifest:
 
     @cached_property
     def plan(self) -> Plan:
-        """How units were cut into slices."""
+        """How units were divided into slices."""
         return make_plan(self.layout, self.num_servers, self.options)
 
     @property
@@ -88,17 +88,17 @@ class Manifest:
         """All models, this one first."""
         return (self, *self.others)
 
-    def section(self, name: str = "", *, alone: bool = True) -> Manifest:
+    def section(self, name: str = "", *, only: bool = True) -> Manifest:
         """A model.
 
         Args:
-            name: what it is called; empty = the only one.
-            alone: whether nothing else is wanted: then the only model there is is meant, whatever it was called.
+            name: its name; empty = the only one.
+            only: whether no other model is wanted: if there is exactly one, it is meant, whatever its name.
 
         Raises:
             InvalidRequest: there is none of that name; the message says which there are.
         """
-        if alone and not self.others:
+        if only and not self.others:
             return self
         for section in self.sections:
             if section.name == name:
@@ -122,7 +122,7 @@ class Manifest:
 
 
 def file_prefix(server: int, num_servers: int) -> str:
-    """How the name of a shard server's file begins."""
+    """The prefix of the names of a shard server's files."""
     return f"{FILE_PREFIX}{server:05d}-of-{num_servers:05d}-"
 
 
@@ -130,7 +130,7 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     """Make the directory at `uri` a checkpoint; replaces the one that was there, and removes its files.
 
     Raises:
-        InvalidRequest: `extra` holds what JSON cannot.
+        InvalidRequest: `extra` has values that JSON cannot represent.
         StorageFull: no space left; what was there before is untouched.
         CheckpointError: it could not be written; what was there before is untouched.
     """
@@ -142,7 +142,7 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     with store.create(MANIFEST_NAME) as sink:
         sink.write(text.encode())
     named = {f.name for f in manifest.all_files}
-    with contextlib.suppress(CheckpointError):  # the checkpoint is there; what is left over only takes space
+    with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():
             if name.startswith(FILE_PREFIX) and name not in named:
                 store.remove(name)
@@ -182,7 +182,7 @@ def read_manifest(uri: str) -> Manifest:
 def list_checkpoints(uri: str) -> list[Manifest]:
     """The complete checkpoints at `uri` and in its directories, oldest first; damaged ones are left out.
 
-    Which is older is told by the version; where there are several models by the steps that all of them made.
+    They are ordered by version; where there are several models, by the sum of their versions.
 
     Raises:
         CheckpointError: the directory could not be read.
@@ -212,16 +212,16 @@ def verify(uri: str) -> Manifest:
 
 
 def _read(store: FileStore) -> Manifest:
-    place = f"{store.uri}/{MANIFEST_NAME}"
+    path = f"{store.uri}/{MANIFEST_NAME}"
     with store.open(MANIFEST_NAME) as source:
         if source.size > _MAX_BYTES:
-            raise CheckpointCorrupt(f"{place} has {source.size} bytes; a manifest has at most {_MAX_BYTES}")
+            raise CheckpointCorrupt(f"{path} has {source.size} bytes; a manifest has at most {_MAX_BYTES}")
         text = source.read(0, source.size)
     try:
         value = json.loads(text)
         if value["format_version"] not in (FORMAT_VERSION, SEVERAL_FORMAT_VERSION):
             raise CheckpointCorrupt(
-                f"{place} is of format {value['format_version']!r}; this program reads formats {FORMAT_VERSION} and "
+                f"{path} is of format {value['format_version']!r}; this program reads formats {FORMAT_VERSION} and "
                 f"{SEVERAL_FORMAT_VERSION}"
             )
         others = tuple(_from_json({**value, **other, "extra": {}}, store.uri) for other in value.get("models", ()))
@@ -229,7 +229,7 @@ def _read(store: FileStore) -> Manifest:
     except CheckpointCorrupt:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointCorrupt(f"{place} is damaged: {error!r}") from error
+        raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _model_to_json(manifest: Manifest) -> dict[str, Any]:
-    """What is of one model alone."""
+    """The fields of one model."""
     optimizer = manifest.optimizer
     return {
         "name": manifest.name,

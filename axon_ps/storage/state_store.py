@@ -1,6 +1,6 @@
-"""The coordinator's durable state: records by key, written in batches that happen entirely or not at all.
+"""The coordinator's durable state: records by key, written in atomic batches.
 
-A store knows nothing of what the records mean; `coordinator.core.records` does. One coordinator owns a store at a time.
+A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time.
 
 Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
 of the batch is visible to a later `load`.
@@ -20,10 +20,10 @@ from typing import ClassVar, Final, TypeVar
 from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
 
 SCHEMA_VERSION: Final = 1
-"""Layout of the sqlite file; kept in its `user_version`."""
+"""Schema of the sqlite file; stored in its `user_version`."""
 
 APPLICATION_ID: Final = 0x41584F4E
-"""What marks a sqlite file as ours: "AXON"."""
+"""Marks a sqlite file as one of axon_ps: "AXON"."""
 
 _SelfT = TypeVar("_SelfT", bound="StateStore")
 
@@ -40,7 +40,7 @@ class StateStore(ABC):
     """Durable records. Methods are called one at a time, from one thread at a time.
 
     Attributes:
-        blocks: whether `apply` may take a while; who has an event loop to run calls it elsewhere then.
+        blocks: whether `apply` may block for long; then an event loop calls it in a thread.
     """
 
     blocks: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the store holds. Harmless when repeated."""
+        """Release all resources. Harmless when repeated."""
 
     def __enter__(self: _SelfT) -> _SelfT:
         return self
@@ -75,7 +75,7 @@ class StateStore(ABC):
 
 
 class MemoryStateStore(StateStore):
-    """Records in memory: a coordinator with this store starts afresh when it is restarted."""
+    """Records in memory: a coordinator with this store has no state after a restart."""
 
     blocks = False
 
@@ -110,15 +110,15 @@ class SqliteStateStore(StateStore):
     """Records in a sqlite file, on a local disk.
 
     WAL journal with `synchronous=FULL`: a committed batch has been synced to the disk. An exclusive lock keeps a second
-    coordinator out; it goes with the process.
+    coordinator out; it ends with the process.
 
     Args:
-        path: the file; made (with its directory) if it does not exist.
+        path: the file; created (with its directory) if it does not exist.
 
     Raises:
-        ConfigurationError: the file is not ours, is corrupt, is of a newer version, is in use by another coordinator,
-            or cannot be opened.
-        StorageFull: there is no space to make it.
+        ConfigurationError: the file is another program's, is corrupt, is of a newer version, is in use by another
+            coordinator, or cannot be opened.
+        StorageFull: there is no space to create it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -191,7 +191,7 @@ class SqliteStateStore(StateStore):
             )
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
-        db.execute("BEGIN IMMEDIATE")  # taken now and kept: a second coordinator fails here, not later
+        db.execute("BEGIN IMMEDIATE")  # takes the lock now: a second coordinator fails here, not later
         db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,4 +1,4 @@
-"""What users need to test programs that use axon_ps: real processes on this machine, or workers in threads."""
+"""Testing programs that use axon_ps: real processes on this machine, or workers in threads."""
 
 from axon_ps.testing.cluster import LocalCluster
 from axon_ps.testing.threads import run_threads

@@ -1,4 +1,4 @@
-"""A clock for tests: it stands still until it is told to go on."""
+"""A clock for tests: its time changes only by `advance`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from axon_ps.errors import InvalidRequest
 
 
 class ManualClock:
-    """Seconds since nothing in particular; call it to read it, wherever a `time.monotonic` is expected.
+    """Seconds since an arbitrary moment; call it to read it, wherever a `time.monotonic` is expected.
 
     Args:
-        now_s: what it shows first.
+        now_s: its first time.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -19,7 +19,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> float:
-        """Let time pass; returns the new time.
+        """Advance the time; returns the new time.
 
         Raises:
             InvalidRequest: time would run backwards.

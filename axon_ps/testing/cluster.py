@@ -1,8 +1,8 @@
 """`LocalCluster`: a coordinator and shard servers as real processes on this machine, and workers to use them.
 
-For tests and notebooks. The services are the command line's own, started side by side and waited for on a pipe each, so
-a cluster is up as fast as Python can import what it needs. On leaving, everything is reaped by its process id; a
-service that died by itself is an error then, and its log is shown.
+For tests and notebooks. The services are those of the command line, started in parallel; each writes to a pipe when it
+listens. On leaving, all processes are reaped by their process ids; a service that died by itself is an error then, and
+its log is shown.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class LocalCluster:
         job: name of the job.
         token: the job's token; None = a random one, "" = none.
         security: certificates, for TLS; its token is not used.
-        min_workers: least workers to go on with; None = all.
-        lease_s: seconds of silence after which a member is gone.
+        min_workers: the fewest workers to continue with; None = all.
+        lease_s: seconds of silence after which a member is lost.
         step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
-        durable: keep the coordinator's state in a file, so that it can be restarted.
+        durable: store the coordinator's state in a file, so that it can be restarted.
         resume: checkpoint to start from.
         environment: further variables for every process.
         start_timeout_s: seconds that starting may take.
@@ -113,7 +113,7 @@ class LocalCluster:
             deadline = time.monotonic() + self._start_timeout_s
             self._address = self._listening(coordinator, coordinator_pipe, deadline)
             for shard in self._shards:
-                shard.tell(self._address)
+                shard.send_line(self._address)
             for shard, pipe in zip(self._shards, pipes, strict=True):
                 self._listening(shard, pipe, deadline)
         except BaseException:
@@ -128,7 +128,7 @@ class LocalCluster:
 
         Raises:
             AxonError: a service had died by itself, or did not drain when asked to; not when leaving by an error,
-                which is given the logs of all services as a note instead.
+                to which the logs of all services are added as a note instead.
         """
         troubles, logs = self._end_all()
         if error is not None:
@@ -137,7 +137,7 @@ class LocalCluster:
             raise AxonError("; ".join(troubles) + "\n" + logs)
 
     def _end_all(self) -> tuple[list[str], str]:
-        """End workers, shard servers, coordinator, in this order; what was wrong with them, and their logs."""
+        """End workers, shard servers, coordinator, in this order; returns their errors, and their logs."""
         for worker in self._workers:
             worker.process.end()
         coordinator = [self._coordinator] if self._coordinator else []
@@ -159,7 +159,7 @@ class LocalCluster:
 
     @property
     def security(self) -> Security:
-        """What a client of this cluster presents."""
+        """Token and certificates for a client of this cluster."""
         s = self._security
         return Security(token=self.token, ca_file=s.ca_file, cert_file=s.cert_file, key_file=s.key_file)
 
@@ -167,8 +167,8 @@ class LocalCluster:
         """The variables by which a worker joins this cluster, as `axon-ps run` sets them.
 
         Args:
-            rank: the rank it takes; -1 = whichever is free.
-            world_size: workers of the job; None = as the cluster was made for.
+            rank: the rank it requests; -1 = any free one.
+            world_size: workers of the job; None = that of the cluster.
         """
         world_size = self.world_size if world_size is None else world_size
         host, _, port = self.address.rpartition(":")
@@ -196,13 +196,13 @@ class LocalCluster:
         """Start `n` worker processes and return at once.
 
         Args:
-            target: a function, or the path of a script. One that is in no file (typed in a notebook) travels by value,
+            target: a function, or the path of a script. One that is in no file (typed in a notebook) is sent by value,
                 with its arguments and its result; that needs cloudpickle, `axon-ps[notebook]`.
             n: how many; None = the cluster's world size.
             args: positional arguments of the function, or the script's arguments.
             kwargs: keyword arguments of the function.
             env: further variables.
-            ranks: the ranks they take; None = 0 to n - 1.
+            ranks: the ranks they request; None = 0 to n - 1.
         """
         ranks = range(self.world_size if n is None else n) if ranks is None else ranks
         workers = [
@@ -230,12 +230,12 @@ class LocalCluster:
         timeout_s: float = 50.0,
         check: bool = True,
     ) -> list[WorkerResult]:
-        """Start `n` worker processes, wait for all of them and return what came of each, by rank.
+        """Start `n` worker processes, wait for all of them and return their results, by rank.
 
         Args:
             target, n, args, kwargs, env: as for `start_workers`.
-            timeout_s: seconds for all of them; who still runs then is killed, its stacks are in its output.
-            check: raise when one fails, and do not wait long for the others then.
+            timeout_s: seconds for all of them; those that still run then are killed, with their stacks in their output.
+            check: raise when one fails, soon after it, without waiting for the others.
 
         Raises:
             WorkerFailed: `check` is set and a worker raised, died or did not end in time; the message has it all.
@@ -270,7 +270,7 @@ class LocalCluster:
             process.wait(_DRAIN_S)
 
     def restart(self, role: Role | str, index: int = 0) -> None:
-        """Start a service again in the place of one that was killed: the coordinator on its port, a shard server anew.
+        """Restart a service that was killed: the coordinator on its port, a shard server with its rank.
 
         Raises:
             Misuse: it still runs, or it is a worker.
@@ -289,7 +289,7 @@ class LocalCluster:
         self._listening(new, pipe, time.monotonic() + self._start_timeout_s)
 
     def log(self, role: Role | str, index: int = 0) -> str:
-        """The end of what a process wrote."""
+        """The end of the output of a process."""
         return self.process(role, index).output
 
     # ------------------------------------------------------------------ inside
@@ -351,7 +351,7 @@ class LocalCluster:
         return {"AXON_PS_LOG": "plain", **({"AXON_PS_TLS_MUTUAL": "1"} if self._security.mutual else {})}
 
     def _process_environment(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Our own environment without what a launcher or another cluster put there, and `values`."""
+        """This process's environment without the variables of a launcher or another cluster, and `values`."""
         ours = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES and not k.startswith("AXON_PS_")}
         return ours | dict(values)
 
@@ -361,7 +361,7 @@ class LocalCluster:
 
 
 def _end_services(services: Sequence[ChildProcess]) -> list[str]:
-    """Ask all to drain, wait, reap; what was wrong, in words."""
+    """Ask all to drain, wait, reap; returns what was wrong, as text."""
     troubles = []
     disturbed = {process for process in services if process.was_signalled}
     for process in services:

@@ -1,14 +1,14 @@
-"""Workers and services that begin with modules already imported: forks of a small process that has done nothing else.
+"""Workers and services that start with modules already imported: forks of a small process that has only imported them.
 
-Importing torch takes seconds of CPU, so a test suite with a hundred small clusters would do little else. A fork is safe
-as long as nothing has started a thread or opened a channel, which imports do not; a process that holds gRPC channels,
-such as the test itself, must not fork.
+Importing torch takes seconds of CPU, which would be most of the time of a test suite with a hundred small clusters. A
+fork is safe as long as the process has no threads and no channels, which imports do not make; a process with gRPC
+channels, such as the test itself, must not fork.
 
-Owns: the server process, the requests to it, and the handle on a fork. A fork does what `python -c` or `-m` would do in
-a process of its own: it serves one call of `worker_main`, or runs the command line.
+Owns: the server process, the requests to it, and the handle on a fork. A fork does what `python -c` or `-m` would do:
+it serves one call of `worker_main`, or runs the command line.
 
 Invariants:
-- The server is tied to the thread that made it, and forks are tied to the server: a killed test leaves nothing behind.
+- The server is tied to the thread that started it, and forks are tied to the server: a killed test leaves none behind.
 - Only the server reaps a fork, and only when asked for its exit code, so a process id stays the fork's until then.
 """
 
@@ -41,11 +41,11 @@ _MAX_FDS = 3
 
 
 class ForkServer:
-    """A process that forks. Any thread may ask it.
+    """A process that forks. Its methods are thread-safe.
 
     Args:
-        modules: what it imports first; none of them may start a thread.
-        environment: all of its environment; what a module reads when it is imported is read there.
+        modules: imported first; none of them may start a thread.
+        environment: its complete environment; modules that read variables when imported read these.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -65,12 +65,12 @@ class ForkServer:
         """A process that serves one call of `worker_main` on the pipe `fd`.
 
         Args:
-            environment: all of its environment.
+            environment: its complete environment.
             log: file that its standard output and error are appended to.
-            fd: a descriptor; the fork has one of its own.
+            fd: a descriptor; the fork gets a copy.
 
         Raises:
-            InternalError: the server has died; what it printed says why.
+            InternalError: the server has died; its output shows why.
         """
         return ForkedProcess(self, self._fork({"environment": dict(environment)}, log, [fd]))
 
@@ -80,10 +80,10 @@ class ForkServer:
         Args:
             argv: the command and its options.
             environment, log: as for `fork`.
-            ready: the descriptor that it is given as `--ready-fd`.
+            ready: the descriptor for its `--ready-fd`.
 
         Raises:
-            InternalError: the server has died; what it printed says why.
+            InternalError: the server has died; its output shows why.
         """
         theirs, stdin = os.pipe()
         try:
@@ -122,11 +122,11 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A fork, as `subprocess.Popen` shows a child.
+    """A fork, with the interface of `subprocess.Popen`.
 
     Attributes:
         pid: its process id.
-        stdin: our end of its standard input; None when it has none.
+        stdin: the pipe to its standard input; None when it has none.
     """
 
     def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes] | None = None) -> None:
@@ -144,7 +144,7 @@ class ForkedProcess:
         return self._exit_code
 
     def wait(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for its end; returns its exit code."""
         if self._exit_code is None:
             select.select([self._pidfd], [], [])
         exit_code = self.poll()
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve requests on the socket `argv[0]` with the modules `argv[1:]` imported; in a fork, one call."""
     for module in argv[1:]:
         importlib.import_module(module)
-    gc.freeze()  # no fork looks through what was imported, which would copy every page of it
+    gc.freeze()  # the garbage collector of a fork does not visit imported objects, which would copy their pages
     with socket.socket(fileno=int(argv[0])) as requests:
         call = _serve(requests)
     if call is not None:
@@ -171,15 +171,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Run the command line in this process, as `python -m` does; its exit code."""
+    """Run the command line in this process, as `python -m` does; returns its exit code."""
     exit_code: int = importlib.import_module(_COMMAND_LINE).main(argv)
     return exit_code
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """End a fork as `multiprocessing` does: threads and exit functions, but no taking apart of all that was imported.
+    """End a fork as `multiprocessing` does: threads and exit functions, but no finalization of the interpreter.
 
-    That would be a second of CPU time with torch's compiler in memory, of which every page would first be copied.
+    That would take a second of CPU time with torch's compiler in memory, since every page would be copied first.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -189,7 +189,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def _serve(requests: socket.socket) -> Callable[[], int] | None:
-    """Fork and reap until nobody asks any more; in a fork, what it is to do."""
+    """Fork and reap until the socket is closed; in a fork, returns its task."""
     while True:
         message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, _MAX_FDS)
         if not message:
@@ -221,8 +221,8 @@ def _task(request: dict[str, Any], fd: int, ready: int | None = None) -> Callabl
 
 
 def _lead_group(pid: int) -> None:
-    """Let a fork lead a process group; server and fork both do it, so whoever is told its id can end all of it."""
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other one did so, or it is gone
+    """Make a fork the leader of a process group; server and fork both do it, so that neither has to wait."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the other one has done it, or the fork has ended
         os.setpgid(pid, pid)
 
 

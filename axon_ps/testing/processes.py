@@ -1,8 +1,8 @@
-"""A child process as tests need it: tied to us, its output in a file, reaped by its own process id.
+"""A child process for tests: it dies with its parent, writes its output to a file, and is reaped by its process id.
 
-Everything is started with the same programs that the command line uses, tied to us (`host.children`), so that a
-test run that is killed leaves nothing behind. The tie is to the *thread* that starts the process: start clusters from a
-thread that outlives them.
+All processes are started with the programs of the command line and tied to this one (`host.children`), so that a test
+run that is killed leaves none behind. They are tied to the *thread* that starts them: start clusters from a thread that
+outlives them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from axon_ps.host.children import tethered
 from axon_ps.testing.fork_server import ForkedProcess
 
-_SHOWN_BYTES = 16 << 10
+_MAX_OUTPUT_BYTES = 16 << 10
 
 
 class ChildProcess:
     """One process.
 
     Args:
-        name: what messages call it: "shard 1".
+        name: its name in messages: "shard 1".
         process: the process, leader of a process group of its own.
         log: file that its standard output and error are appended to.
     """
@@ -51,12 +51,12 @@ class ChildProcess:
         """Start a program.
 
         Args:
-            name: what messages call it.
+            name: its name in messages.
             command: the command, found on the path.
-            environment: all of its environment.
+            environment: its complete environment.
             log: file that its standard output and error are appended to.
             pass_fds: descriptors that it inherits.
-            stdin: None, or PIPE to be able to `tell` it something.
+            stdin: None, or PIPE for `send_line`.
         """
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -82,12 +82,12 @@ class ChildProcess:
 
     @property
     def output(self) -> str:
-        """The end of what it wrote."""
+        """The end of its output."""
         content = self.log_path.read_bytes()
-        return content[-_SHOWN_BYTES:].decode("utf-8", "replace")
+        return content[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
 
-    def tell(self, line: str) -> None:
-        """Write a line to its standard input and close that; if it has died, its output says why."""
+    def send_line(self, line: str) -> None:
+        """Write a line to its standard input and close that; if it has died, its output shows why."""
         assert self._process.stdin is not None, "started without a pipe to its standard input"
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{line}\n".encode())
@@ -106,7 +106,7 @@ class ChildProcess:
         return self.exit_code
 
     def end(self, *steps: tuple[int, float]) -> int:
-        """Send each signal and give it that many seconds to take effect, then kill it; reap it and what it left behind.
+        """Send each signal and wait up to that many seconds, then kill it; reap it and the processes it left behind.
 
         Returns:
             Its exit code; -9 when it had to be killed.
@@ -128,7 +128,7 @@ class ChildProcess:
 
 
 def wait_for_any(processes: Sequence[ChildProcess], deadline: float) -> list[ChildProcess]:
-    """Wait until one of the processes has ended; those that have, none when `deadline` (of `time.monotonic`) passed."""
+    """Wait until a process has ended; returns those that have, none after `deadline` (of `time.monotonic`)."""
     while not (ended := [process for process in processes if process.exit_code is not None]):
         with contextlib.ExitStack() as stack:
             fds = [os.pidfd_open(process.pid) for process in processes]

@@ -1,6 +1,7 @@
 """Workers that are threads of this process: training code is tested in milliseconds, with the real engines.
 
-Owns: one thread for each world of `World.mock(n)`, and whose error counts. See `World.mock` for what such a job is.
+Owns: one thread for each world of `World.mock(n)`, and the choice of the error to raise. `World.mock` describes such a
+job.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ def run_threads(
     Inside it the world is the thread's current one; it is closed when the function ends.
 
     Args:
-        target: what a worker does.
+        target: the function that every worker runs.
         n: how many workers.
         args: its further arguments.
         kwargs: its keyword arguments.
         shards, nodes: as of `World.mock`.
-        timeout_s: how long it may take in all, in seconds; also the default deadline of every operation.
+        timeout_s: limit for all of them together, in seconds; also the default deadline of every operation.
 
     Returns:
-        What they returned, by rank.
+        Their return values, by rank.
 
     Raises:
-        Timeout: some did not end in time. Their threads go on to the next operation, which ends them.
-        BaseException: what the first one raised that failed by itself, and not for another's failure.
+        Timeout: some did not end in time. Their threads run on to the next operation, which ends them.
+        BaseException: the error of the first one that failed by itself, and not because another had failed.
     """
     worlds = World.mock(n, shards=shards, nodes=nodes, timeout_s=timeout_s)
     results: dict[int, T] = {}
@@ -74,4 +75,4 @@ def run_threads(
 
 
 _OF_OTHERS = (MemberLost, GenerationChanged, Broken, Timeout)
-"""What a worker gets when another has failed."""
+"""The errors that a worker gets when another has failed."""

@@ -1,9 +1,9 @@
-"""What a worker process of `LocalCluster` runs: load a function by its file and name, call it, send back the result.
+"""The program of a worker process of `LocalCluster`: load a function by its file and name, call it, send its result.
 
 The function's module is loaded under its own name (under `__axon_main__` when it was the parent's main program), so
-what it returns may be of classes defined there. A function that no file has (typed in a notebook, at a prompt or on
-standard input), a lambda and one inside another function travel by value, with what they use, and so does their result.
-Parent and child talk over a pipe of their own, as in multiprocessing.
+its result may be of classes defined there. A function that is in no file (typed in a notebook, at a prompt or on
+standard input), a lambda and one inside another function are sent by value, with all that they use, and so is their
+result. Parent and child communicate over a pipe, as in multiprocessing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAIN = "__axon_main__"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a function is found.
+    """The location of a function.
 
     Attributes:
         path: the parent's `sys.path`.
@@ -45,7 +45,7 @@ class Target:
 
     @classmethod
     def of(cls, function: Callable[..., object]) -> Target | None:
-        """The target that finds `function`; None for one that has to travel by value."""
+        """The target of `function`; None for one that has to be sent by value."""
         code = getattr(function, "__code__", None)
         file, is_main = code.co_filename if code else "", function.__module__ == "__main__"
         if "<" in function.__qualname__ or (is_main and not Path(file).is_file()):
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ByValue:
-    """A function that travels itself.
+    """A function that is sent by value.
 
     Attributes:
         path: the parent's `sys.path`.
@@ -80,10 +80,10 @@ class ByValue:
 
 
 def dumped(value: object, *, by_value: bool) -> Any:
-    """The bytes that the other end's `recv` understands.
+    """The pickle of a value, for the other end's `recv`.
 
     Raises:
-        InvalidRequest: by value, and cloudpickle is not there.
+        InvalidRequest: by value, and cloudpickle is not installed.
         TypeError, AttributeError, ValueError, pickle.PicklingError: it cannot be sent.
     """
     if not by_value:
@@ -92,7 +92,7 @@ def dumped(value: object, *, by_value: bool) -> Any:
         import cloudpickle
     except ModuleNotFoundError:
         raise InvalidRequest(
-            "a function that is in no file (or is a lambda, or inside another function) travels to a worker by value, "
+            "a function that is in no file (or is a lambda, or inside another function) is sent to a worker by value, "
             "which needs cloudpickle: pip install 'axon-ps[notebook]', or put it at the top of a module"
         ) from None
     return cloudpickle.dumps(value)

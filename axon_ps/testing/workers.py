@@ -1,4 +1,4 @@
-"""Worker processes of a `LocalCluster`, as the test sees them: start a function or a script, wait, learn the result."""
+"""Worker processes of a `LocalCluster`: start a function or a script, wait, get the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fork_server() -> ForkServer | None:
 
 @contextlib.contextmanager
 def preloaded(modules: Sequence[str]) -> Iterator[None]:
-    """While in it, services and workers that run a function are forks of a process that has imported `modules`.
+    """A context in which services, and workers that run a function, are forks of a process with `modules` imported.
 
     That saves each of them the seconds of CPU that importing torch, numba and gRPC takes. The variables that modules
     read when they are imported (OMP_NUM_THREADS is 1) are the same for all of them then. Enter it from a thread that
@@ -54,14 +54,14 @@ def preloaded(modules: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResult:
-    """What came of one worker.
+    """The result of one worker.
 
     Attributes:
         rank: its rank.
-        value: what the function returned; None for a script.
-        error: the traceback, or how it died, in words; empty when it ended well.
+        value: the function's return value; None for a script.
+        error: the traceback, or how it died, as text; empty when it ended well.
         exit_code: its exit code; negative for a signal.
-        output: the end of what it printed.
+        output: the end of its output.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class WorkerFailed(Exception):
     """A worker raised or died.
 
     Attributes:
-        results: what came of all of them, by rank.
+        results: of all workers, by rank.
     """
 
     def __init__(self, results: Sequence[WorkerResult]) -> None:
@@ -88,7 +88,7 @@ class WorkerProcess:
     """One worker. Made by `LocalCluster.start_workers`.
 
     Attributes:
-        rank: the rank it was told to take.
+        rank: its requested rank.
         process: the process itself.
     """
 
@@ -113,7 +113,7 @@ class WorkerProcess:
         located: Target | ByValue | None = Target.of(target)
         by_value = located is None
         located = located or ByValue(tuple(sys.path), target)
-        said = [dumped(part, by_value=by_value) for part in (located, (tuple(args), dict(kwargs)))]
+        payloads = [dumped(part, by_value=by_value) for part in (located, (tuple(args), dict(kwargs)))]
         connection, theirs = multiprocessing.Pipe()
         with theirs:
             fd = theirs.fileno()
@@ -122,8 +122,8 @@ class WorkerProcess:
             else:
                 command = [sys.executable, "-c", _CALL, str(fd)]
                 self.process = ChildProcess.start(name, command, environment=environment, log=log, pass_fds=(fd,))
-        with contextlib.suppress(BrokenPipeError):  # when it has died already, the result says how
-            for part in said:
+        with contextlib.suppress(BrokenPipeError):  # it has died already; the result shows how
+            for part in payloads:
                 connection.send_bytes(part)
         self._listener = threading.Thread(target=self._listen, args=(connection,), name=name, daemon=True)
         self._listener.start()
@@ -133,12 +133,12 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def result(self, timeout_s: float = 50.0) -> WorkerResult:
-        """Wait for it and say what came of it; a worker that does not end in time is killed, which is an error too."""
+        """Wait for its result; a worker that does not end in time is killed, which is an error, too."""
         self.process.wait(timeout_s)
         return self.end()
 
     def end(self) -> WorkerResult:
-        """Kill it if it still runs, its output showing where it was, and say what came of it."""
+        """Kill it if it still runs (its stacks are in its output then); returns its result."""
         running = self.process.exit_code is None
         exit_code = self.process.end((signal.SIGABRT, 5.0))
         if self._listener is not None:
@@ -161,7 +161,7 @@ class WorkerProcess:
 
 
 def results_of(workers: Sequence[WorkerProcess], *, timeout_s: float, check: bool) -> list[WorkerResult]:
-    """Wait for all workers and say what came of them, by rank.
+    """Wait for all workers; returns their results by rank.
 
     Args:
         workers: the workers.

@@ -1,4 +1,4 @@
-"""Calls of collectives to messages of `v1` and back; as in `wire.codec`, what comes from the wire is checked."""
+"""Conversion between calls of collectives and the messages of `v1`; as in `wire.codec`, messages are validated."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Between our values and the messages of `v1`: for every value `x`, `x_to_proto` and `x_from_proto`.
+"""Conversion between values and the messages of `v1`: for every value `x`, `x_to_proto` and `x_from_proto`.
 
-What comes from the wire is not believed: an enum must have a value we know, a name must be short and printable, counts
-must fit each other. `x_from_proto` raises `InvalidRequest` naming the field; what the value types check in their own
-constructors (layouts, job specs) is left to them.
+Messages are validated: an enum must have a known value, a name must be short and printable, counts must fit each other.
+`x_from_proto` raises `InvalidRequest` naming the field; value types that check themselves in their constructors
+(layouts, job specs) are not checked again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_DIMENSIONS: Final = 64
 """Most dimensions of a parameter (numpy's limit)."""
 
 MAX_LAYOUT_NUMEL: Final = 1 << 45
-"""Most elements of a layout: 35 trillion, far above any model, far below what overflows somewhere."""
+"""Most elements of a layout: 35 trillion, far above any model and far below an overflow."""
 
 _DTYPES: Final = {
     DType.F32: common_pb2.D_TYPE_F32,
@@ -85,7 +85,7 @@ _SETTINGS: Final = {BoundedStaleness.kind: "max_staleness", LocalSteps.kind: "in
 
 
 def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
-    """`name` itself, if it may be a name (printable, not too long); `what` is what the error calls it.
+    """`name` itself, if it is valid (printable, not too long); `what` names it in the error.
 
     Raises:
         InvalidRequest: it is empty (unless `empty`), too long or not printable.
@@ -109,10 +109,10 @@ def dtype_from_proto(number: int, *, blocks: bool = False) -> DType:
 
     Args:
         number: the number.
-        blocks: whether it may be one of blocks, as it may in collectives, and not only of numbers.
+        blocks: whether a dtype of blocks is allowed, as in collectives.
 
     Raises:
-        InvalidRequest: it is unset, a dtype we don't know, or one of blocks where that may not be.
+        InvalidRequest: it is unset, an unknown dtype, or one of blocks where that is not allowed.
     """
     dtype = _known(_DTYPES_BACK, number, "dtype")
     if dtype not in NUMBERS and not blocks:
@@ -129,7 +129,7 @@ def role_from_proto(number: int) -> Role:
     """The role behind a number from the wire.
 
     Raises:
-        InvalidRequest: it is unset, or a role we don't know.
+        InvalidRequest: it is unset or unknown.
     """
     return _known(_ROLES_BACK, number, "role")
 
@@ -143,7 +143,7 @@ def outcome_from_proto(number: int) -> Outcome:
     """The outcome behind a number from the wire.
 
     Raises:
-        InvalidRequest: it is unset, or an outcome we don't know.
+        InvalidRequest: it is unset or unknown.
     """
     return _known(_OUTCOMES_BACK, number, "outcome")
 
@@ -219,22 +219,22 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
 
 
 def progress_to_proto(progress: ModelProgress) -> membership_pb2.ModelProgress:
-    """Where a model is, as a message."""
+    """The progress of a model as a message."""
     return membership_pb2.ModelProgress(model=progress.model, step=progress.step, version=progress.version)
 
 
 def progress_from_proto(message: membership_pb2.ModelProgress) -> ModelProgress:
-    """Where a model is, from a message."""
+    """The progress of a model from a message."""
     return ModelProgress(model=message.model, step=message.step, version=message.version)
 
 
 def copy_to_proto(copy: CopyFrom) -> membership_pb2.CopyFrom:
-    """What a step takes from another model, as a message."""
+    """A copy from another model as a message."""
     return membership_pb2.CopyFrom(source=copy.source, weight=copy.weight, version=copy.version)
 
 
 def copy_from_proto(message: membership_pb2.CopyFrom) -> CopyFrom:
-    """What a step takes from another model.
+    """A copy from another model, from a message.
 
     Raises:
         InvalidRequest: the weight is not above 0 and at most 1.
@@ -290,7 +290,7 @@ def hyper_to_proto(hyper: Hyper) -> common_pb2.Hyper:
 
 
 def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
-    """The hyperparameters of one group from a message; whether they make sense is the optimizer's question.
+    """The hyperparameters of one group from a message; the optimizer checks their values.
 
     Raises:
         InvalidRequest: a name is malformed.
@@ -339,7 +339,7 @@ def policy_from_proto(message: common_pb2.Policy) -> Policy:
     """A policy from a message.
 
     Raises:
-        InvalidRequest: we don't know it, or its setting is out of range.
+        InvalidRequest: it is unknown, or its setting is out of range.
     """
     kind = _known(_POLICIES_BACK, message.kind, "policy")
     name = _SETTINGS.get(kind)
@@ -357,7 +357,7 @@ def compression_from_proto(message: common_pb2.Compression) -> Compression:
     """A compression from a message.
 
     Raises:
-        InvalidRequest: it is one that we don't know, or an option is out of range.
+        InvalidRequest: it is unknown, or an option is out of range.
     """
     kind = message.WhichOneof("kind")
     if kind == "int8_block_numel":
@@ -388,7 +388,7 @@ def job_spec_from_proto(message: common_pb2.JobSpec) -> JobSpec:
     """A job's spec from a message.
 
     Raises:
-        InvalidRequest: the layout, a dtype, a compression or a size is one that cannot work.
+        InvalidRequest: the layout, a dtype, a compression or a size is invalid.
     """
     return JobSpec(
         layout=layout_from_proto(message.layout),

@@ -1,21 +1,20 @@
-"""Bulk chunks: valid messages, written and read without the protobuf library touching the payload.
+"""Bulk messages, encoded and decoded without the protobuf library copying the payload.
 
 Owns the two conversions `encode_chunk` and `decode_chunk`, and `payload_array` and `elements`, which check a payload
-before anybody uses it. Refuses what is not such a message with `InvalidRequest`.
+before it is used. Refuses all other messages with `InvalidRequest`.
 
 Bulk messages are `Chunk` (parameters and gradients) and `CollectiveChunk`.
 
 Note: [The payload comes last]
     `payload` has the highest field number of a bulk message, the same one in all of them, and protobuf's own encoders
-    write fields in ascending order. So
-    the encoding of a whole chunk is the encoding of its small fields, then the payload's tag, its length and its
-    bytes. We let protobuf encode the small fields and join the rest: one copy of the payload, the one that makes the
-    message. Reading is the reverse and copies nothing: walk over the small fields, give protobuf what lies before the
-    payload, and return the rest as a view.
+    write fields in ascending order. So the encoding of a complete chunk is the encoding of its small fields, then the
+    payload's tag, its length and its bytes. Protobuf encodes the small fields here, and the rest is joined to them: one
+    copy of the payload, the one that makes the message. Decoding is the reverse and copies nothing: skip over the small
+    fields, have protobuf decode the bytes before the payload, and return the rest as a view.
 
-    Another client may write the fields in another order, write the payload twice (the last one counts), or put more
-    unknown fields into the message than we care to walk over in Python; then protobuf parses all of it, at the price
-    of more copies. Both ways accept the same messages and give the same result.
+    Another client may write the fields in another order, write the payload twice (the last one counts), or put many
+    unknown fields into the message; then protobuf parses all of it, which copies more. Both ways accept the same
+    messages and give the same result.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ BulkMessage = common_pb2.Chunk | collective_pb2.CollectiveChunk
 Bulk = TypeVar("Bulk", common_pb2.Chunk, collective_pb2.CollectiveChunk)
 
 BULK_MESSAGES: Final[tuple[type[BulkMessage], ...]] = (common_pb2.Chunk, collective_pb2.CollectiveChunk)
-"""What is written and read here; servicers and stubs see their encoded bytes."""
+"""The message types of this module; servicers and stubs pass them as encoded bytes."""
 
 Payload = bytes | bytearray | memoryview | Array
-"""What may be sent as a payload: anything contiguous; its bytes go out as they are."""
+"""The types of a payload: anything contiguous; its bytes are sent unchanged."""
 
 _PAYLOAD_FIELD: Final = common_pb2.Chunk.PAYLOAD_FIELD_NUMBER
 _LENGTH_DELIMITED: Final = 2
 _PAYLOAD_TAG: Final = _PAYLOAD_FIELD << 3 | _LENGTH_DELIMITED
 _PAYLOAD_TAG_BYTE: Final = bytes((_PAYLOAD_TAG,))
 _WALK_FIELDS: Final = 32
-"""More fields than this before the payload are left to the protobuf library (ours has twelve)."""
+"""With more fields than this before the payload, the protobuf library decodes the message (a chunk has twelve)."""
 
 
 def encode_chunk(header: BulkMessage, payload: Payload | None) -> bytes:
@@ -109,10 +108,10 @@ def payload_array(
     """The payload as a read-only 1-D array of the header's dtype, without a copy; bf16 as uint16, compressed as u8.
 
     Args:
-        header: says dtype and number of elements.
+        header: has dtype and number of elements.
         payload: the bytes; empty for an `absent` chunk, which gives an empty array.
-        max_numel: the most elements the receiver has room for.
-        compressed_bytes: what so many elements take as the job compresses them; None = it does not.
+        max_numel: the most elements that the receiver accepts.
+        compressed_bytes: the compressed size of a number of elements; None = the job does not compress.
 
     Raises:
         InvalidRequest: the dtype is unknown, there are more elements than `max_numel`, the length does not fit, or it
@@ -120,9 +119,9 @@ def payload_array(
     """
     dtype = dtype_from_proto(header.dtype)
     if header.numel > max_numel:
-        raise InvalidRequest(f"a chunk says it has {header.numel} elements; at most {max_numel} fit here")
+        raise InvalidRequest(f"a chunk claims {header.numel} elements; at most {max_numel} fit here")
     if header.compressed and (compressed_bytes is None or dtype is not DType.F32):
-        raise InvalidRequest(f"a chunk is compressed (as {dtype.value}); this job's travel as they are")
+        raise InvalidRequest(f"a chunk is compressed (as {dtype.value}); this job does not compress them")
     if header.compressed and compressed_bytes is not None and not header.absent:
         if payload.nbytes != (needed := compressed_bytes(header.numel)):
             raise InvalidRequest(
@@ -138,7 +137,7 @@ def payload_array(
 
 
 def elements(payload: memoryview, dtype: DType) -> Array:
-    """A payload as a read-only 1-D array, without a copy; bf16 as uint16. Its length is the caller's to check.
+    """A payload as a read-only 1-D array, without a copy; bf16 as uint16. The caller checks its length.
 
     Raises:
         InvalidRequest: it is no whole number of elements, or a bool is neither 0 nor 1.

@@ -2,6 +2,6 @@
 
 world         joining, leaving, groups, barriers, values        step_client   gather, push, vote, learn the decision
 job_view      what it knows of the members · models             staleness     who waits for whom
-environment   which rank it is, and where the coordinator is    bootstrap     a job of workers alone
-mock_world    worlds of threads, over mock_job: a whole job in this process
+environment   which rank it is, and where the coordinator is    bootstrap     a job formed by its workers
+mock_world    worlds of threads, over mock_job: a job in this process
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint is, as a worker's program sees it."""
+"""Information on a checkpoint, for a worker's program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointInfo:
 
 
 def info_of(reply: Any) -> CheckpointInfo:
-    """A reply of the coordinator as users get it."""
+    """A reply of the coordinator as a `CheckpointInfo`."""
     return CheckpointInfo(
         uri=reply.uri,
         version=reply.version,

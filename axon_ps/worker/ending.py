@@ -1,7 +1,7 @@
-"""Whether this process ends because it has finished, or because something went wrong.
+"""Whether this process ends because it has finished, or because of an error.
 
-Owns: noticing what `sys.exit` is given. An exit code is all that tells a script that gave up from one that is done, and
-Python does not show it to those who run at its end.
+Owns: recording the argument of `sys.exit`. The exit code alone distinguishes a script that gave up from one that is
+done, and Python does not show it to exit handlers.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import functools
 import sys
 from typing import Any
 
-_given: Any = None
-_noticing = False
+_exit_code: Any = None
+_recording = False
 
 
-def notice_exit() -> None:
-    """From now on remember what `sys.exit` is given; what it was given before is forgotten."""
-    global _given, _noticing
-    _given = None
-    if _noticing:
+def record_exit() -> None:
+    """From now on record the argument of `sys.exit`; discard earlier ones."""
+    global _exit_code, _recording
+    _exit_code = None
+    if _recording:
         return
-    _noticing = True
+    _recording = True
     exit_ = sys.exit
 
     @functools.wraps(exit_)
-    def remember(status: Any = None, /) -> Any:
-        global _given
-        _given = status
+    def recording_exit(status: Any = None, /) -> Any:
+        global _exit_code
+        _exit_code = status
         exit_(status)
 
-    sys.exit = remember
+    sys.exit = recording_exit
 
 
-def going_well() -> bool:
-    """Whether no error is being handled here and now: what ends then has finished."""
+def no_error_handled() -> bool:
+    """Whether the caller is handling no error, so that the block it leaves has finished."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         return _is_success(error.code)
     return error is None or isinstance(error, StopIteration)
 
 
-def process_went_well() -> bool:
+def process_succeeded() -> bool:
     """Whether, at the process's end, nothing shows that it failed: no uncaught error, no exit code but 0."""
-    return getattr(sys, "last_value", None) is None and _is_success(_given) and going_well()
+    return getattr(sys, "last_value", None) is None and _is_success(_exit_code) and no_error_handled()
 
 
 def _is_success(code: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker learns from its environment: where the coordinator is, which rank it is, how to prove who it is.
+"""A worker's environment variables: the coordinator's address, its rank, token and certificates.
 
 Pure functions of a mapping, so tests need no real environment. The names are torchrun's where torchrun has one, so a
 script works under `axon-ps run`, `torchrun`, `mpirun`, `srun` and compose alike; docs/environment.md lists all of them.
@@ -22,15 +22,15 @@ _TRUE = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The names by which a program that starts workers tells each of them who it is; any of one variable's, in order.
+    """The names of the environment variables by which a program that starts workers gives each its rank.
 
     Attributes:
-        name: what messages call it.
+        name: as in messages.
         rank: the worker's rank.
         world_size: how many workers there are.
         local_rank: its position among those of its host.
         local_world_size: how many those are.
-        run: what together names this run, and no other on the host; empty = nothing does.
+        run: variables that together name this run, and no other on the host; empty = none.
         needs: without these the other names mean something else.
     """
 
@@ -55,7 +55,7 @@ TORCHRUN = Launcher(
     local_rank="LOCAL_RANK",
     local_world_size="LOCAL_WORLD_SIZE",
 )
-"""torchrun and `axon-ps run`, and whoever sets their variables by hand."""
+"""torchrun, `axon-ps run`, and variables set by hand."""
 
 OPEN_MPI = Launcher(
     name="mpirun",
@@ -88,15 +88,15 @@ LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which worker of how many this process is, as its launcher says.
+class LaunchInfo:
+    """Which worker of how many this process is, by its launcher's variables.
 
     Attributes:
-        launcher: who started it; None = nobody that we know.
-        rank: its rank; -1 = not said.
-        world_size: how many workers there are; 0 = not said.
+        launcher: the program that started it; None = unknown.
+        rank: its rank; -1 = not given.
+        world_size: how many workers there are; 0 = not given.
         local_rank: its position among those of its host.
-        local_world_size: how many those are; 0 = not said.
+        local_world_size: how many those are; 0 = not given.
         run: names this run of the launcher, and no other on the host; empty = nothing does.
     """
 
@@ -108,7 +108,7 @@ class Place:
     run: str = ""
 
 
-def place_of(env: Mapping[str, str]) -> Place:
+def launch_info(env: Mapping[str, str]) -> LaunchInfo:
     """Which worker this process is, by the first launcher whose variables are there.
 
     Raises:
@@ -116,14 +116,14 @@ def place_of(env: Mapping[str, str]) -> Place:
     """
     launcher = next((one for one in LAUNCHERS if one.is_behind(env)), None)
     if launcher is None:
-        return Place(launcher=None)
+        return LaunchInfo(launcher=None)
     rank, world_size = _integer(env, launcher.rank, -1, least=-1), _integer(env, launcher.world_size, 0, least=0)
     if world_size and rank >= world_size:
         names = launcher.rank, launcher.world_size
         raise ConfigurationError(f"{names[0]} is {rank} and {names[1]} is {world_size}; it must be below that")
     local_world_size = _tasks_here(env) if launcher is SLURM else _integer(env, launcher.local_world_size, 0, least=1)
     run = [env.get(name, "") for name in launcher.run]
-    return Place(
+    return LaunchInfo(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
@@ -141,13 +141,13 @@ class WorkerConfig:
         coordinator: "host:port" of the coordinator.
         job: name of the job.
         rank: wanted rank; -1 = whichever is free.
-        world_size: workers the job starts with; 0 = as the coordinator was told.
+        world_size: workers the job starts with; 0 = as the coordinator is configured.
         local_rank: position among the workers of this node.
         local_world_size: workers of this node.
         node: name of the host or container; workers of one node share it.
         security: token and certificates.
         backend: name of the backend of the default group, or "auto" = by where the workers are.
-        standby: whether to wait, without a rank, until the job has lost a worker, and take its place.
+        standby: whether to wait, without a rank, until the job has lost a worker, and replace it.
         direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
     """
 
@@ -165,20 +165,20 @@ class WorkerConfig:
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
-    """Read a worker's configuration from environment variables; docs/environment.md says what each means.
+    """Read a worker's configuration from environment variables; docs/environment.md lists them.
 
     Raises:
         ConfigurationError: a variable is missing or malformed; the message names it.
     """
     standby = env.get("AXON_PS_STANDBY", "") not in ("", "0")
-    place = place_of(env)
+    launch = launch_info(env)
     return WorkerConfig(
         coordinator=_coordinator(env),
         job=job_of(env),
-        rank=-1 if standby else place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size or 1,
+        rank=-1 if standby else launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        local_world_size=launch.local_world_size or 1,
         node=node_of(env),
         backend=env.get("AXON_PS_BACKEND") or "auto",
         direct_memory=env.get("AXON_PS_DIRECT_MEMORY") != "0",
@@ -203,7 +203,7 @@ def security_of(env: Mapping[str, str]) -> Security:
 
 
 def node_of(env: Mapping[str, str]) -> str:
-    """The name that the workers of this host or container share.
+    """The name of this host or container, common to its workers.
 
     Two agents of torchrun on one host are two nodes, as two launches of `axon-ps run` are.
     """
@@ -224,7 +224,7 @@ def port_of(env: Mapping[str, str]) -> int:
 
 
 def shards_of(env: Mapping[str, str]) -> int:
-    """How many shard servers workers start that nobody started any for; 0 = one a node."""
+    """How many shard servers workers start where there are none; 0 = one per node."""
     return _integer(env, "AXON_PS_SHARDS", 0, least=1)
 
 
@@ -253,7 +253,7 @@ def _token(env: Mapping[str, str]) -> str:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
-    """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not said."""
+    """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not given."""
     counts: list[int] = []
     for part in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

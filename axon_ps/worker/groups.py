@@ -1,7 +1,7 @@
-"""The groups of a world: one default group per set of workers, and the news of deaths for all of them.
+"""The groups of a world: one default group per set of workers, and the membership changes for all of them.
 
-Owns: which default group is the current one, and telling groups that a member is gone. Runs on the background loop's
-thread (news) and on users' threads (asking for the group).
+Owns: which default group is the current one, and notifying groups that a member is lost. Runs on the background loop's
+thread (membership changes) and on users' threads (asking for the group).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Groups:
     Args:
         world: the world.
         make: makes backends.
-        store: where members meet.
+        store: for the rendezvous of members.
         backend: name of the default group's.
         timeout_s: default deadline of collectives.
-        recorder: keeps what happened.
+        recorder: the flight recorder.
         incarnation: gives this worker's incarnation, once it has joined.
     """
 
@@ -60,10 +60,10 @@ class Groups:
         self._node_groups: Counter[tuple[str, ...]] = Counter()
 
     def set_members(self, membership: Membership) -> Sequence[Member]:
-        """Take the current members; wakes nobody.
+        """Set the current members; wakes nobody.
 
         Returns:
-            The workers that are gone: for `end_with`, once all of this worker knows of the membership.
+            The workers that left: for `end_with`, once all of this worker has the new membership.
         """
         with self._lock:
             now = {m.id for m in membership.workers}
@@ -72,9 +72,7 @@ class Groups:
         return lost
 
     def end_with(self, lost: Sequence[Member], membership: Membership) -> None:
-        """End the groups that any of these workers was in, which this membership has no more; messages of those that
-        had finished stay.
-        """
+        """End the groups of any of these workers, which are no members any more; messages of finished workers stay."""
         ended = {m.id for m in membership.finished}
         finished, died = [m for m in lost if m.id in ended], [m for m in lost if m.id not in ended]
         with self._lock:
@@ -123,7 +121,7 @@ class Groups:
             self._made = {k: g for k, g in self._made.items() if k not in over}
 
     def node(self) -> ProcessGroup:
-        """A new group of the workers that are on this worker's node now; collective among them alone.
+        """A new group of the workers that are on this worker's node now; a collective call of only these.
 
         They must make as many such groups as each other, in the same order.
 

@@ -1,7 +1,7 @@
-"""Tells the job when a collective of this worker hangs, so that `axon-ps doctor` can say who waits for whom.
+"""Reports a hanging collective of this worker to the job, so that `axon-ps doctor` can show who waits for whom.
 
-Owns: the key "doctor/RANK" of the job's store, which is there while something hangs. Refuses: to end anything; deaths
-are pushed and deadlines are the caller's.
+Owns: the key "doctor/RANK" of the job's store, which exists while something hangs. Refuses: to end anything; lost
+members are pushed and deadlines are the caller's.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.errors import AxonError
 
 HANGS_AFTER_S: Final = 5.0
-"""A collective that takes longer is told."""
+"""A collective that takes longer is reported."""
 
 INTERVAL_S: Final = 1.0
 """How often to look."""
 
-SHOWN: Final = 16
-"""How many of the last collectives are told with it."""
+MAX_REPORTED: Final = 16
+"""How many of the last collectives are reported with it."""
 
 
 def key_of(rank: int) -> str:
-    """Where a worker's report is."""
+    """The key of a worker's report."""
     return f"doctor/{rank}"
 
 
 def report(recorder: Recorder, now: float, node: str) -> bytes:
-    """What to tell; empty when nothing hangs.
+    """The report; empty when nothing hangs.
 
     Args:
         recorder: of this worker.
@@ -42,7 +42,7 @@ def report(recorder: Recorder, now: float, node: str) -> bytes:
     hanging = [e for e in recorder.pending() if now - e.started > HANGS_AFTER_S]
     if not hanging:
         return b""
-    last = recorder.entries()[-SHOWN:]
+    last = recorder.entries()[-MAX_REPORTED:]
     content = {
         "node": node,
         "pid": os.getpid(),
@@ -58,15 +58,15 @@ async def watch(
     put: Callable[[bytes], Awaitable[object]],
     delete: Callable[[], Awaitable[object]],
 ) -> None:
-    """Look every `INTERVAL_S`, and tell what changed, until cancelled."""
-    told = b""
+    """Look every `INTERVAL_S`, and report changes, until cancelled."""
+    reported = b""
     while True:
         await asyncio.sleep(INTERVAL_S)
         content = report(recorder, time.time(), node)
-        if content == told:
+        if content == reported:
             continue
         try:
             await (put(content) if content else delete())
-            told = content
+            reported = content
         except AxonError:  # the coordinator is away; look again later
             continue

@@ -1,4 +1,4 @@
-"""The job's key-value store as groups meet in it: blocking, over the background loop."""
+"""The job's key-value store for the rendezvous of groups: blocking, over the background loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 
 
 class JobStore:
-    """The job's key-value store as groups meet in it: `collectives.backends.base.Store`."""
+    """The job's key-value store, as a `collectives.backends.base.Store`."""
 
     def __init__(self, loop: BackgroundLoop, coordinator: CoordinatorClient, timeout_s: float) -> None:
         self._loop = loop

@@ -1,6 +1,7 @@
-"""What a worker knows of its job's members: one view a process, which every model's `StepClient` shares.
+"""A worker's view of its job's members: one per process, shared by the `StepClient`s of all models.
 
-Owns the lock that all of them wait under, so that an event is seen by all or by none. Refuses: models, steps, data.
+Owns the condition variable that all of them wait on, so that an event is seen by all or by none. Refuses: models,
+steps, data.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ _logger = logging.getLogger(__name__)
 
 
 class JobView:
-    """The members, how to wait for another of them, and why the session has ended.
+    """The members, waiting for changes of them, and the error that ended the session.
 
     Args:
         incarnation: ours, once the session knows it.
         timeout_s: default deadline of every wait, in seconds.
 
     Attributes:
-        changed: notified after every event; held while one is taken.
+        changed: notified after every event; locked while one is applied.
         known: the newest membership; None before the first.
-        failure: why the session is over for good; None while it is not.
-        acknowledged: incarnations of the workers that the program knows of: those of its last step. It has not met
-            others anywhere yet.
+        failure: the error that ended the session; None while it lasts.
+        acknowledged: incarnations of the workers in the program's last step; any other one has joined since.
         models: how many models of the job this process has.
     """
 
@@ -51,13 +51,13 @@ class JobView:
         """The current members.
 
         Raises:
-            Misuse: the session has not been told yet.
+            Misuse: the session has not received one yet.
         """
         if self.known is None:
             raise Misuse("the membership is not known before the session has joined; call World.init() first")
         return self.known
 
-    def me_in(self, membership: Membership) -> Member | None:
+    def member_in(self, membership: Membership) -> Member | None:
         """This worker, if the coordinator counts it as a member."""
         mine = self._incarnation()
         return next((m for m in membership.workers if m.incarnation == mine), None)
@@ -66,10 +66,10 @@ class JobView:
         """This worker in a membership; None = the current one.
 
         Raises:
-            MemberLost: the coordinator does not count us as a member (it lost sight of us).
+            MemberLost: this worker is no member any more.
         """
         membership = membership or self.membership
-        me = self.me_in(membership)
+        me = self.member_in(membership)
         if me is None:
             raise MemberLost(
                 f"this worker is not a member of generation {membership.generation}; the coordinator lost sight of it "
@@ -77,39 +77,39 @@ class JobView:
             )
         return me
 
-    def take(self, membership: Membership) -> None:
-        """The members are these now. Under `changed`."""
+    def update(self, membership: Membership) -> None:
+        """Set the current members. Under `changed`."""
         before, self.known = self.known, membership
         if before is not None and before.complete and not membership.complete:
-            # Loudly when a shard server is gone: its parameters may be. Workers that leave are every job's end.
+            # A warning when a shard server is lost: its parameters may be. Workers leave at the end of every job.
             level = logging.WARNING if len(membership.shards) < len(before.shards) else logging.INFO
             _logger.log(level, "the job is waiting for %s", membership.waiting_for)
 
     def acknowledge(self) -> None:
-        """The program has made a step with everybody. Under `changed`."""
+        """The program has made a step with all current workers. Under `changed`."""
         if self.known is not None:
             self.acknowledged = frozenset(m.incarnation for m in self.known.workers)
 
     def newcomers(self) -> list[Member]:
-        """Workers that came since the program's last step, or since it was last told of newcomers."""
+        """Workers that joined since the program's last step, or since the last call of this."""
         with self.changed:
             new = [m for m in self.membership.workers if m.incarnation not in self.acknowledged]
             self.acknowledge()
         return new
 
     def blocks(self) -> bool:
-        """Whether, of several models, none makes a step while the calling thread waits in one: it makes all of them."""
+        """Whether this thread makes the steps of all of several models, so none of another while it waits in one."""
         self._voters.add(threading.get_ident())
         return self.models > 1 and len(self._voters) == 1
 
     # ------------------------------------------------------------------ waiting
 
-    def until(
+    def wait_until(
         self, ready: Callable[[], T | None], timeout_s: float, what: Callable[[], str], *, reminds: bool = False
     ) -> T:
-        """Block until `ready` gives something, the session fails for good, or the time is over.
+        """Block until `ready` returns something, the session fails, or the time is over.
 
-        With `reminds` it says what is waited for, after a while and then ever more rarely.
+        With `reminds` it logs what it waits for, after a while and then ever more rarely.
         """
         deadline, pauses = Deadline(timeout_s), reminder_pauses() if reminds else repeat(timeout_s)
         with self.changed:
@@ -130,7 +130,7 @@ class JobView:
             return result[0]
 
     def waiting_for(self) -> str:
-        """What the job is waiting for, to be added to what timed out; empty when it has all members."""
+        """What the job is waiting for, to be added to the message of a time-out; empty when it has all members."""
         if self.known is None or self.known.complete:
             return ""
         return f"; the job is waiting for {self.known.waiting_for}"
@@ -140,12 +140,12 @@ class JobView:
 
         Raises:
             Timeout: it has not; the message says what is missing.
-            AxonError: the session ended for good.
+            AxonError: the session failed.
         """
-        return self.until(
+        return self.wait_until(
             lambda: self.known if self.known is not None and self.known.complete else None,
             self.timeout_s if timeout_s is None else timeout_s,
-            lambda: "the job is not complete" if self.known else "the coordinator has said nothing",
+            lambda: "the job is not complete" if self.known else "the coordinator has not sent the members",
             reminds=True,
         )
 
@@ -153,27 +153,27 @@ class JobView:
         """Block until the membership is as wanted.
 
         Args:
-            ready: whether it is; called with locks held.
+            ready: the condition; called with locks held.
             timeout_s: how long to wait, in seconds.
             what: what is waited for, for the error.
 
         Raises:
             Timeout: it is not.
-            AxonError: the session ended for good.
+            AxonError: the session failed.
         """
-        self.until(
+        self.wait_until(
             lambda: True if self.known is not None and ready(self.known) else None,
             timeout_s,
             lambda: f"it was waited in vain that {what},",
         )
 
     def wait_generation(self, generation: int, timeout_s: float) -> None:
-        """Block until this worker has been told of a generation.
+        """Block until this worker has received a generation.
 
         Raises:
             Timeout: it has not.
         """
-        self.until(
+        self.wait_until(
             lambda: True if self.known is not None and self.known.generation >= generation else None,
             timeout_s,
             lambda: f"generation {generation} has not been announced to this worker",

@@ -1,4 +1,4 @@
-"""A whole job inside this process: the coordinator, the shard servers and their clients on one event loop.
+"""A job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
 They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`. There are
 no sockets, no ports and no other processes, and any number of such jobs may exist at once.
@@ -28,7 +28,7 @@ START_S: Final = 30.0
 """How long a service may take to begin, or a worker to join: all of it is arithmetic of this process."""
 
 REPLACED_S: Final = 0.2
-"""How long the others wait for a worker that has left to be replaced. Nobody can join, so they are told at once."""
+"""How long the others wait for the replacement of a worker that has left. Nobody can join, so it is short."""
 
 _END_S: Final = 5.0
 """How long the services may take to end."""
@@ -46,7 +46,7 @@ class MockJob:
     Attributes:
         loop: where everything runs, the workers' clients too.
         coordinator: the coordinator's address.
-        store: where groups of threads meet.
+        store: for the rendezvous of groups of threads.
 
     Raises:
         ConfigurationError: there is less than one server.
@@ -78,8 +78,8 @@ class MockJob:
         finally:
             self.loop.close()
 
-    def forget(self) -> None:
-        """A worker is gone that did not leave; with the last one the job ends. Any thread, and without waiting."""
+    def lost(self) -> None:
+        """A worker was freed without `leave`; with the last one the job ends. Any thread, and without waiting."""
         if next(self._left) >= self._world_size:
             self.loop.end()
 

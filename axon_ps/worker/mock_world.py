@@ -38,7 +38,7 @@ class MockWorld(World):
         job: the job.
         rank: its rank.
         world_size: threads of the job.
-        node: the node that it is said to be on.
+        node: the node that it appears to be on.
         timeout_s: default deadline of every operation, in seconds.
     """
 
@@ -54,7 +54,7 @@ class MockWorld(World):
             direct_memory=False,
         )
         super().__init__(config, timeout_s=timeout_s, loop=job.loop)
-        self._forget = fork.finalize(self, job.forget)
+        self._on_freed = fork.finalize(self, job.lost)
 
     def make_current(self) -> None:
         """Have it be `World.current()` in this thread until it is closed, or nobody has it any more."""
@@ -74,7 +74,7 @@ class MockWorld(World):
         return self._job.store
 
     def _end_loop(self) -> None:
-        if self._forget.detach() is not None:
+        if self._on_freed.detach() is not None:
             self._job.leave()
 
 
@@ -83,7 +83,7 @@ class _Shards(ShardGroup):
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
-        """Compile what the servers need, too: here, for on the loop that they share with us everybody would wait."""
+        """Compile what the servers need, too: here, since on the shared event loop everybody would wait for it."""
         ShardGroup.warm_up(spec)
         warm_up(spec)
 
@@ -96,7 +96,7 @@ def create_worlds(
     Args:
         world_size: how many.
         shards: shard servers of their job.
-        nodes: how many nodes they are said to be on, each with as many; or the node of each, by rank.
+        nodes: how many nodes they appear to be on, each with as many; or the node of each, by rank.
         timeout_s: default deadline of every operation, in seconds.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The models of the job that this process has: by number what is known of each, by name those that it has wrapped.
+"""The models of the job in this process: by number all of the job, by name those that the process has wrapped.
 
-The coordinator numbers models by their names, so that workers find each other's whatever the order in which they make
-them. A process cannot have two of one name: both would be bound to the same parameters.
+The coordinator numbers models by their names, so that all workers agree on them in whatever order they make them. A
+process cannot have two of one name: both would be bound to the same parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from axon_ps.worker.step_client import StepClient
 
 
 class Names:
-    """What the models of a process are called, and what each is."""
+    """The names of the models of a process, with a description of each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,8 +35,8 @@ class Names:
         A model stays the job's when its wrapper is deleted: its parameters are still on the servers.
 
         Args:
-            name: what the job is to call it; None = by its number in the order made.
-            described: what it is, in words.
+            name: its name in the job; None = by its number in the order made.
+            described: a description, for messages.
 
         Returns:
             Its name.
@@ -63,7 +63,7 @@ class Names:
             raise
 
     def free(self, name: str) -> None:
-        """The model of a name is gone."""
+        """The model of a name was released."""
         with self._lock:
             self._described.pop(name, None)
 
@@ -81,8 +81,8 @@ class Models:
     Args:
         loop: the background loop.
         coordinator: the session.
-        shards: the shard servers, for the first model; the others share its connections.
-        view: what is known of the members.
+        shards: the shard servers, for the first model; the others use its connections.
+        view: the members.
         timeout_s: default deadline of every operation, in seconds.
 
     Attributes:
@@ -109,7 +109,7 @@ class Models:
         self.client(0)
 
     def client(self, number: int) -> StepClient:
-        """The model of a number; made when it is first heard of."""
+        """The client of a model, by number; made at its first event."""
         with self._view.changed:
             if number not in self._clients:
                 self._clients[number] = StepClient(
@@ -141,7 +141,7 @@ class Models:
         raise Misuse(f"this process has no model {name!r}; it has {known}")
 
     def only(self) -> StepClient:
-        """The only model, or what is known of the first while there is none.
+        """The only model, or the first while there is none.
 
         Raises:
             Misuse: there are several.
@@ -169,13 +169,13 @@ class Models:
         return client, reply
 
     def release(self, client: StepClient) -> None:
-        """Have the job drop a model; harmless when another worker has already.
+        """Release a model; harmless when another worker has already.
 
         Raises:
             Busy: a checkpoint is being written.
         """
         self._loop.run(self._coordinator.release(client.model, timeout_s=self._timeout_s), self._timeout_s)
-        self._view.until(
+        self._view.wait_until(
             lambda: True if client.released else None,
             self._timeout_s,
             lambda: f"the release of model {client.name!r} has not been announced to this worker",
@@ -186,14 +186,14 @@ class Models:
         self.names.free(client.name)
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the session, in order, on the loop's thread."""
+        """Apply one event of the session, in order, on the loop's thread."""
         if isinstance(event, (JobState, Decision)):
             self.client(event.model).on_event(event)
             return
         with self._view.changed:
             if isinstance(event, Membership):
-                self._view.take(event)
-                me = self._view.me_in(event)
+                self._view.update(event)
+                me = self._view.member_in(event)
                 self._shards.set_members(event, "" if me is None else me.id)
             elif isinstance(event, SessionLost) and event.final:
                 self._view.failure = event.error

@@ -1,8 +1,8 @@
-"""A worker that cannot join says why in one line: where a token, an address or a variable is wrong, the script is not.
+"""A worker that cannot join prints why in one line, without a traceback.
 
-Python prints an uncaught error with a traceback of wherever it came from. For those that whoever starts the script has
-to put right, the hook for uncaught errors prints the message alone, as the command line does. Who catches the error
-notices nothing.
+A wrong token, address or variable is no error of the script, so a traceback into it would mislead. For such errors the
+hook for uncaught exceptions prints the message only, as the command line does. A script that catches the error is not
+affected.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from types import TracebackType
 
 from axon_ps.errors import AxonError, ConfigurationError, PermissionDenied, Unreachable
 
-_OF_THE_STARTER = (ConfigurationError, PermissionDenied, Unreachable)
+_NOT_OF_THE_SCRIPT = (ConfigurationError, PermissionDenied, Unreachable)
 
 _last: AxonError | None = None
 _hooked = False
 
 
 def explain(error: BaseException) -> None:
-    """Have `error`, should nobody catch it, printed as one line, if it is nothing of the script's."""
+    """Have `error` printed as one line if it stays uncaught and the script is not its cause."""
     global _last, _hooked
-    if not isinstance(error, _OF_THE_STARTER):
+    if not isinstance(error, _NOT_OF_THE_SCRIPT):
         return
     _last = error
     if _hooked:

@@ -1,15 +1,15 @@
-"""What a worker knows of who waits for whom: its clock, the slowest clock, and what it computes from. Pure.
+"""A worker's staleness in asynchronous training: its clock, the slowest clock, and the version it computes from. Pure.
 
-Where all replicas step together none of this is used. Where each steps alone (`sharding.policy`), others commit while
-this worker computes, so it needs three things:
+Where replicas step together none of this is used. Where they step asynchronously (`sharding.policy`), others commit
+while this worker computes.
 
 Note: [View]
     A *view* is (generation, version) when this worker ended its last step: every gather until its next one asks for
-    that version or a later one, and values that are kept stay, so that backward sees what forward saw. A step that was
-    begun in another generation than the present one is lost; its ticket is void from the start.
+    that version or a later one, and parameters that stay unsharded do not change, so that backward sees what forward
+    saw. A step that was begun in another generation than the present one cannot commit; its ticket is void.
 
-Invariants: `clock` is how many of our steps were decided in this generation, `slowest` the lowest clock that we were
-told of; both start again at 0 with every generation. `may_go_on` is what a policy's bound means for what we read.
+Invariants: `clock` is how many of our steps were decided in this generation, `slowest` the lowest clock known; both
+start again at 0 with every generation. `may_proceed` applies the policy's bound to what this worker reads.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from axon_ps.types import Decision
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a step is computed from; see Note: [View]."""
+    """The parameters that a step is computed from; see Note: [View]."""
 
     generation: int
     version: int
 
 
-class Pace:
-    """One worker's place among replicas that step alone.
+class Staleness:
+    """One worker's clock among asynchronous replicas.
 
     Attributes:
         policy: of the job, once this worker has registered it.
         clock: our decided steps in this generation.
-        slowest: the lowest clock of all replicas, as last told.
+        slowest: the lowest clock of all replicas, by the newest decision.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Pace:
         self._view: View | None = None
 
     @property
-    def alone(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether our gradients are steps of their own."""
         return self.policy.asynchronous
 
@@ -57,7 +57,7 @@ class Pace:
             self.clock = self.slowest = 0
 
     def decided(self, decision: Decision) -> bool:
-        """Take a decision with a turn; whether it is on an attempt of ours."""
+        """Apply a decision on one replica; returns whether it is on an attempt of ours."""
         turn = decision.turn
         if turn is None or decision.generation != self._generation:
             return False
@@ -68,16 +68,16 @@ class Pace:
         return True
 
     def view(self, version: int) -> View:
-        """What the present step is computed from; the first call of a step fixes it to `version`."""
+        """The view of the current step; the first call of a step fixes it to `version`."""
         if self._view is None:
             self._view = View(self._generation, version)
         return self._view
 
-    def look_again(self) -> None:
-        """The present step is over, or the parameters were replaced: the next call of `view` fixes another."""
+    def end_step(self) -> None:
+        """The current step is over, or the parameters were replaced: the next call of `view` fixes a new view."""
         self._view = None
 
-    def may_go_on(self, generation: int) -> bool:
+    def may_proceed(self, generation: int) -> bool:
         """Whether the next step may begin, or the generation in which we wait is over."""
         most = self.policy.most_behind
         return most is None or generation != self._generation or self.clock - self.slowest <= most

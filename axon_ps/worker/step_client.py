@@ -1,16 +1,16 @@
-"""A worker's half of the training steps of one model: gather parameters, push gradients, vote, learn what was decided.
+"""A worker's part in the training steps of one model: gather parameters, push gradients, vote, get the decision.
 
-`StepClient` joins the two things a step needs, the coordinator's session and the shard servers, and keeps the one piece
-of state that a worker has about the model: which step and version it is in. Gathers and pushes run on the background
-loop and give `Work` handles; votes block until the decision. What is true of the job is in the `JobView` that the
-clients of all models share, and with it the lock.
+`StepClient` uses the two connections that a step needs, the coordinator's session and the shard servers, and holds the
+state that a worker has about the model: the current step and version. Gathers and pushes run on the background loop and
+return `Work` handles; votes block until the decision. The members of the job, and the lock, are in the `JobView` that
+the clients of all models share.
 
 Invariants:
 - A *ticket* (generation, step, replica, number of replicas) is taken when the first gradient of a step is pushed and
   used for all of that step. When the membership changes, the ticket is void: its pushes are dropped and the vote
-  returns an aborted decision without having been cast.
-- The version moves only by a decision or by a membership event, never by what a gather happened to return; where
-  replicas step alone, only at the end of a step of ours (`worker.staleness`).
+  returns an aborted decision without being sent.
+- The version moves only by a decision or by a membership event, never by the result of a gather; where replicas
+  step asynchronously, only at the end of a step of ours (`worker.staleness`).
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, CopyFrom, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 from axon_ps.worker.job_view import JobView
-from axon_ps.worker.staleness import Pace
+from axon_ps.worker.staleness import Staleness
 
 T = TypeVar("T")
 
 NO_GENERATION = -1
-"""Of a void ticket."""
+"""The generation of a void ticket."""
 
-_ARRIVED_EVERY_S = 1.0
-"""While pushes last, the coordinator is told so often that this worker waits, and is not the one waited for."""
+_ARRIVED_INTERVAL_S = 1.0
+"""How often, while pushes last, this worker reports that it waits, so that it does not count as a straggler."""
 
-_ASK_S = 2.0
-"""How long the coordinator may take to say for whom a step waits, once that has timed out."""
+_STATUS_TIMEOUT_S = 2.0
+"""How long the coordinator may take to reply for whom a step waits, once that has timed out."""
 
-_DECISIONS_KEPT = 16
+_MAX_DECISIONS = 16
 """After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """What every push of one step attempt is named by."""
+    """Identifies one step attempt of this worker: all its pushes carry it."""
 
     generation: int
     step: int
@@ -67,7 +67,7 @@ class Ticket:
         return self.generation == NO_GENERATION
 
     def void(self, why: str) -> Self:
-        """The same, of a step that cannot commit: nothing is pushed under it, and its vote is an abort."""
+        """The same, void: nothing is pushed with it, and its vote is an abort."""
         return dataclasses.replace(self, generation=NO_GENERATION, why_void=why)
 
 
@@ -78,14 +78,14 @@ class StepClient:
         loop: the background loop that everything runs on.
         coordinator: the joined session; its events about the model must be passed to `on_event`.
         shards: the connections to the shard servers, for this model.
-        view: what is known of the job's members.
+        view: the job's members.
         model: number of the model.
         timeout_s: default deadline of every operation, in seconds.
 
     Attributes:
         view: as given.
         model: as given.
-        name: what the job calls the model, once it was registered here.
+        name: name of the model in the job, once it was registered here.
     """
 
     def __init__(
@@ -111,30 +111,30 @@ class StepClient:
         self._copied = 0
         self._job: JobState | None = None
         self._decisions: dict[int, Decision] = {}
-        self._own_decision: Decision | None = None  # the newest on us alone
+        self._own_decision: Decision | None = None  # the newest on this replica's asynchronous step
         self._step = 0
         self._version = 0
-        self._pace = Pace()
-        self._pace_wait_s = 0.0
+        self._staleness = Staleness()
+        self._staleness_wait_s = 0.0
         self._calls: dict[
             asyncio.Task[Any], int | None
-        ] = {}  # under way, by the epoch they are of; on the loop's thread
+        ] = {}  # running, with the epoch they are of; on the loop's thread
         self.asked_epoch = 0
-        """The newest epoch that this worker asked for, or waited for."""
+        """The newest epoch that this worker requested, or waited for."""
         self._pushes: set[asyncio.Task[None]] = set()  # those of them that end with their generation
-        self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch in which it was asked
+        self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch of the request
         self._mapped_bytes = 0
         if view.known is not None:
             self._begin(view.known)
 
-    # ------------------------------------------------------------------ what the model looks like
+    # ------------------------------------------------------------------ the state of the model
 
     @property
     def membership(self) -> Membership:
         """The current members, with replicas numbered as this model has them.
 
         Raises:
-            Misuse: the session has not been told yet.
+            Misuse: the session has not received one yet.
         """
         return self._numbered(self.view.membership)
 
@@ -143,9 +143,9 @@ class StepClient:
 
     @property
     def version(self) -> int:
-        """Committed steps, as this worker knows it; where replicas step alone, what its step is computed from."""
+        """Committed steps, as this worker knows it; with asynchronous steps, the version its step is computed from."""
         with self._changed:
-            return self._pace.view(self._version).version if self._pace.alone else self._version
+            return self._staleness.view(self._version).version if self._staleness.asynchronous else self._version
 
     @property
     def latest_version(self) -> int:
@@ -154,13 +154,13 @@ class StepClient:
 
     @property
     def copied(self) -> int:
-        """The newest version that took another model's values; 0 = none in this epoch. What is frozen is of it."""
+        """The newest version that copied another model's values; 0 = none in this epoch. Frozen units are of it."""
         return self._copied
 
     def _version_of(self, unit: int, *, exact: bool = False) -> int:
         """The version that a unit must be at to be current."""
         units = () if self._spec is None else self._spec.layout.units
-        if 0 <= unit < len(units) and not units[unit].trainable:  # a unit that is not there is the servers' to refuse
+        if 0 <= unit < len(units) and not units[unit].trainable:  # the servers refuse an unknown unit
             return self._copied
         return self._version if exact else self.version
 
@@ -174,35 +174,35 @@ class StepClient:
         """This worker in the current membership.
 
         Raises:
-            MemberLost: the coordinator does not count us as a member (it lost sight of us).
+            MemberLost: this worker is no member any more.
         """
         return self.view.me(self.membership)
 
     @property
     def lease_s(self) -> float:
-        """How long a member may be silent before it is given up."""
+        """How long a member may be silent before it is lost."""
         return self._coordinator.lease_s
 
     @property
     def latest(self) -> tuple[int, int]:
-        """(epoch, version), of one moment."""
+        """(epoch, version), read together."""
         with self._changed:
             return self.epoch, self.version
 
     def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
-        """The names of the step attempt that starts now.
+        """The ticket of the step attempt that starts now.
 
         Args:
             began: (epoch, version) that the step is computed from. If that is not `latest` any more the ticket is
-                void: its generation may be of after, in which gradients of before must not count. None = no matter.
+                void, since gradients of an older version must not count in a newer generation. None = any.
         """
         with self._changed:
             self.check_released()
             latest = self.latest
             membership = self.membership
-            if self._pace.alone:
-                begun = self._pace.view(self._version).generation
-                ticket = Ticket(generation=begun, step=self._pace.clock, replica=self.me.replica, num_replicas=1)
+            if self._staleness.asynchronous:
+                begun = self._staleness.view(self._version).generation
+                ticket = Ticket(generation=begun, step=self._staleness.clock, replica=self.me.replica, num_replicas=1)
             else:
                 ticket = Ticket(
                     generation=membership.generation,
@@ -223,11 +223,11 @@ class StepClient:
 
     @property
     def released(self) -> bool:
-        """Whether the job has the model no more."""
+        """Whether the model has been released."""
         return self._released
 
     def check_released(self) -> None:
-        """Refuse a model that the job has no more.
+        """Refuse a model that has been released.
 
         Raises:
             Misuse: it has been released.
@@ -236,12 +236,12 @@ class StepClient:
             raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the data plane: bytes, streams, retries; where replicas step alone, clocks and waiting.
+        """Counters of the data plane: bytes, streams, retries; where replicas step asynchronously, clocks and waiting.
 
-        `mapped_bytes_in` are those of the `bytes_in` that were not even copied.
+        `mapped_bytes_in` are those of the `bytes_in` that were mapped without a copy.
         """
-        pace = {"clock": float(self._pace.clock), "slowest_clock": float(self._pace.slowest)}
-        waits = {**pace, "pace_wait_s": self._pace_wait_s} if self._pace.alone else {}
+        staleness = {"clock": float(self._staleness.clock), "slowest_clock": float(self._staleness.slowest)}
+        waits = {**staleness, "staleness_wait_s": self._staleness_wait_s} if self._staleness.asynchronous else {}
         counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
         for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
             counters[name] += self._mapped_bytes
@@ -250,7 +250,7 @@ class StepClient:
     # ------------------------------------------------------------------ events from the coordinator
 
     def on_event(self, event: Event) -> None:
-        """Take one event of the session, in order, on the loop's thread; a membership after the view has taken it."""
+        """Apply one event of the session, in order, on the loop's thread; a membership after the view has it."""
         with self._changed:
             if isinstance(event, Membership):
                 self._begin(event)
@@ -267,8 +267,8 @@ class StepClient:
     def _begin(self, membership: Membership) -> None:
         """A generation begins, or this model is new in it."""
         self._step, self._version = membership.progress(self.model)
-        me = self.view.me_in(self._numbered(membership))
-        self._pace.begin(membership.generation, -1 if me is None else me.replica)
+        me = self.view.member_in(self._numbered(membership))
+        self._staleness.begin(membership.generation, -1 if me is None else me.replica)
 
     def _on_job(self, event: JobState) -> None:
         if event.released:
@@ -278,7 +278,7 @@ class StepClient:
             self._copied = event.copied
             if self._job is not None:
                 self._version = event.version
-                self._pace.look_again()
+                self._staleness.end_step()
                 self._shards.forget_residuals()
         else:
             self._copied = max(self._copied, event.copied)
@@ -294,11 +294,11 @@ class StepClient:
             self._decisions[event.step] = event
             if event.outcome is Outcome.COMMIT:
                 self.view.acknowledge()
-        elif self._pace.decided(event):
+        elif self._staleness.decided(event):
             self._own_decision = event
-        for old in [s for s in self._decisions if s <= event.step - _DECISIONS_KEPT]:
+        for old in [s for s in self._decisions if s <= event.step - _MAX_DECISIONS]:
             del self._decisions[old]
-        if event.generation == self.view.membership.generation:  # of an earlier one, the membership has said it
+        if event.generation == self.view.membership.generation:  # of an earlier one, the membership has it already
             self._step = event.step + 1
         self._version = event.version
         if event.copy is not None and event.outcome is Outcome.COMMIT:
@@ -327,7 +327,7 @@ class StepClient:
         Raises:
             Timeout: they were not.
         """
-        self.view.until(
+        self.view.wait_until(
             lambda: self._at_epoch(epoch, initialized),
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
@@ -335,12 +335,12 @@ class StepClient:
         self.asked_epoch = max(self.asked_epoch, epoch)
 
     def wait_epoch_or_generation(self, epoch: int, generation: int, timeout_s: float) -> None:
-        """Block until the parameters are being replaced for the `epoch`. time, or the members are others.
+        """Block until the parameters are being replaced for the `epoch`. time, or the membership has changed.
 
         Raises:
-            Timeout: neither came.
+            Timeout: neither happened.
         """
-        self.view.until(
+        self.view.wait_until(
             lambda: True if self.epoch >= epoch or self.membership.generation >= generation else None,
             timeout_s,
             lambda: f"the parameters were not replaced for the {epoch}. time",
@@ -351,24 +351,24 @@ class StepClient:
         return True if job is not None and job.epoch >= epoch and (job.initialized or not initialized) else None
 
     def wait_latest(self, position: tuple[int, int]) -> None:
-        """Block until this worker has heard of (epoch, version) `position`, as another has already.
+        """Block until this worker has received (epoch, version) `position`, which another has already.
 
         Raises:
             Timeout: it has not.
         """
-        self.view.until(
+        self.view.wait_until(
             lambda: True if self.latest >= position else None,
             self.timeout_s,
             lambda: f"version {position[1]} of epoch {position[0]} has not been announced to this worker",
         )
 
     def wait_version(self, version: int, timeout_s: float | None = None) -> None:
-        """Block until this worker has been told that a version was committed, by whomever.
+        """Block until this worker has received the commit of a version, by any worker.
 
         Raises:
             Timeout: it has not.
         """
-        self.view.until(
+        self.view.wait_until(
             lambda: True if self._version >= version else None,
             self.timeout_s if timeout_s is None else timeout_s,
             lambda: f"version {version} was not committed, the newest known is {self._version},",
@@ -377,7 +377,7 @@ class StepClient:
     # ------------------------------------------------------------------ registration
 
     def register(self, spec: JobSpec) -> Registered:
-        """Give the first model its layout, or check ours against the one it has; `Models.register` is for any.
+        """Set the layout of the first model, or check ours against the one it has; `Models.register` is for any.
 
         Raises:
             LayoutMismatch: another rank registered something else; the message says where they first differ.
@@ -388,20 +388,20 @@ class StepClient:
         return reply
 
     def registered(self, spec: JobSpec, reply: Registered, name: str = "") -> None:
-        """This process has registered the model: with this layout, and this answer."""
+        """This process has registered the model, with this layout and this reply."""
         with self._changed:
             self.name = name
             self._shards.set_spec(spec)
             if self._spec is None:
                 self._spec = spec
-                self._pace = Pace()
-                self._pace.policy = spec.policy
-                me = self.view.me_in(self.membership)
-                self._pace.begin(self.membership.generation, -1 if me is None else me.replica)
+                self._staleness = Staleness()
+                self._staleness.policy = spec.policy
+                me = self.view.member_in(self.membership)
+                self._staleness.begin(self.membership.generation, -1 if me is None else me.replica)
             self._version = max(self._version, reply.version)
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Give the model its optimizer, or check ours against the one it has.
+        """Set the model's optimizer, or check ours against the one it has.
 
         Raises:
             LayoutMismatch: another rank registered other groups or hyperparameters.
@@ -413,11 +413,11 @@ class StepClient:
         """Block until every shard server holds its parameters.
 
         Args:
-            registered: what `register` answered.
+            registered: the reply of `register`.
 
         Returns:
-            False when the membership changed before: register again, for the worker that uploads may have died, and
-            a shard server may have been replaced.
+            False if the membership changed before: register again, since the worker that uploads may have died, or a
+            shard server may have been replaced.
 
         Raises:
             Timeout: they do not; usually because the rank that uploads has died.
@@ -429,7 +429,7 @@ class StepClient:
             self.check_released()
             return False if self.membership.generation > registered.generation else None
 
-        return self.view.until(
+        return self.view.wait_until(
             known,
             self.timeout_s,
             lambda: "the shard servers still lack first values from the rank that uploads them",
@@ -456,20 +456,20 @@ class StepClient:
     def gather(
         self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
     ) -> LoopWork[int]:
-        """Fill `out` with the unit at this worker's version or later; the element type decides what travels.
+        """Fill `out` with the unit at this worker's version or later; its element type is the wire dtype.
 
         Args:
             unit: its number.
             out: wire[unit_numel]; must stay alive and untouched until the work is done.
             begin: first element wanted.
             end: one past the last element wanted; None = the unit's end.
-            exact: have them travel as `out` even if the job compresses parameters, and at the newest version that
-                this worker knows of: what the servers hold, not what training computes with.
+            exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this
+                worker knows of: what the servers hold, not what training computes with.
 
         Returns:
             A handle whose result is the version gathered.
 
-        After an error: `out` holds anything.
+        After an error: the content of `out` is undefined.
         """
         with self._changed:
             epoch, version = self.epoch, self._version_of(unit, exact=exact)
@@ -487,13 +487,13 @@ class StepClient:
                 compressed=not exact,
             )
 
-        found = self._explained(lambda: self._told_first(gather, epoch), epoch)
+        found = self._explained(lambda: self._await_new_epoch(gather, epoch), epoch)
         return LoopWork(self._loop, found, f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
 
-        It says so without asking anybody. Whoever reads it must be done before this worker's next vote.
+        Needs no message. It must not be read after this worker's next vote.
 
         Raises:
             Misuse: the model was released; the servers may still have its memory.
@@ -513,19 +513,21 @@ class StepClient:
 
         Args:
             unit: its number.
-            dtype: what it is wanted as.
+            dtype: the wanted dtype.
 
         Returns:
-            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). Whoever reads it must
-            be done before this worker's next vote.
+            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). It must not be
+            read after this worker's next vote.
         """
         with self._changed:
             epoch, version = self.epoch, self._version_of(unit)
-        found = self._explained(lambda: self._told_first(lambda: self._map(unit, dtype, epoch, version), epoch), epoch)
+        found = self._explained(
+            lambda: self._await_new_epoch(lambda: self._map(unit, dtype, epoch, version), epoch), epoch
+        )
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient that will be pushed: of memory that servers of this host can map, if any is."""
+        """u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
         return self._shards.buffer(size_bytes)
 
     async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
@@ -545,12 +547,12 @@ class StepClient:
         return copy
 
     async def _explained(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int | None = None) -> T:
-        """A call that ends when this worker is a member no more, and whose time-out says what the job waits for.
+        """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
 
         Args:
-            call: begins it.
-            epoch: it ends, too, when the parameters are no longer those of this epoch; None = it does not care. (What
-                asks for a version of before a restore could wait for ever: it may never come again.)
+            call: starts it.
+            epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
+                version from before a restore could wait for ever: it may never exist again.)
 
         Raises:
             StepAborted: the parameters were replaced.
@@ -571,11 +573,11 @@ class StepClient:
         finally:
             del self._calls[task]
 
-    async def _told_first(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int) -> T:
-        """A call for the parameters of an epoch, which fails only after this worker has heard why.
+    async def _await_new_epoch(self, call: Callable[[], Coroutine[Any, Any, T]], epoch: int) -> T:
+        """A call for the parameters of an epoch; after a restore it fails only once this worker knows of the new epoch.
 
-        A server may hear of a restore before this worker does. Who asked then waits for the news, so that, when asked
-        again, it is for what is there.
+        A server may receive a restore before this worker does. The call then waits for the event here, so that a retry
+        requests the new epoch.
         """
         try:
             return await call()
@@ -585,7 +587,7 @@ class StepClient:
             raise
 
     def _check_current(self, epoch: int | None) -> None:
-        """Raise what ends a call that was begun in `epoch`, if anything does."""
+        """Raise the error that ends a call of `epoch`, if there is one."""
         if self.view.failure is not None:
             raise self.view.failure
         self.check_released()
@@ -646,7 +648,7 @@ class StepClient:
         begin: int = 0,
         end: int | None = None,
     ) -> LoopWork[None]:
-        """Send one replica's gradient of a unit; None when it has none.
+        """Push the gradient of a unit, of one replica; None when it has none.
 
         Args:
             unit: its number.
@@ -656,7 +658,7 @@ class StepClient:
             begin: first element; must begin a chunk. Other workers of the replica push the rest.
             end: one past the last; must end a chunk; None = the unit's end.
 
-        After an error: the step cannot commit; `vote` says so.
+        After an error: the step cannot commit; `vote` returns an abort.
         """
         return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end), f"pushing unit {unit}")
 
@@ -698,7 +700,7 @@ class StepClient:
                 done()
 
     def _context(self) -> CallContext:
-        """Who calls, and about which model."""
+        """The context of a call about this model."""
         context = self._coordinator.context()
         context.model = self.model
         return context
@@ -718,10 +720,10 @@ class StepClient:
             weight: above 0, at most 1.
 
         Returns:
-            What was decided, as of `vote`.
+            The decision, as of `vote`.
 
         Raises:
-            InvalidRequest: the other is not cut alike, or replicas of one of them step alone.
+            InvalidRequest: the models are not sharded alike, or replicas of one of them step asynchronously.
             Misuse: one of them is not registered here, or was released.
             Timeout: no decision came; the step may still commit.
         """
@@ -729,9 +731,9 @@ class StepClient:
         source.check_released()
         if self._spec is None or source._spec is None:
             raise Misuse("copy_from needs two models that were registered by this process")
-        if self._pace.alone or source._pace.alone:
+        if self._staleness.asynchronous or source._staleness.asynchronous:
             raise InvalidRequest(
-                "copy_from needs a version that all workers agree on; replicas of one model step alone"
+                "copy_from needs a version that all workers agree on; replicas of one model step asynchronously"
             )
         if difference := self._spec.cut_difference(source._spec):
             raise InvalidRequest(f"model {self.name!r} cannot take the values of {source.name!r}: {difference}")
@@ -747,17 +749,17 @@ class StepClient:
         hyper: Sequence[Hyper],
         copy: CopyFrom | None = None,
     ) -> Decision:
-        """Say that this worker has pushed everything, and wait for the decision.
+        """Report that this worker has pushed everything, and wait for the decision.
 
         Args:
             ticket: the step.
             pushes: its pushes; they are waited for first.
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
-            copy: what the step takes from another model; None = it takes gradients.
+            copy: the copy from another model; None = the step takes gradients.
 
         Returns:
-            What was decided; an abort when the membership changed meanwhile. This worker knows by then of the
+            The decision; an abort when the membership changed meanwhile. By then this worker has received the
             generation that the next attempt runs in.
 
         Raises:
@@ -767,27 +769,27 @@ class StepClient:
         try:
             decision = self._vote(ticket, pushes, max_norm, hyper, copy)
             self.wait_generation(decision.next_generation, self.timeout_s)
-            if self._pace.alone or decision.outcome is not Outcome.COMMIT:
+            if self._staleness.asynchronous or decision.outcome is not Outcome.COMMIT:
                 with self._changed:
                     self.view.acknowledge()
             self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
-            self._wait_for_the_slowest(ticket)
+            self._wait_for_slowest(ticket)
         finally:
-            self._pace.look_again()
+            self._staleness.end_step()
         return decision
 
-    def _wait_for_the_slowest(self, ticket: Ticket) -> None:
-        """Where the policy has a bound: block until the next step may begin."""
+    def _wait_for_slowest(self, ticket: Ticket) -> None:
+        """If the policy bounds staleness: block until the next step may begin."""
         began = time.perf_counter()
-        self.view.until(
-            lambda: True if self._pace.may_go_on(ticket.generation) else None,
+        self.view.wait_until(
+            lambda: True if self._staleness.may_proceed(ticket.generation) else None,
             self.timeout_s,
             lambda: (
-                f"this worker is at clock {self._pace.clock} and the slowest at {self._pace.slowest}, which is more "
-                f"than {self._pace.policy} allows; its step is decided, the next may not begin"
+                f"this worker is at clock {self._staleness.clock} and the slowest at {self._staleness.slowest}, which "
+                f"is more than {self._staleness.policy} allows; its step is decided, the next may not begin"
             ),
         )
-        self._pace_wait_s += time.perf_counter() - began
+        self._staleness_wait_s += time.perf_counter() - began
 
     def _vote(
         self,
@@ -803,9 +805,9 @@ class StepClient:
         except (GenerationChanged, StepAborted) as error:
             return self._aborted(ticket, str(error))
         if self.valid(ticket) and not self.membership.complete:
-            # No attempt is under way; who is waited for is said.
+            # No attempt is in progress; the reason names who is missing.
             reason = f"the job was waiting for {self.membership.waiting_for}"
-            self.view.until(
+            self.view.wait_until(
                 lambda: None if self.valid(ticket) else True,
                 self.timeout_s,
                 lambda: f"step {ticket.step} is not begun",
@@ -821,13 +823,13 @@ class StepClient:
             max_norm=max_norm,
             hyper=tuple(hyper),
             version=self.version,
-            replica=ticket.replica if self._pace.alone else None,
+            replica=ticket.replica if self._staleness.asynchronous else None,
             model=self.model,
             copy=copy,
             blocked=blocked,
         )
         try:
-            return self.view.until(
+            return self.view.wait_until(
                 lambda: self._decided(ticket),
                 self.timeout_s,
                 lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
@@ -836,41 +838,41 @@ class StepClient:
             raise Timeout(f"{error}{self._stragglers()}") from error
 
     def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> None:
-        """Wait for the pushes; those of replicas before ours come first, so it may be for another worker."""
+        """Wait for the pushes; servers sum in replica order, so that may take as long as another worker's pushes."""
         deadline = Deadline(self.timeout_s)
         for work in pushes:
             while True:
                 try:
-                    work.wait(min(_ARRIVED_EVERY_S, deadline.remaining()))
+                    work.wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()))
                     break
                 except Timeout as error:
                     if work.is_completed():
                         raise
                     if deadline.expired:
                         raise Timeout(f"{error}{self._stragglers()}") from error
-                if not self._pace.alone and self.valid(ticket):
+                if not self._staleness.asynchronous and self.valid(ticket):
                     self._coordinator.arrived(
                         generation=ticket.generation, step=ticket.step, model=self.model, blocked=blocked
                     )
 
     def _stragglers(self) -> str:
-        """For whom the step under way waits, by the coordinator; empty if it does not say."""
+        """For whom the current step waits, by the coordinator's status; empty if it does not reply."""
         try:
-            pending = self._loop.run(self._coordinator.status(_ASK_S), _ASK_S).pending
+            pending = self._loop.run(self._coordinator.status(_STATUS_TIMEOUT_S), _STATUS_TIMEOUT_S).pending
         except AxonError:
             return ""
         return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""
 
-    def _told(self, ticket: Ticket) -> Decision | None:
-        """What the coordinator has decided on the step that `ticket` names."""
+    def _received_decision(self, ticket: Ticket) -> Decision | None:
+        """The decision on the step of `ticket`, if it has come."""
         decision = self._decisions.get(ticket.step)
-        if self._pace.alone:
+        if self._staleness.asynchronous:
             own = self._own_decision
             decision = own if own is not None and own.turn is not None and own.turn.clock == ticket.step else None
         return decision if decision is not None and decision.generation == ticket.generation else None
 
     def _decided(self, ticket: Ticket) -> Decision | None:
-        if (decision := self._told(ticket)) is not None:
+        if (decision := self._received_decision(ticket)) is not None:
             return decision
         if not self.valid(ticket):
             return self._aborted(ticket, "the membership changed")
@@ -878,14 +880,14 @@ class StepClient:
         return None
 
     def _aborted(self, ticket: Ticket, reason: str) -> Decision:
-        """An abort, once the coordinator has told this worker of it or of a new membership; else in our own words."""
+        """An abort: the coordinator's, or one with `reason` once it has announced a new membership."""
         if self.valid(ticket):
-            self.view.until(
-                lambda: True if self._told(ticket) is not None or not self.valid(ticket) else None,
+            self.view.wait_until(
+                lambda: True if self._received_decision(ticket) is not None or not self.valid(ticket) else None,
                 self.timeout_s,
-                lambda: f"a shard server says that step {ticket.step} is over; the coordinator does not",
+                lambda: f"a shard server reports that step {ticket.step} is over; the coordinator does not",
             )
-        if (decision := self._told(ticket)) is not None:
+        if (decision := self._received_decision(ticket)) is not None:
             return decision
         return Decision(
             step=ticket.step,

@@ -31,9 +31,9 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.types import Array, Member, Membership, Role
-from axon_ps.worker.bootstrap.job import Formed, find_job
+from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, info_of
-from axon_ps.worker.ending import going_well, notice_exit, process_went_well
+from axon_ps.worker.ending import no_error_handled, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
 from axon_ps.worker.hang_report import key_of, watch
@@ -46,7 +46,7 @@ from axon_ps.worker.refusal import explain
 from axon_ps.worker.step_client import StepClient
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""How long an operation may wait for slow peers: deaths are pushed, so this only ends what would wait for ever."""
+"""How long an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
 
 
 class World:
@@ -55,14 +55,14 @@ class World:
     Args:
         config: how to join.
         timeout_s: default deadline of every operation, in seconds.
-        loop: where everything runs; None = a loop of its own.
+        loop: the background loop; None = a new one.
 
     Raises:
         Misuse: no `config` was given: `World.init()` makes a world and joins.
 
     Attributes:
-        view: what this worker knows of the members.
-        models: the models of the job that this process has, and this worker's half of their steps.
+        view: the members, as this worker knows them.
+        models: the models of the job in this process, and this worker's part in their steps.
         recorder: the last collectives.
     """
 
@@ -81,7 +81,7 @@ class World:
         self._config = config
         self._timeout_s = timeout_s
         self._closed = False
-        self._formed: Formed | None = None  # the job, if workers alone have made it
+        self._formed: FormedJob | None = None  # the job, if its workers have formed it
         self._loop = loop or BackgroundLoop(name="axon-ps")
         self._shards = self._make_shards(config)
         self._coordinator = CoordinatorClient(
@@ -96,11 +96,11 @@ class World:
             on_event=_weakly(self._on_event),
         )
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
-        loop, coordinator = self._loop, self._coordinator  # and not us, who would keep ourselves
+        loop, coordinator = self._loop, self._coordinator  # not `self`: no reference cycle
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)
         self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
         self.recorder = Recorder()
-        self._progress = Progress(lambda said: loop.submit(coordinator.kv_put(PROGRESS, said)))
+        self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         self._groups = Groups(
             self,
             self._make_backends(),
@@ -119,11 +119,11 @@ class World:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         join_timeout_s: float = 300.0,
     ) -> World:
-        """Join the job and wait until every member it needs is there.
+        """Join the job and wait until every member it needs has joined.
 
         Args:
             config: how to join; None = from the environment (docs/environment.md). Where that names no coordinator, as
-                under torchrun, the workers start one, and shard servers, by themselves.
+                under torchrun, the workers start one, and shard servers.
             timeout_s: default deadline of every operation on this world, in seconds.
             join_timeout_s: how long to wait for the coordinator and for the other members, in seconds.
 
@@ -145,14 +145,14 @@ class World:
             explain(error)
             raise
         fork.at_exit(world._at_exit)
-        notice_exit()
+        record_exit()
         current_world.enter(world)
         world._loop.submit(world._watch())
         return world
 
     @classmethod
     def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
-        formed = Formed(config) if config is not None else find_job(os.environ, join_timeout_s)
+        formed = FormedJob(config) if config is not None else find_job(os.environ, join_timeout_s)
         try:
             world = cls(formed.config, timeout_s=timeout_s)
             world._formed = formed
@@ -160,8 +160,8 @@ class World:
             formed.close()
             raise
         try:
-            patience_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
-            world._loop.run(world._coordinator.start(patience_s), patience_s and patience_s + 5.0)
+            limit_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
+            world._loop.run(world._coordinator.start(limit_s), limit_s and limit_s + 5.0)
             world.view.wait_complete(join_timeout_s)
             world.view.newcomers()
         except BaseException:
@@ -173,7 +173,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This worker's rank: stable while it lives."""
+        """This worker's rank; it does not change while the process runs."""
         return self._coordinator.rank
 
     @property
@@ -183,7 +183,7 @@ class World:
 
     @property
     def num_shards(self) -> int:
-        """Shard servers of the job: what its parameters are cut over, also while one of them is not there."""
+        """Number of shard servers that the parameters are sharded over, also while one of them is missing."""
         return self._coordinator.num_shards
 
     @property
@@ -193,7 +193,7 @@ class World:
 
     @property
     def replica(self) -> int:
-        """Position of this worker's replica, dense from 0: what a sampler divides the data by."""
+        """Position of this worker's replica, dense from 0: a sampler shards the data by it."""
         return self.view.me().replica
 
     @property
@@ -211,13 +211,13 @@ class World:
         """Committed steps of the job's model.
 
         Raises:
-            Misuse: there are several models; each has a version of its own.
+            Misuse: there are several models; each has its own version.
         """
         return self.steps.latest_version
 
     @property
     def steps(self) -> StepClient:
-        """This worker's half of the training steps of the job's model.
+        """This worker's part in the training steps of the job's model.
 
         Raises:
             Misuse: there are several models.
@@ -226,12 +226,12 @@ class World:
 
     @property
     def lease_s(self) -> float:
-        """How long a member may be silent before it is given up, in seconds."""
+        """How long a member may be silent before it is lost, in seconds."""
         return self._coordinator.lease_s
 
     @property
     def membership(self) -> Membership:
-        """Everybody in the current generation."""
+        """All members of the current generation."""
         return self.view.membership
 
     @property
@@ -244,7 +244,7 @@ class World:
         """All workers of the current generation.
 
         Raises:
-            MemberLost: the coordinator lost sight of this worker.
+            MemberLost: this worker is no member any more.
             Closed: the world was closed.
         """
         self._limit(None)
@@ -254,14 +254,14 @@ class World:
         """A group of some workers; every worker must call it, with the same world ranks.
 
         Args:
-            ranks: world ranks, in the order they shall have in the group.
-            backend: a name of `axon_ps.Backend`; "auto" = by where the workers are.
+            ranks: world ranks, in their order in the group.
+            backend: a name of `axon_ps.Backend`; "auto" = by the nodes of the workers.
 
         Returns:
-            The group; on workers that are not in it one whose collectives raise `Misuse`.
+            The group; on workers that are not in it, its collectives raise `Misuse`.
 
         Raises:
-            InvalidRequest: a rank is not there, or twice.
+            InvalidRequest: a rank does not exist, or is given twice.
             Disagreement: the workers gave different ranks.
         """
         group = self.default_group
@@ -273,7 +273,7 @@ class World:
         """A new group of the workers on this worker's node; only they need to call it.
 
         Raises:
-            MemberLost: the coordinator lost sight of this worker.
+            MemberLost: this worker is no member any more.
             Closed: the world was closed.
         """
         self._limit(None)
@@ -281,9 +281,9 @@ class World:
 
     @staticmethod
     def current() -> World | None:
-        """The world this process has joined last and not closed; None when there is none.
+        """The world that this process has joined last and not closed; None when there is none.
 
-        In a thread that has entered a world of `mock` it is that one.
+        In a thread that has entered a world of `mock`, that one.
         """
         return cast("World | None", current_world.current())
 
@@ -301,21 +301,21 @@ class World:
     ) -> World | list[World]:
         """A job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
 
-        Coordinator and shard servers are the real ones, so all that works in a job works here: every sharding strategy,
-        optimizers, checkpoints. Its workers are threads of this process, which share the interpreter: a device of
-        their own, or a crash, they cannot have.
+        Coordinator and shard servers are the real ones, so all features work: sharding strategies, optimizers,
+        checkpoints. Its workers are threads of this process and share the interpreter, so there is neither a device for
+        each nor a crash of one.
 
-            with World.mock() as world: ...               # alone, in this thread
+            with World.mock() as world: ...               # one worker, in this thread
             for world in World.mock(2): start a thread that does `with world: train()`
 
         Args:
             world_size: how many workers; None = one, which is this thread's current world at once.
             shards: how many shard servers.
-            nodes: how many nodes the workers are said to be on.
+            nodes: how many nodes the workers appear to be on.
             timeout_s: default deadline of every operation, in seconds.
 
         Returns:
-            The world; of several workers a list, by rank. Each is to be closed, as every world.
+            The world, or a list of them by rank. Each has to be closed.
 
         Raises:
             InvalidRequest: `world_size` is less than 1, or not a multiple of `nodes`.
@@ -333,19 +333,19 @@ class World:
         """Return when every worker has called it.
 
         Args:
-            name: tells concurrent barriers apart.
+            name: distinguishes concurrent barriers.
             timeout_s: how long to wait, in seconds.
 
         Raises:
-            Timeout: some workers have not come; the message names them.
-            GenerationChanged: a worker left or came meanwhile, or came since this worker's last step: it is at the
-                beginning of its program, and can be met again in a step.
-            Disagreement: those who are missing wait in a step for this worker.
+            Timeout: workers are missing; the message names them.
+            GenerationChanged: a worker left or joined meanwhile, or joined since this worker's last step: it is at the
+                beginning of its program, and the next step synchronizes with it.
+            Disagreement: the missing workers wait in a step for this worker.
         """
         self._barrier(name, (), timeout_s)
 
     def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
-        """Enter a barrier; again when the generation changed though nobody left or came (a restore does that)."""
+        """Enter a barrier; again if the generation changed without a change of workers (by a restore)."""
         deadline = Deadline(self._limit(timeout_s))
         if new := self.view.newcomers():
             who = " and ".join(f"worker {m.rank} (node {m.node})" for m in new)
@@ -371,21 +371,21 @@ class World:
         return self._timeout_s if timeout_s is None else timeout_s
 
     def statistics(self) -> dict[str, float]:
-        """Counters of this worker: bytes and streams to the servers, collectives and the seconds they took."""
+        """Counters of this worker: bytes and streams to the servers, collectives and their durations."""
         return self.models.statistics() | self.recorder.statistics()
 
     def report(
         self, *, step: int | None = None, steps: int | None = None, loss: float | None = None, **values: float
     ) -> None:
-        """Say how far training is, for whoever watches with `axon-ps status`. Call it as often as you like.
+        """Report the progress of training, for `axon-ps status`. Call it as often as you like.
 
-        Of all workers the main process is heard, at most once a second; nobody waits for anything.
+        Only the main process reports, at most once a second; nobody waits for anything.
 
         Args:
             step: steps made; None = the version.
             steps: how many there will be, if that is known.
             loss: the loss.
-            values: whatever else is worth showing, by name: `tokens_per_s=12_000.0`.
+            values: further values to show, by name: `tokens_per_s=12_000.0`.
 
         Raises:
             InvalidRequest: a value is no number.
@@ -399,11 +399,11 @@ class World:
 
         Args:
             server: its rank.
-            timeout_s: how long it may take to answer, in seconds.
+            timeout_s: limit of the call, in seconds.
 
         Raises:
-            Unreachable: nobody answers.
-            Timeout: it did not answer in time, or is no member.
+            Unreachable: no process listens at its address.
+            Timeout: it did not reply in time, or is no member.
         """
         self._limit(None)
         return self._loop.run(self._shards.stats(server, context=self._coordinator.context, timeout_s=timeout_s))
@@ -431,18 +431,18 @@ class World:
         return self._loop.run(self._coordinator.kv_add(key, amount, timeout_s=self._limit(None)))
 
     def kv_compare_and_set(self, key: str, expected: bytes, value: bytes) -> bool:
-        """Store `value` if the present one equals `expected` (empty = absent); whether it was stored."""
+        """Store `value` if the present one equals `expected` (empty = absent); returns whether it was stored."""
         return self._loop.run(self._coordinator.kv_compare_and_set(key, expected, value, timeout_s=self._limit(None)))
 
     def kv_delete(self, key: str) -> bool:
-        """Remove a key; whether it existed."""
+        """Remove a key; returns whether it existed."""
         return self._loop.run(self._coordinator.kv_delete(key, timeout_s=self._limit(None)))
 
     def agree(self, name: str, value: Any) -> Any:
-        """What the first worker to ask for `name` gave: the same for everybody, without waiting for anybody.
+        """The value that the first worker gave for `name`: the same for everybody, without waiting for anybody.
 
-        It is how workers decide something together that one of them may come late to: the seed, how long to train. The
-        job remembers it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
+        Workers use it to agree on something although one of them may join late: the seed, how long to train. The job
+        stores it. Put what may change into the name: `world.agree(f"steps/{version}", ...)`.
 
         Args:
             name: at most 500 bytes.
@@ -455,19 +455,19 @@ class World:
         return decode(self._loop.run(first), "agree")
 
     def gather_json(self, value: Any, *, name: str = "gather_json", timeout_s: float | None = None) -> list[Any]:
-        """Give every worker what every worker gave, in rank order. For small things: losses, settings.
+        """All-gather a value of every worker, in rank order. For small values: losses, settings.
 
-        Everybody waits for everybody, as at a `barrier`; `agree` and the key-value store need nobody. It goes through
-        the coordinator and so for workers who just came, too; `all_gather_object` is for a group, larger and faster.
+        All workers wait for each other, as at a `barrier`; `agree` and the key-value store do not wait. It uses the
+        coordinator and so works for new workers, too; `all_gather_object` is for a group, for larger values and faster.
 
         Args:
             value: what `all_gather_object` takes, at most 1 MiB of it.
-            name: tells concurrent gathers apart.
+            name: distinguishes concurrent gathers.
             timeout_s: how long to wait for the others, in seconds.
 
         Raises:
             InvalidRequest: `value` cannot be sent; the message says what can.
-            Timeout: a worker did not come; the message names it.
+            Timeout: a worker is missing; the message names it.
             GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
         text = encode(value, "gather_json")
@@ -510,19 +510,19 @@ class World:
     ) -> CheckpointInfo | LoopWork[CheckpointInfo]:
         """Have the shard servers write parameters and optimizer state of all models; training may go on.
 
-        Each model is written as it is at one moment. Call it on one worker. Returns when the checkpoint is complete, or
-        with `async_op` at once; this worker may then train on, too, and what is written is of one version of each model
-        all the same: that at which the servers were asked.
+        Each model is written at one version. Call it on one worker. Returns when the checkpoint is complete, or with
+        `async_op` at once; this worker may then train on, too, and the checkpoint has the version of each model at
+        the time of the call all the same.
 
         Args:
-            uri: directory or fsspec URI that every shard server reaches.
-            extra: what you want back on restore (sampler, schedule), as JSON values.
+            uri: directory or fsspec URI that every shard server can write to.
+            extra: JSON values that a restore returns (sampler, schedule).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
 
         Raises:
-            CheckpointError: it could not be written; `StorageFull` when there is no space. Nothing half-written
-                counts as a checkpoint.
+            CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one
+                is not listed as a checkpoint.
 
         After an error: earlier checkpoints are untouched.
         """
@@ -540,19 +540,19 @@ class World:
     def restore_checkpoint(
         self, uri: str, *, models: Sequence[str] = (), timeout_s: float | None = None
     ) -> CheckpointInfo:
-        """Have the shard servers load a checkpoint; the steps under way abort on every worker.
+        """Have the shard servers load a checkpoint; the current steps abort on every worker.
 
-        All models go back at one moment. Call it on one worker, after they have been wrapped.
+        All models are restored together. Call it on one worker, after they have been wrapped.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
-            models: names of the models that go back; empty = all of the job's, and then the checkpoint must have
-                exactly these.
+            models: names of the models to restore; empty = all of the job's, and then the checkpoint must have exactly
+                these.
             timeout_s: how long it may take, in seconds.
 
         Raises:
-            CheckpointError: it cannot be read. The servers keep what they had if that showed before they began to
-                overwrite it (a missing, truncated or altered file does); else the job waits for another restore.
+            CheckpointError: it cannot be read. If this was found before anything was overwritten (as for a missing,
+                truncated or altered file), the parameters are unchanged; else the job waits for another restore.
             InvalidRequest: it was saved from other models.
         """
         deadline = Deadline(self._limit(timeout_s))
@@ -571,22 +571,22 @@ class World:
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
         """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
 
-        The worker of lowest rank restores, the others wait for that. A job whose parameters were restored before (a
-        worker that is started again finds that) is left as it is: it waits for nobody.
+        The worker of lowest rank restores, the others wait for that. If the parameters have been
+        restored before (a restarted worker finds that), nothing happens, without waiting.
 
         Args:
             uri, timeout_s: as for `restore_checkpoint`.
 
         Raises:
             CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.
-            Timeout: nobody did in time.
+            Timeout: it was not restored in time.
         """
         deadline = Deadline(self._limit(timeout_s))
         while waited := [client for client, epoch in self._epochs() if epoch == 0]:
             now = self.generation
             if self.is_main_process:
                 self.restore_checkpoint(uri, timeout_s=deadline.remaining())
-            else:  # or in its place, should it die
+            else:  # or restore instead of it, if it dies
                 waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
         for client, _ in self._epochs():
             client.wait_epoch(1, deadline.remaining())
@@ -594,7 +594,7 @@ class World:
     def replace_parameters(
         self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
     ) -> None:
-        """Give the shard servers other values of every unit; moments and version stay. Every worker calls it.
+        """Replace the values of every unit; optimizer state and version stay. Every worker calls it.
 
         Args:
             units: per unit of the layout, its number and f32[unit_numel]; read on the worker of lowest rank only.
@@ -603,9 +603,9 @@ class World:
 
         Raises:
             InvalidRequest: a unit does not fit the layout.
-            Timeout: a worker or a server did not come in time.
+            Timeout: a worker or a server is missing.
 
-        After an error: the servers may hold no complete values; call it again, or restore a checkpoint.
+        After an error: the values on the servers may be incomplete; call it again, or restore a checkpoint.
         """
         limit_s = self._limit(timeout_s)
         steps = self.models.named(model) if model else self.models.only()
@@ -624,10 +624,10 @@ class World:
             replaced.wait(limit_s)
         steps.wait_epoch(epoch + 1, limit_s)
 
-    # ------------------------------------------------------------------ news, the end
+    # ------------------------------------------------------------------ events, close
 
     def _on_event(self, event: Event) -> None:
-        """Who waits for a membership, in a step or in a group, wakes up when all know of it: it asks them next."""
+        """Pass an event to all parts; those that wait for a membership wake up only when all parts have it."""
         lost: Sequence[Member] = ()
         if isinstance(event, Membership):
             self._collectives.set_members(event)
@@ -654,7 +654,7 @@ class World:
         return BackendMaker(self._make_grpc)
 
     def _make_store(self, timeout_s: float) -> Store:
-        """Where the groups' members meet."""
+        """The store for the rendezvous of groups."""
         return JobStore(self._loop, self._coordinator, timeout_s)
 
     def _make_grpc(self, context: GroupContext) -> Backend:
@@ -663,14 +663,14 @@ class World:
         return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._collectives))
 
     def close(self, *, finished: bool | None = None) -> None:
-        """Leave the job. The others learn of it at once. Harmless when repeated.
+        """Leave the job. The others are notified at once. Harmless when repeated.
 
         Args:
-            finished: whether this worker has done all it had to do. Then the others go on without it, and wait for
-                none in its place; what it sent in the background is waited for, at most 10 s. None: unless this is
-                called while an error is being handled.
+            finished: whether this worker has done all its work. Then the others go on without it and without a
+                replacement; messages that it sent in the background are waited for, at most 10 s. None: True, unless
+                an error is being handled.
 
-        A worker that has started the job's services, because nobody else had, stays here until the others are done.
+        A worker that has started the job's services waits here until the other workers are done.
 
         Raises:
             Misuse: this process is a fork of the one that joined; that one is still a member.
@@ -681,7 +681,7 @@ class World:
         self._closed = True
         fork.not_at_exit(self._at_exit)
         current_world.leave(self)
-        finished = going_well() if finished is None else finished
+        finished = no_error_handled() if finished is None else finished
         self._groups.close(LINGER_S if finished else 0.0)
         try:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
@@ -693,13 +693,13 @@ class World:
             self._end_loop()
 
     def _end_loop(self) -> None:
-        """Free what everything has run on."""
+        """Close the background loop and the services."""
         self._loop.close()
         if self._formed is not None:
             self._formed.close()
 
     def _at_exit(self) -> None:
-        self.close(finished=process_went_well())
+        self.close(finished=process_succeeded())
 
     def __enter__(self) -> World:
         return self
@@ -708,11 +708,11 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not fork.is_fork():  # which leaves the block, and not the job
-            self.close(finished=going_well())
+            self.close(finished=no_error_handled())
 
 
 def _weakly(listener: Callable[[Event], None]) -> Callable[[Event], None]:
-    """The method `listener`, of an object that who calls it does not keep: a world nobody refers to may go."""
+    """The method `listener` by a weak reference, so that a world that nobody refers to can be freed."""
     method = weakref.WeakMethod(listener)
 
     def call(event: Event) -> None:
@@ -726,7 +726,7 @@ def world_of(group: ProcessGroup) -> World:
     """The world that a group belongs to.
 
     Raises:
-        Misuse: it has none, being made of a backend.
+        Misuse: it has none, since it was made of a backend.
     """
     return cast("World", group.world)
 

@@ -86,7 +86,7 @@ def test_the_suite_finds_what_is_wrong(backend: type[MockBackend], case: str) ->
     assert any(failure.startswith(case) for failure in failures(run_in_threads(2, backend)))
 
 
-def test_without_spare_groups_the_cases_that_end_one_are_skipped_and_say_so() -> None:
+def test_without_spare_groups_the_cases_that_end_one_are_reported_as_skipped() -> None:
     (backend,) = MockBackend.create_world(1)
     report = run_conformance(backend)
     assert report.ok

@@ -123,7 +123,7 @@ def test_sqlite_keeps_a_second_coordinator_out(tmp_path: Path) -> None:
     SqliteStateStore(path).close()
 
 
-def test_sqlite_says_that_the_disk_is_full_and_goes_on_when_it_is_not(tmp_path: Path) -> None:
+def test_sqlite_reports_a_full_disk_and_continues_when_there_is_space(tmp_path: Path) -> None:
     with SqliteStateStore(tmp_path / "state.db") as store:
         store.apply([Record("a", b"1")])
         db = store._connection()
@@ -178,7 +178,7 @@ def test_sqlite_refuses_a_newer_version(tmp_path: Path) -> None:
         SqliteStateStore(path)
 
 
-def test_sqlite_says_why_a_path_cannot_be(tmp_path: Path) -> None:
+def test_sqlite_reports_why_a_path_is_impossible(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigurationError, match="cannot be opened"):
         SqliteStateStore(tmp_path / "file" / "state.db")

@@ -1,4 +1,4 @@
-"""A coordinator on loopback in the test's own event loop, and clients that remember what they were told."""
+"""A coordinator on loopback in the test's own event loop, and clients that record the events they receive."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Member(CoordinatorClient):
         self.events.append(event)
         self._news.set()
 
-    def told(self, kind: type[T]) -> list[T]:
+    def received(self, kind: type[T]) -> list[T]:
         return [e for e in self.events if isinstance(e, kind)]
 
     async def until(self, what: Callable[[], T]) -> T:
-        """Wait until `what` is true of what we were told."""
+        """Wait until `what` is true of the events received."""
         async with asyncio.timeout(SOON_S):
             while not (found := what()):
                 self._news.clear()
                 await self._news.wait()
         return found
 
-    async def hear(self, kind: type[T], after: int = 0) -> T:
+    async def wait_for(self, kind: type[T], after: int = 0) -> T:
         """The first event of a kind beyond the `after` first ones of it."""
-        return await self.until(lambda: self.told(kind)[after:] or None) and self.told(kind)[after]  # type: ignore[return-value]
+        return await self.until(lambda: self.received(kind)[after:] or None) and self.received(kind)[after]  # type: ignore[return-value]
 
     async def until_complete(self) -> Membership:
         await self.until(lambda: self.membership is not None and self.membership.complete)

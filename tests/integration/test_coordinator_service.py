@@ -24,8 +24,8 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import Hello
-from axon_ps.coordinator.messages import hello_to_proto
+from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
     AxonError,
@@ -69,15 +69,15 @@ def run(tmp_path: Path, test: Test, **config: Any) -> None:
 
 
 class RawSession:
-    """A session that says only what it is told to: no heartbeats, no reconnects."""
+    """A session that sends only what the test sends: no heartbeats, no reconnects."""
 
     def __init__(self, c: Coordinator) -> None:
         self._channel = connect(c.address, Security())
         self.stream: Stream = Stub(self._channel, SERVICE).open("Session")
 
     async def join(self, role: Role = Role.WORKER, incarnation: str = "f" * 32) -> session_pb2.SessionEvent:
-        hello = Hello(job="job", incarnation=incarnation, node="raw", address="127.0.0.1:1")
-        await self.stream.write(hello_to_proto(hello, role))
+        request = JoinRequest(job="job", incarnation=incarnation, node="raw", address="127.0.0.1:1")
+        await self.stream.write(join_to_proto(request, role))
         event: session_pb2.SessionEvent = await self.stream.read()
         return event
 
@@ -99,7 +99,7 @@ class RawSession:
 # ---------------------------------------------------------------------- sessions
 
 
-def test_members_join_and_are_told_of_each_other(tmp_path: Path) -> None:
+def test_members_join_and_get_the_membership(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         workers, shard = await c.assembled()
         membership = await workers[0].until_complete()
@@ -122,14 +122,14 @@ def test_a_reset_is_pushed_to_the_others_within_milliseconds(tmp_path: Path) -> 
         raw = RawSession(c)
         await raw.join()
         await worker.until_complete()
-        told, began = len(worker.told(Membership)), time.monotonic()
+        received, began = len(worker.received(Membership)), time.monotonic()
         await raw.close()
-        membership = await worker.hear(Membership, after=told)
+        membership = await worker.wait_for(Membership, after=received)
         took_s = time.monotonic() - began
         assert not membership.complete
-        assert (await worker.hear(Decision)).reason == "worker 1 (node raw) was lost: its connection broke"
+        assert (await worker.wait_for(Decision)).reason == "worker 1 (node raw) was lost: its connection broke"
         assert took_s < 1.0, "the promise; it takes about 3 ms"
-        await shard.hear(Decision)
+        await shard.wait_for(Decision)
 
     run(tmp_path, test)
 
@@ -147,18 +147,18 @@ def test_a_silent_member_is_lost_after_its_lease_and_others_are_not(tmp_path: Pa
         assert "worker 1 (node raw) was silent for 0.6 s; it is no member any more" in str(error)
         assert 0.5 < took_s < 3.0
         await worker.until(lambda: worker.membership is not None and len(worker.membership.workers) == 1)
-        assert not worker.told(SessionLost)
+        assert not worker.received(SessionLost)
         await raw.close()
 
     run(tmp_path, test, lease_s=0.6)
 
 
-def test_leaving_is_told_at_once_and_is_no_error(tmp_path: Path) -> None:
+def test_leaving_is_published_at_once_and_is_no_error(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         workers, _ = await c.assembled()
         await workers[1].close("done")
-        assert (await workers[0].hear(Decision)).reason == "worker 1 (node node-a) left: done"
-        assert not workers[1].told(SessionLost)
+        assert (await workers[0].wait_for(Decision)).reason == "worker 1 (node node-a) left: done"
+        assert not workers[1].received(SessionLost)
         await workers[1].close()
         with pytest.raises(Closed):
             await workers[1].kv_get("k")
@@ -166,7 +166,7 @@ def test_leaving_is_told_at_once_and_is_no_error(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_who_cannot_join_is_told_why_at_once(tmp_path: Path) -> None:
+def test_a_refused_join_names_the_reason_at_once(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         first = await c.join(Role.WORKER, requested_rank=0, node="host-1")
         with pytest.raises(PermissionDenied, match="runs job 'job', not 'other'"):
@@ -200,7 +200,7 @@ def test_who_finds_no_place_waits_for_one(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_nobody_there_is_said_when_time_is_over() -> None:
+def test_an_unreachable_coordinator_is_an_error_after_the_time_out() -> None:
     async def main() -> None:
         member = Member("127.0.0.1:9", Role.WORKER)
         with pytest.raises(Unreachable, match=r"nobody answers at 127\.0\.0\.1:9"):
@@ -235,7 +235,7 @@ def test_what_is_no_protocol_is_refused(tmp_path: Path) -> None:
             (session_pb2.SessionRequest(), "a session's message is empty"),
             (session_pb2.SessionRequest(ready=session_pb2.Ready()), "only a shard may"),
             (
-                hello_to_proto(Hello(job="job", incarnation="e" * 32, node="n"), Role.WORKER),
+                join_to_proto(JoinRequest(job="job", incarnation="e" * 32, node="n"), Role.WORKER),
                 "a session's message is join",
             ),
         ):
@@ -251,7 +251,7 @@ def test_what_is_no_protocol_is_refused(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_a_member_that_does_not_read_is_broken_off(tmp_path: Path) -> None:
+def test_a_member_that_does_not_read_loses_its_session(tmp_path: Path) -> None:
     """What it has not read waits in its queue, and only so much of it."""
 
     async def test(c: Coordinator) -> None:
@@ -279,7 +279,7 @@ def test_votes_and_sums_become_decisions(tmp_path: Path) -> None:
             for w in workers:
                 w.vote(generation=generation, step=step, max_norm=2.0, hyper=({"lr": 0.1 / step},))
             for p in (*workers, shard):
-                decision = await p.hear(Decision, after=step - 1)
+                decision = await p.wait_for(Decision, after=step - 1)
                 assert (decision.step, decision.version, decision.outcome) == (step, step, Outcome.COMMIT)
                 assert decision.grad_norm == 4.0
                 assert decision.clip_factor == pytest.approx(0.5, rel=1e-6)
@@ -297,7 +297,7 @@ def test_a_vote_from_another_thread(tmp_path: Path) -> None:
         await asyncio.to_thread(shard.ready, generation=generation, step=1, sum_of_squares=1.0)
         for w in workers:
             await asyncio.to_thread(w.vote, generation=generation, step=1)
-        assert (await workers[0].hear(Decision)).version == 1
+        assert (await workers[0].wait_for(Decision)).version == 1
 
     run(tmp_path, test)
 
@@ -308,7 +308,7 @@ def test_a_vote_for_a_generation_that_is_over_is_answered_by_the_client(tmp_path
         await c.join(Role.SHARD)
         await worker.until(lambda: worker.context().generation == 2)
         worker.vote(generation=1, step=1)
-        decision = await worker.hear(Decision)
+        decision = await worker.wait_for(Decision)
         assert (decision.step, decision.outcome) == (1, Outcome.ABORT)
         assert decision.reason == "generation 1 ended before the step was decided"
 
@@ -418,14 +418,14 @@ def answer_orders(shard: Member, *, error: AxonError | None = None) -> Callable[
     answered = [0, 0]
 
     def answer() -> None:
-        for order in shard.told(SnapshotOrder)[answered[0] :]:
+        for order in shard.received(SnapshotOrder)[answered[0] :]:
             answered[0] += 1
             if error is not None:
                 shard.snapshot_report(order.id, error=error)
             else:
                 name = f"shard-00000-of-00001-{order.id}.safetensors"
                 shard.snapshot_report(order.id, (SnapshotFile(name=name, sha256="0" * 64, bytes=100),))
-        for restore in shard.told(RestoreOrder)[answered[1] :]:
+        for restore in shard.received(RestoreOrder)[answered[1] :]:
             answered[1] += 1
             if error is not None:
                 shard.restore_report(restore.epoch, error)
@@ -439,8 +439,10 @@ async def answered(shard: Member, call: Awaitable[Any], **options: Any) -> Any:
     """The result of a call that a shard server answers orders for."""
     answer = answer_orders(shard, **options)
     task = asyncio.ensure_future(call)
-    orders = len(shard.told(SnapshotOrder)) + len(shard.told(RestoreOrder))
-    await shard.until(lambda: len(shard.told(SnapshotOrder)) + len(shard.told(RestoreOrder)) > orders or task.done())
+    orders = len(shard.received(SnapshotOrder)) + len(shard.received(RestoreOrder))
+    await shard.until(
+        lambda: len(shard.received(SnapshotOrder)) + len(shard.received(RestoreOrder)) > orders or task.done()
+    )
     answer()
     async with asyncio.timeout(SOON_S):
         return await task
@@ -455,7 +457,7 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         shard.ready(generation=3, step=1, sum_of_squares=1.0)
         for w in workers:
             w.vote(generation=3, step=1)
-        await workers[0].hear(Decision)
+        await workers[0].wait_for(Decision)
         with pytest.raises(InvalidRequest, match="extra_json is a JSON list; it must be an object"):
             await workers[0].save_checkpoint(uri, "[]")
         with pytest.raises(StorageFull, match="shard server 0: the disk is full"):
@@ -464,10 +466,10 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
             await operator.restore_checkpoint(uri, SOON_S)
         saved = await answered(shard, workers[0].save_checkpoint(uri, json.dumps({"epoch": 3})))
         assert (saved.uri, saved.version, saved.bytes, json.loads(saved.extra_json)) == (uri, 1, 100, {"epoch": 3})
-        orders = len(shard.told(SnapshotOrder))
+        orders = len(shard.received(SnapshotOrder))
         both = asyncio.gather(*(w.save_checkpoint(uri, json.dumps({"epoch": 3})) for w in workers))
         assert await answered(shard, both) == [saved] * len(workers)
-        assert len(shard.told(SnapshotOrder)) == orders + 1
+        assert len(shard.received(SnapshotOrder)) == orders + 1
         manifest = read_manifest(uri)
         assert (manifest.job, manifest.version, manifest.layout, manifest.num_servers) == ("job", 1, SPEC.layout, 1)
 
@@ -477,7 +479,7 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         await workers[0].until(
             lambda: workers[0].job_state == JobState(name="model 0", initialized=True, version=1, epoch=1)
         )
-        assert (await workers[0].hear(Decision, after=1)).outcome is Outcome.ABORT
+        assert (await workers[0].wait_for(Decision, after=1)).outcome is Outcome.ABORT
         await workers[0].until(lambda: workers[0].context().generation == 4)
 
     run(tmp_path, test)
@@ -497,7 +499,7 @@ def test_a_job_that_resumes_is_restored_by_the_first_registration(tmp_path: Path
             await worker.register(wrong)
         reply = await worker.register(SPEC)
         assert (reply.first, reply.upload, reply.initialized) == (True, False, False)
-        order = await shard.hear(RestoreOrder)
+        order = await shard.wait_for(RestoreOrder)
         assert (order.epoch, order.version) == (1, 0)
         shard.initialized(version=0, epoch=1)
         await worker.until(lambda: worker.job_state == JobState(name="model 0", initialized=True, version=0, epoch=1))
@@ -522,33 +524,33 @@ def test_members_come_back_to_a_restarted_coordinator_and_no_step_is_lost(tmp_pa
         shard.ready(generation=generation, step=1, sum_of_squares=1.0)
         for w in workers:
             w.vote(generation=generation, step=1)
-        await workers[0].hear(Decision)
+        await workers[0].wait_for(Decision)
         await workers[0].kv_put("k", b"v")
         shard.ready(generation=generation, step=2, sum_of_squares=1.0)
         workers[0].vote(generation=generation, step=2)
         await _until_pending(c, "votes of worker 1")
         await c.stop()
         for p in (*workers, shard):
-            assert not (await p.hear(SessionLost)).final
+            assert not (await p.wait_for(SessionLost)).final
         reading = asyncio.create_task(workers[0].kv_get("k"))  # waits for the session
         waiting = asyncio.create_task(workers[1].barrier("b", timeout_s=SOON_S))
         await c.start()
         for p in (*workers, shard):
-            await p.hear(SessionRestored)
+            await p.wait_for(SessionRestored)
         assert await reading == b"v"
         workers[1].vote(generation=generation, step=2)
         for p in (*workers, shard):
-            decision = await p.hear(Decision, after=1)
+            decision = await p.wait_for(Decision, after=1)
             assert (decision.step, decision.version, decision.outcome) == (2, 2, Outcome.COMMIT)
             assert p.context().generation == generation
         assert await workers[0].barrier("b", timeout_s=SOON_S) == generation
         assert await waiting == generation
-        assert [len(p.told(Membership)) for p in workers] == [2, 1], "nobody was told what they knew"
+        assert [len(p.received(Membership)) for p in workers] == [2, 1], "nobody received again what it had"
 
     run(tmp_path, test)
 
 
-def test_a_member_that_does_not_come_back_is_given_up_after_one_lease(tmp_path: Path) -> None:
+def test_a_member_that_does_not_reconnect_is_lost_after_one_lease(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         worker = await c.join(Role.WORKER)
         raw = RawSession(c)
@@ -556,7 +558,7 @@ def test_a_member_that_does_not_come_back_is_given_up_after_one_lease(tmp_path: 
         await c.stop()
         await raw.close()
         await c.start()
-        await worker.hear(SessionRestored)
+        await worker.wait_for(SessionRestored)
         assert worker.membership is not None
         assert len(worker.membership.workers) == 2
         await worker.until(lambda: worker.membership is not None and len(worker.membership.workers) == 1)
@@ -570,7 +572,7 @@ def test_a_coordinator_that_lost_its_state_ends_the_session_for_good(tmp_path: P
         await c.stop()
         os.remove(c.path)
         await c.start()
-        lost = await workers[0].until(lambda: [e for e in workers[0].told(SessionLost) if e.final])
+        lost = await workers[0].until(lambda: [e for e in workers[0].received(SessionLost) if e.final])
         assert isinstance(lost[0].error, InternalError)
         assert "without the state it had" in str(lost[0].error)
         with pytest.raises(InternalError):
@@ -583,7 +585,7 @@ def test_a_client_gives_up_after_its_time(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         worker = await c.join(Role.WORKER, reconnect_timeout_s=0.3)
         await c.stop()
-        lost = await worker.until(lambda: [e for e in worker.told(SessionLost) if e.final])
+        lost = await worker.until(lambda: [e for e in worker.received(SessionLost) if e.final])
         assert isinstance(lost[0].error, Broken)
         with pytest.raises(Broken):
             await worker.kv_get("k")
@@ -670,16 +672,16 @@ def test_a_coordinator_that_is_killed_comes_back_where_it_was(tmp_path: Path) ->
                 shard.ready(generation=generation, step=step, sum_of_squares=1.0)
                 for w in workers:
                     w.vote(generation=generation, step=step)
-                await workers[0].hear(Decision, after=step - 1)
+                await workers[0].wait_for(Decision, after=step - 1)
             process.send_signal(signal.SIGKILL)
             await process.wait()
             shard.ready(generation=generation, step=3, sum_of_squares=1.0)
             for w in workers:
-                await w.hear(SessionLost)
+                await w.wait_for(SessionLost)
                 w.vote(generation=generation, step=3)
             process, _ = await spawn(c.port)
             for p in (*workers, shard):
-                decision = await p.hear(Decision, after=2)
+                decision = await p.wait_for(Decision, after=2)
                 assert (decision.step, decision.version, decision.outcome) == (3, 3, Outcome.COMMIT)
                 assert p.context().generation == generation
         finally:

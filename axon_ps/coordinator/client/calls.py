@@ -1,7 +1,7 @@
 """The coordinator's unary methods as a client calls them: registration, barriers, the key-value store, checkpoints.
 
-`Calls` is the part that a member's client and an operator's share. A member's calls wait until its session is up, so a
-coordinator that restarts is felt as a pause; what may be repeated without harm is repeated until the caller's deadline.
+`Calls` is what the clients of members and of operators have in common. A member's calls wait until its session is up,
+so a restart of the coordinator is a pause; calls that can be retried safely are retried until the caller's deadline.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
-"""Deadline of a call that is not expected to wait for anybody."""
+"""Deadline of a call that waits for no other member."""
 
 ANSWER_S = 2.0
 """How much later than its own deadline a waiting call may answer: the coordinator's error names who is missing."""
 
-_HARMLESS = (Broken, GenerationChanged)
-"""After these a harmless call is repeated: the connection broke, or we were not a member just then."""
+_RETRY_IDEMPOTENT = (Broken, GenerationChanged)
+"""After these an idempotent call is retried: the connection broke, or this process was not a member."""
 
-_NOTHING_DONE = (Unreachable, GenerationChanged)
-"""After these nothing was done, so every call may be repeated."""
+_RETRY_ANY = (Unreachable, GenerationChanged)
+"""After these nothing was done, so every call can be retried."""
 
 
 class Calls(ABC):
     """Unary calls to a coordinator.
 
     Attributes:
-        repeats: whether calls are repeated where that is harmless; who cannot wait fails at once instead.
+        retries: whether calls are retried where that is safe; otherwise they fail at once.
     """
 
-    repeats = True
+    retries = True
 
     @abstractmethod
     def context(self) -> common_pb2.CallContext:
@@ -60,7 +60,7 @@ class Calls(ABC):
 
     @abstractmethod
     async def _reached(self, generation: int, deadline: Deadline) -> None:
-        """Return once our session has told us of `generation` or a later one."""
+        """Return once our session has received `generation` or a later one."""
 
     async def register(
         self,
@@ -73,10 +73,10 @@ class Calls(ABC):
         """Give a model of the job its layout or optimizer, or check ours against the one it has.
 
         Args:
-            spec: layout and how it travels.
+            spec: layout, dtypes and policy.
             optimizer: the optimizer.
             timeout_s: how long it may take, in seconds.
-            name: of the model; empty = what the first is called that is given none.
+            name: of the model; empty = that of the first model without a name.
 
         Raises:
             LayoutMismatch: the job has another one; the message says where they first differ.
@@ -91,7 +91,7 @@ class Calls(ABC):
             name=name,
         )
         deadline = Deadline(timeout_s)
-        reply = await self._call("Register", lambda: request, deadline, again=_HARMLESS)
+        reply = await self._call("Register", lambda: request, deadline, again=_RETRY_IDEMPOTENT)
         await self._reached(reply.generation, deadline)
         return Registered(
             first=reply.first,
@@ -111,7 +111,7 @@ class Calls(ABC):
         After an error: it may be gone; releasing it again is harmless.
         """
         request = coordinator_pb2.ReleaseRequest(context=self.context(), model=model)
-        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_HARMLESS)
+        reply = await self._call("Release", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return bool(reply.released)
 
     async def barrier(self, name: str, ranks: Sequence[int] = (), timeout_s: float | None = None) -> int:
@@ -122,11 +122,11 @@ class Calls(ABC):
 
         Raises:
             Timeout: some have not come; the message names them.
-            MemberLost: one of `ranks` has gone while we waited.
+            MemberLost: one of `ranks` was lost while we waited.
             GenerationChanged: `ranks` is empty, and who "all workers" are has changed while we waited.
 
-        After an error: others may have passed. Where it was the connection to the coordinator that broke, we arrive
-        again by ourselves; if the barrier had just opened, nobody else comes and this ends with `Timeout`.
+        After an error: others may have passed. Where it was the connection to the coordinator that broke, the
+        call is retried; if the barrier had just opened, nobody else comes and this ends with `Timeout`.
         """
         deadline = Deadline(timeout_s)
 
@@ -161,7 +161,7 @@ class Calls(ABC):
 
         After an error: when it is `Broken` or `Timeout`, the amount may have been added; it is not added again.
         """
-        return int((await self._kv(coordinator_pb2.KV_OP_ADD, key, timeout_s, amount=amount, again=_NOTHING_DONE)).sum)
+        return int((await self._kv(coordinator_pb2.KV_OP_ADD, key, timeout_s, amount=amount, again=_RETRY_ANY)).sum)
 
     async def kv_compare_and_set(
         self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
@@ -175,9 +175,9 @@ class Calls(ABC):
     async def kv_swap(
         self, key: str, expected: bytes, value: bytes, timeout_s: float | None = DEFAULT_TIMEOUT_S
     ) -> tuple[bool, bytes]:
-        """`kv_compare_and_set` that also tells the value present afterwards (empty = absent)."""
+        """`kv_compare_and_set` that also returns the value present afterwards (empty = absent)."""
         reply = await self._kv(
-            coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=expected, again=_NOTHING_DONE
+            coordinator_pb2.KV_OP_COMPARE_AND_SET, key, timeout_s, value=value, expected=expected, again=_RETRY_ANY
         )
         return bool(reply.found), bytes(reply.value)
 
@@ -191,7 +191,7 @@ class Calls(ABC):
 
         After an error: when it is `Broken` or `Timeout`, it may have been removed.
         """
-        return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_NOTHING_DONE)).found)
+        return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_RETRY_ANY)).found)
 
     async def save_checkpoint(self, uri: str, extra_json: str = "", timeout_s: float | None = None) -> CheckpointInfo:
         """Have the shard servers write the state at the current version; returns when the manifest is in place.
@@ -203,7 +203,7 @@ class Calls(ABC):
 
         Raises:
             CheckpointError: it could not be written.
-            MemberLost: a shard server went before it had written its part.
+            MemberLost: a shard server was lost before it had written its files.
 
         After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
         """
@@ -213,7 +213,7 @@ class Calls(ABC):
     async def restore_checkpoint(
         self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
     ) -> CheckpointInfo:
-        """Have the shard servers load a checkpoint; the steps under way abort. Returns when all have loaded it.
+        """Have the shard servers load a checkpoint; the current steps abort. Returns when all have loaded it.
 
         Args:
             uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
@@ -221,17 +221,17 @@ class Calls(ABC):
             models: names of the models that go back to it; empty = all.
 
         Raises:
-            CheckpointError: it cannot be read; found out before anything is changed where the manifest tells.
+            CheckpointError: it cannot be read; found out before anything is changed where the manifest shows it.
             InvalidRequest: it was saved from other models.
 
-        After an error: after `Broken` or `Timeout` the restore may still go on; `status` tells.
+        After an error: after `Broken` or `Timeout` the restore may still go on; `status` shows it.
         """
         request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
         return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=(Unreachable,)))
 
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
-        """What the job looks like now."""
+        """The status of the job."""
         request = coordinator_pb2.StatusRequest(context=self.context())
         return status_from_proto(await self._call("Status", lambda: request, Deadline(timeout_s), again=()))
 
@@ -244,7 +244,7 @@ class Calls(ABC):
         value: bytes = b"",
         expected: bytes = b"",
         amount: int = 0,
-        again: tuple[type[AxonError], ...] = _HARMLESS,
+        again: tuple[type[AxonError], ...] = _RETRY_IDEMPOTENT,
         waits: bool = False,
     ) -> Any:
         deadline = Deadline(timeout_s)
@@ -271,15 +271,15 @@ class Calls(ABC):
         again: tuple[type[AxonError], ...],
         waits: bool = False,
     ) -> Any:
-        """Call until it succeeds, fails with what repeating does not help, or the time is over.
+        """Call until it succeeds, fails with an error that a retry does not help, or times out.
 
-        `MemberLost` is an answer about somebody else, never a broken connection of ours.
+        `MemberLost` is an answer about another member, never a broken connection of this one.
         """
 
         async def attempt() -> tuple[Any, AxonError | None]:
             try:
                 stub = await self._connected(deadline)
-            except AxonError as error:  # it is over for good, however temporary its reason sounds
+            except AxonError as error:  # final, even if the error class is a temporary one
                 return None, error
             timeout_s = deadline.remaining() + (ANSWER_S if waits else 0.0)
             try:
@@ -290,9 +290,9 @@ class Calls(ABC):
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise
-                return None, Closed(f"{method} was given up: its connection was closed")  # see `rpc.stream`
+                return None, Closed(f"{method} was cancelled: its connection was closed")  # see `rpc.stream`
 
-        reply, final = await retry(attempt, until=deadline, on=again if self.repeats else (), max_s=1.0)
+        reply, final = await retry(attempt, until=deadline, on=again if self.retries else (), max_s=1.0)
         if final is not None:
             raise final
         return reply

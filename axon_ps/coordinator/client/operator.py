@@ -14,15 +14,15 @@ SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class OperatorClient(Calls):
-    """What the command line calls a coordinator with. Make, use and close it on one event loop.
+    """The command line's client of a coordinator. Make, use and close it on one event loop.
 
     Args:
         address: "host:port" of the coordinator.
         security: TLS and token.
-        job: name of the job; empty = whatever job the coordinator has.
+        job: name of the job; empty = the one that the coordinator runs.
     """
 
-    repeats = False
+    retries = False
 
     def __init__(self, address: str, *, security: Security, job: str = "") -> None:
         self._job = job

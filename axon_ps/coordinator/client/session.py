@@ -1,11 +1,11 @@
 """A member's end of its session with the coordinator.
 
-`CoordinatorClient` joins, heartbeats, delivers what is pushed (in order, on the loop's thread), sends votes and
-reports, and comes back by itself when the stream breaks. All of it runs on one event loop, the one `start` runs on;
+`CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), sends votes and reports,
+and reconnects when the stream breaks. All of it runs on one event loop, the one `start` runs on;
 `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
 
-Invariants (kept by `memory`): events arrive in the coordinator's order, a decision and an order at most once, and the
-generation never falls; every vote is followed by exactly one `Decision` of its step.
+Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
+the generation never falls; every vote is followed by exactly one `Decision` of its step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from axon_ps.coordinator.client.calls import Calls
-from axon_ps.coordinator.client.memory import Memory, word_to_proto
+from axon_ps.coordinator.client.delivery import Delivery, step_message_to_proto
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.core.events import (
     CheckpointInfo,
     Event,
-    Hello,
     JobState,
+    JoinRequest,
     Ready,
     Registered,
     RestoreOrder,
@@ -42,8 +42,8 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.coordinator.messages import (
     event_from_proto,
-    hello_to_proto,
     initialized_to_proto,
+    join_to_proto,
     snapshot_report_to_proto,
 )
 from axon_ps.errors import (
@@ -84,18 +84,18 @@ __all__ = [
 ]
 
 LEAVE_S: Final = 2.0
-"""How long `close` waits for the coordinator to take note."""
+"""How long `close` waits until the coordinator has received the Leave."""
 
 RETIRE_S: Final = 1.0
-"""How long calls may stay on a channel that was given up."""
+"""How long calls may stay on a channel that was replaced."""
 
 STANDBY_S: Final = 0.2
-"""How often a standby asks, at least, whether there is a place for it."""
+"""How often, at least, a standby asks to join."""
 
 _logger = logging.getLogger(__name__)
 _HEARTBEAT: Final = session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat())
 _TEMPORARY: Final = (Broken, Busy, GenerationChanged)
-"""Errors of a session after which joining again may succeed; every other one is for good."""
+"""Errors of a session after which joining again may succeed; every other one is final."""
 
 
 class CoordinatorClient(Calls):
@@ -110,10 +110,10 @@ class CoordinatorClient(Calls):
         incarnation: 32 hex digits; made up when None.
         listen_address: shard server: "host:port" where workers reach it.
         requested_rank: wanted rank; -1 = any.
-        world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
-        standby: worker: wait until the job has lost a worker, and take its place.
-        on_event: gets every event, on the loop's thread; must not block. If it raises, the session ends for good.
-        reconnect_timeout_s: how long a broken session is mended before it is given up.
+        world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
+        standby: worker: wait until the job has lost a worker, and replace it.
+        on_event: gets every event, on the loop's thread; must not block. If it raises, the session fails.
+        reconnect_timeout_s: how long to reconnect a broken session before it fails.
 
     Attributes:
         rank: ours, from the first Welcome on; -1 before.
@@ -154,7 +154,7 @@ class CoordinatorClient(Calls):
         self._on_event = on_event
         self._reconnect_timeout_s = reconnect_timeout_s
         self._random = random.Random(self.incarnation)
-        self._memory = Memory()
+        self._delivery = Delivery()
         self._outbox: asyncio.Queue[session_pb2.SessionRequest] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: Any = None  # of `rpc.channels.connect`
@@ -163,7 +163,7 @@ class CoordinatorClient(Calls):
         self._task: asyncio.Task[None] | None = None
         self._attached = asyncio.Event()
         self._reminder: asyncio.Task[None] | None = None
-        self._renewed = asyncio.Event()  # set, and replaced, when the membership changes or the session ends for good
+        self._renewed = asyncio.Event()  # set, and replaced, when the membership changes or the session fails
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
@@ -171,23 +171,23 @@ class CoordinatorClient(Calls):
     @property
     def membership(self) -> Membership | None:
         """The newest membership; None before the first."""
-        return self._memory.membership
+        return self._delivery.membership
 
     @property
     def job_state(self) -> JobState | None:
         """The newest state of the job; None before the first."""
-        return self._memory.job_state
+        return self._delivery.job_state
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and close
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Join; returns when rank, membership and job state are known.
 
         Raises:
             Unreachable: nobody answered in time.
-            Busy: the job had no place for us in time.
+            Busy: no rank became free in time.
             PermissionDenied: wrong job name or token.
-            InvalidRequest: the rank is taken, or what we said of ourselves cannot be.
+            InvalidRequest: the rank is taken, or the join request is invalid.
             Misuse: it was started before.
 
         After an error: we are not a member; `close` and make another client to try again.
@@ -215,7 +215,7 @@ class CoordinatorClient(Calls):
 
         Args:
             reason: for the others' logs.
-            finished: worker: we have done all we had to do, so nobody is to wait for another in our place.
+            finished: worker: it has done all its work and needs no replacement.
         """
         self._closing = True
         if self._task is not None and not self._task.done():
@@ -238,7 +238,7 @@ class CoordinatorClient(Calls):
             incarnation=self.incarnation,
         )
 
-    # ------------------------------------------------------------------ what goes up
+    # ------------------------------------------------------------------ votes and reports
 
     def vote(
         self,
@@ -253,9 +253,9 @@ class CoordinatorClient(Calls):
         copy: CopyFrom | None = None,
         blocked: bool = False,
     ) -> None:
-        """Worker: say that everything of a step is pushed. Sent again after a reconnect while it is current.
+        """Worker: report that everything of a step is pushed. Sent again after a reconnect while it is current.
 
-        Where replicas step alone, `step` is the clock of our `replica`; `version` is what the gradients come from.
+        Where replicas step asynchronously, `step` is the clock of our `replica`; `version` is that of the gradients.
         """
         vote = Vote(
             generation=generation,
@@ -267,39 +267,39 @@ class CoordinatorClient(Calls):
             copy=copy,
             blocked=blocked,
         )
-        self._soon(self._cast, vote, replica)
+        self._call_soon(self._send_step_message, vote, replica)
 
     def arrived(self, *, generation: int, step: int, model: int = 0, blocked: bool = False) -> None:
-        """Worker: say that everything of a step is computed, while the servers do not take it yet."""
+        """Worker: report that everything of a step is computed, while the servers do not take it yet."""
         arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
-        self._soon(self._send, session_pb2.SessionRequest(arrived=arrived))
+        self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
     def ready(
         self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
     ) -> None:
-        """Shard server: say that every slice has every replica. Sent again after a reconnect while it is current.
+        """Shard server: report that every slice has every replica. Sent again after a reconnect while it is current.
 
-        Where replicas step alone, `replica` says whose gradients are there, and `step` is its clock.
+        Where replicas step asynchronously, `replica` is the one whose gradients are there, and `step` its clock.
         """
         ready = Ready(
             generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0, model=model
         )
-        self._soon(self._cast, ready, replica)
+        self._call_soon(self._send_step_message, ready, replica)
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
-        """Shard server: say that every slice of a model has its values. Sent again after a reconnect."""
-        self._soon(self._say_initialized, initialized_to_proto(version, epoch, model))
+        """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""
+        self._call_soon(self._send_initialized, initialized_to_proto(version, epoch, model))
 
     def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
         """Shard server: answer a `SnapshotOrder` with the files written, or why there are none."""
-        self._soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
+        self._call_soon(self._send, snapshot_report_to_proto(SnapshotReport(id=id, files=files, error=error)))
 
     def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
-        """Shard server: say why a `RestoreOrder` could not be carried out (success is `initialized`)."""
+        """Shard server: report why a `RestoreOrder` could not be carried out (success is `initialized`)."""
         report = checkpoint_pb2.RestoreReport(epoch=epoch, error=error_to_detail(error), model=model)
-        self._soon(self._say_not_restored, session_pb2.SessionRequest(restore=report))
+        self._call_soon(self._send_restore_failure, session_pb2.SessionRequest(restore=report))
 
-    def _soon(self, fn: Callable[..., None], *args: Any) -> None:
+    def _call_soon(self, fn: Callable[..., None], *args: Any) -> None:
         if self._loop is None:
             raise Misuse("the session has not been started; await start() first")
         try:
@@ -311,29 +311,29 @@ class CoordinatorClient(Calls):
         else:
             self._loop.call_soon_threadsafe(fn, *args)
 
-    def _cast(self, word: Vote | Ready, replica: int | None) -> None:
-        if events := self._memory.say(word, replica):
+    def _send_step_message(self, message: Vote | Ready, replica: int | None) -> None:
+        if events := self._delivery.record(message, replica):
             self._emit(events)
         else:
-            self._send(word_to_proto(word))
+            self._send(step_message_to_proto(message))
 
-    def _say_initialized(self, message: session_pb2.SessionRequest) -> None:
-        self._memory.say_initialized(message)
+    def _send_initialized(self, message: session_pb2.SessionRequest) -> None:
+        self._delivery.record_initialized(message)
         self._send(message)
 
-    def _say_not_restored(self, message: session_pb2.SessionRequest) -> None:
-        self._memory.say_not_restored(message)
+    def _send_restore_failure(self, message: session_pb2.SessionRequest) -> None:
+        self._delivery.record_restore_failure(message)
         self._send(message)
 
     def _send(self, message: session_pb2.SessionRequest) -> None:
-        """Queue a message for the present stream; what matters and may be lost with it, `_memory` repeats."""
+        """Queue a message for the present stream; what must not be lost with it, `_delivery` sends again."""
         if self._attached.is_set():
             self._outbox.put_nowait(message)
 
     # ------------------------------------------------------------------ the session
 
     async def _run(self, first: Deadline) -> None:
-        """Keep a session up until we close, are refused, or have tried for too long."""
+        """Maintain a session until we close, are refused, or reconnecting has timed out."""
         deadline, wait_s = first, 0.05
         try:
             while not self._closing:
@@ -351,7 +351,7 @@ class CoordinatorClient(Calls):
                         raise
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
                 wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)
-        except InvalidRequest as error:  # of a member: its place was given to another
+        except InvalidRequest as error:  # of a member: its rank was given to another
             was_member = self.membership is not None
             reason = (
                 f"the coordinator gave up this {self.role.value}, rank {self.rank}, and does not take it back: {error}"
@@ -367,7 +367,7 @@ class CoordinatorClient(Calls):
         """One stream, from Join to its end; returns only after a Leave of ours."""
         assert self._stub is not None
         stream = self._stub.open("Session")
-        hello = Hello(
+        request = JoinRequest(
             job=self.job,
             incarnation=self.incarnation,
             node=self.node,
@@ -379,11 +379,11 @@ class CoordinatorClient(Calls):
         self._outbox = asyncio.Queue()
         writer: asyncio.Task[None] | None = None
         try:
-            await stream.write(hello_to_proto(hello, self.role))
+            await stream.write(join_to_proto(request, self.role))
             async for message in stream:
                 if (event := event_from_proto(message)) is not None:
-                    await self._take(event)
-                if writer is None:  # not before the Welcome, which says how often to be heard
+                    await self._receive(event)
+                if writer is None:  # not before the Welcome, which has the lease
                     writer = asyncio.create_task(self._write(stream, self._outbox))
             if not self._closing:
                 raise Broken(f"the coordinator at {self.address} ended the session")
@@ -407,26 +407,26 @@ class CoordinatorClient(Calls):
                     await stream.done_writing()
                     return
 
-    async def _take(self, event: ServerEvent) -> None:
+    async def _receive(self, event: ServerEvent) -> None:
         if isinstance(event, Welcome):
             self.rank, self.lease_s = event.rank, event.lease_s
             self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
         was_member = self.membership is not None
-        self._emit(self._memory.hear(event))
+        self._emit(self._delivery.receive(event))
         if not isinstance(event, Membership):
             return
         if not self._attached.is_set():
             self._attached.set()
             if self._reminder is not None:
                 self._reminder.cancel()
-            for message in self._memory.to_repeat():
+            for message in self._delivery.to_resend():
                 self._outbox.put_nowait(message)
             if was_member:
                 self._emit([SessionRestored()])
         self._wake()
 
     def _wake(self) -> None:
-        """Whoever waits for a membership looks again."""
+        """Wake everything that waits for a membership."""
         self._renewed.set()
         self._renewed = asyncio.Event()
 
@@ -444,7 +444,7 @@ class CoordinatorClient(Calls):
         """A fresh channel, so that the next attempt connects at once instead of after gRPC's own back-off."""
         old = self._channel
         self._connect()
-        retiring = asyncio.create_task(old.close(RETIRE_S))  # calls still under way on it fail by themselves
+        retiring = asyncio.create_task(old.close(RETIRE_S))  # calls in progress on it fail by themselves
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
 
@@ -455,23 +455,23 @@ class CoordinatorClient(Calls):
         self._emit([SessionLost(error=error)])
 
     def _remind(self) -> None:
-        """Say that we are still without a session, after a while and then ever more rarely, until we have one."""
-        self._reminder = asyncio.create_task(self._say_what_is_waited_for())
+        """Log that we are without a session, after a while and then ever more rarely, until we have one."""
+        self._reminder = asyncio.create_task(self._log_waiting())
 
-    async def _say_what_is_waited_for(self) -> None:
+    async def _log_waiting(self) -> None:
         began_s = time.monotonic()
         for pause_s in reminder_pauses():
             await asyncio.sleep(pause_s)
             if self._attached.is_set():
                 return
             waited_s, why = time.monotonic() - began_s, self._last_error or "no answer"
-            kept = "" if self.rank < 0 else "; what this process holds is kept"
+            state = "" if self.rank < 0 else "; what this process holds is kept"
             _logger.warning(
-                "no session with coordinator %s for %.0f s, trying again: %s%s", self.address, waited_s, why, kept
+                "no session with coordinator %s for %.0f s, trying again: %s%s", self.address, waited_s, why, state
             )
 
     def _fail(self, error: AxonError) -> None:
-        """End for good; everybody who waits gets `error`."""
+        """Fail the session; everything that waits for it gets `error`."""
         if self._reminder is not None:
             self._reminder.cancel()
         if self._error is not None:
@@ -483,7 +483,7 @@ class CoordinatorClient(Calls):
             try:
                 self._emit([SessionLost(error=error, final=True)])
             except Exception:
-                _logger.exception("on_event failed while it was told that the session is lost")
+                _logger.exception("on_event failed on the event that the session is lost")
 
     # ------------------------------------------------------------------ unary calls
 
@@ -513,6 +513,6 @@ class CoordinatorClient(Calls):
                 while not there():
                     await self._renewed.wait()
         except TimeoutError:
-            raise Timeout(f"the session did not tell of generation {generation} in time") from None
+            raise Timeout(f"the session did not announce generation {generation} in time") from None
         if self._error is not None:
             raise self._error

@@ -1,8 +1,8 @@
 """The coordinator's state machines: events in, actions out. No clock, threads or I/O.
 
-state       the whole, of the parts below            events · actions   what comes in, what is to be done
+state       composed of the parts below              events · actions   inputs and outputs
 roster · members · admission · assembly              who is a member, with which rank, in which generation
 models · registration · steps                        what a model is made of, and how its steps are decided
 barriers · kv · checkpoints · waiting                what members wait for
-records     what of it outlives the process          config             how a coordinator is told to run its job
+records     the durable state                        config             the configuration
 """

@@ -1,4 +1,4 @@
-"""What the state machine wants done: the shell performs actions in the order given."""
+"""The actions of the state machine: the shell performs them in the order given."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class CloseSession:
-    """End a session; with an error, unless it ended as the member wished."""
+    """End a session; with an error, unless the member has left."""
 
     session: int
     error: AxonError | None = None
@@ -45,7 +45,7 @@ Action = Persist | Push | Reply | CloseSession
 
 
 class Outbox:
-    """Collects what one event causes. The records come first, whatever the order in which things were put in."""
+    """Collects the actions that one event causes. The records come first, in whatever order they were added."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
@@ -57,7 +57,7 @@ class Outbox:
             self._records[record.key] = record
 
     def push(self, sessions: Iterable[int | None], event: ServerEvent) -> None:
-        """Send an event to sessions (None: a member without a stream just now)."""
+        """Send an event to sessions (None: a member without a stream at present)."""
         self._actions.extend(Push(s, event) for s in sessions if s is not None)
 
     def reply(self, call: int, result: object) -> None:
@@ -70,7 +70,7 @@ class Outbox:
             self._actions.append(CloseSession(session, error))
 
     def take(self) -> list[Action]:
-        """Everything collected, and start anew."""
+        """Everything collected; clears it."""
         actions, self._actions = self._actions, []
         if self._records:
             actions.insert(0, Persist(tuple(self._records.values())))

@@ -1,14 +1,14 @@
 """Generations: who the members are, and whether they are enough to make steps. Pure.
 
 Note: [A generation is immutable]
-    Whatever would change what a `Membership` says (a member came or went, the servers lost their parameters, replicas
-    are numbered otherwise) makes a new generation. A new generation ends the step attempts of the old one, if that was
-    complete: first the aborts are announced to those who were in it, then who is there now. So nobody ever has to guess
-    in which membership a step ran.
+    Whatever would change a `Membership` (a member joined or left, the servers lost their parameters, replicas are
+    numbered differently) makes a new generation. A new generation ends the step attempts of the old one, if that was
+    complete: first its members receive the aborts, then the new membership. So the membership that a step ran in is
+    always known.
 
 Invariants: the generation only grows; a step of a model is decided at most once, in ascending order (where replicas
-step alone it gets its number when it is decided); its version grows by one with every commit and changes otherwise only
-when a checkpoint is restored.
+step asynchronously it gets its number when it is decided); its version grows by one with every commit and changes
+otherwise only when a checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import Welcome
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.roster import Roster, Seat
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.roster import Roster, RosterEntry
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping
 from axon_ps.storage.state_store import Record
 from axon_ps.types import Member, Membership, ModelProgress, Role
@@ -38,7 +38,7 @@ class Assembly:
         config: how the job is run.
         durable: as it was before the coordinator's restart.
         models: the models of the job.
-        out: gets what is to be written and said.
+        out: gets the records to write and the events to send.
         now: the time; members from before the restart have one lease from now to come back.
     """
 
@@ -59,7 +59,7 @@ class Assembly:
         self.was_complete = durable.was_complete
         self.generation = durable.generation
         self._finished = list(durable.finished)
-        self._vacant = durable.vacant  # places of finished workers, which nobody is awaited for
+        self._vacant = durable.vacant  # ranks of finished workers, which need no replacement
         for member in durable.members:
             self.roster.add(member, None, now + config.lease_s)
         began = {
@@ -73,13 +73,13 @@ class Assembly:
 
     @property
     def needed_workers(self) -> int:
-        """How many workers it takes to make a step: never one in the place of one that has finished."""
+        """How many workers it takes to make a step; a worker that has finished needs no replacement."""
         least = self._config.min_workers
         needed = min(least, self.world_size) if self.was_complete and least is not None else self.world_size
         return min(needed, self.world_size - self._vacant)
 
     def set_world_size(self, world_size: int) -> None:
-        """Take what the first worker says."""
+        """Set it to what the first worker requested."""
         self.world_size = world_size
         self._out.persist([self.job_record()])
 
@@ -89,29 +89,29 @@ class Assembly:
         self,
         reason: str,
         *,
-        lost: Sequence[Seat] = (),
+        lost: Sequence[RosterEntry] = (),
         finished: bool = False,
         joined: Member | None = None,
         session: int = -1,
         now: float = 0.0,
     ) -> None:
-        """Make the next generation: `lost` are gone, as they wished if `finished`; `joined` speaks on `session`.
+        """Make the next generation: without the `lost` (or `finished`) members, with `joined` on `session`.
 
         See Note: [A generation is immutable].
         """
         initialized = self._initialized()
         if joined is not None and joined.role is Role.WORKER and not self.membership.workers:
-            self._finished, self._vacant = [], 0  # the job begins anew
-        for seat in lost:
-            self.roster.remove(seat)
+            self._finished, self._vacant = [], 0  # the job starts over
+        for entry in lost:
+            self.roster.remove(entry)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
             self._vacant += len(lost)
         self.stepping.abort_all(reason)
         if joined is not None:
             member = dataclasses.replace(joined, joined=self.generation + 1)
-            seat = self.roster.add(member, session, now + self._config.lease_s)
-            self.greet(seat)
+            entry = self.roster.add(member, session, now + self._config.lease_s)
+            self.greet(entry)
         self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
         self.generation += 1
         self.membership = self._describe({model.number: model.progress for model in self._models})
@@ -124,28 +124,28 @@ class Assembly:
                 self.announce(model)
         self._out.push(self.roster.sessions(), self.membership)
 
-    def greet(self, seat: Seat) -> None:
-        """Tell a member that has just got a stream everything but who is there, which comes last.
+    def greet(self, entry: RosterEntry) -> None:
+        """Send a member that has just opened a stream everything but the membership, which comes last.
 
-        The decisions it may have missed come before the models' states and the membership, which are of after them; who
-        is new ignores them (see `client`).
+        The decisions that it may have missed come first, then the models' states, which are newer. A new member ignores
+        the decisions (see `client.delivery`).
         """
-        to = [seat.session]
-        is_shard = seat.member.role is Role.SHARD
-        self._out.push(to, self.welcome(seat))
+        to = [entry.session]
+        is_shard = entry.member.role is Role.SHARD
+        self._out.push(to, self.welcome(entry))
         for model in self._models:
             for decision in model.decisions:
                 self._out.push(to, decision)
         for model in self._models:
             self._out.push(to, model.state(self.shards(), full=is_shard))
             order = model.registration.parameters.restore
-            if is_shard and order is not None and not model.registration.holds(seat.member):
+            if is_shard and order is not None and not model.registration.holds(entry.member):
                 self._out.push(to, order)
 
-    def welcome(self, seat: Seat) -> Welcome:
-        """The first word to a member."""
+    def welcome(self, entry: RosterEntry) -> Welcome:
+        """The first event that a member gets."""
         return Welcome(
-            rank=seat.member.rank,
+            rank=entry.member.rank,
             lease_s=self._config.lease_s,
             world_size=self.world_size,
             num_shards=self._config.num_shards,
@@ -154,13 +154,13 @@ class Assembly:
         )
 
     def announce(self, model: Model) -> None:
-        """Tell everybody what a model is made of now."""
+        """Send everybody the state of a model."""
         for role, full in ((Role.SHARD, True), (Role.WORKER, False)):
             sessions = [s.session for s in self.roster.of_role(role)]
             self._out.push(sessions, model.state(self.shards(), full=full))
 
     def _initialized(self) -> dict[int, bool]:
-        """Of which models the servers hold the parameters."""
+        """Per model, whether the servers hold its parameters."""
         shards = self.shards()
         return {model.number: model.state(shards).initialized for model in self._models}
 
@@ -169,21 +169,21 @@ class Assembly:
         return [s.member for s in self.roster.of_role(Role.SHARD)]
 
     def records(self) -> list[Record]:
-        """Who is there and where the models are, for the store."""
+        """The members and the progress of the models, for the store."""
         members = records.members_record(
             self.membership, self.roster.records(), was_complete=self.was_complete, vacant=self._vacant
         )
         return [members, *(records.progress_record(m.number, m.step, m.version) for m in self._models)]
 
     def job_record(self) -> Record:
-        """What the job is called and how many members it starts with, for the store."""
+        """The name of the job and how many members it starts with, for the store."""
         return records.job_record(self._state_id, self._config.job, self.world_size, self._config.num_shards)
 
     def pending(self) -> list[str]:
-        """What is waited for, in words."""
+        """What the job waits for, as text."""
         return self.stepping.pending() if self.membership.complete else [self.membership.waiting_for]
 
-    # ------------------------------------------------------------------ what a membership says
+    # ------------------------------------------------------------------ the membership
 
     def _describe(self, began: dict[int, ModelProgress]) -> Membership:
         by_node = self._models.by_node
@@ -205,17 +205,17 @@ class Assembly:
         )
 
     def _waiting_for(self, workers: int, shards: Sequence[Member]) -> str:
-        words = []
+        reasons = []
         if not self.world_size:
-            words.append("a first worker, which says how many there will be")
+            reasons.append("a first worker, which says how many there will be")
         elif workers < self.needed_workers:
-            words.append(f"{self.needed_workers - workers} of {self.needed_workers} workers")
+            reasons.append(f"{self.needed_workers - workers} of {self.needed_workers} workers")
         elif not workers and self._finished:
-            words.append("new workers, since all have finished")
+            reasons.append("new workers, since all have finished")
         here = {s.rank for s in shards}
         if missing := [r for r in range(self._config.num_shards) if r not in here]:
-            words.append(f"shard server {ranks_in_words(missing)} of {self._config.num_shards}")
+            reasons.append(f"shard server {format_ranks(missing)} of {self._config.num_shards}")
         for model in self._models:
             if trouble := model.registration.trouble(shards):
-                words.append(self._models.words(model) + trouble)
-        return " and ".join(words)
+                reasons.append(self._models.message_prefix(model) + trouble)
+        return " and ".join(reasons)

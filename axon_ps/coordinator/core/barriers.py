@@ -2,7 +2,7 @@
 
 A barrier is named by its name and its ranks. With ranks given, it opens when all of them have arrived, and fails when
 one of them is lost. Without, it is for all workers of a complete generation: it does not open before the job is
-complete, and once that generation is over it fails with `GenerationChanged`, since nobody can say for whom to wait.
+complete, and once that generation is over it fails with `GenerationChanged`, since "all workers" has changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.actions import Outbox
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.waiting import Waiting
 from axon_ps.errors import Busy, Disagreement, GenerationChanged, InvalidRequest, MemberLost, Timeout
 from axon_ps.types import Membership
@@ -20,8 +20,8 @@ from axon_ps.types import Membership
 MAX_BARRIERS = 1 << 12
 MAX_WAITERS = 1 << 14
 MAX_NAME_CHARS = 512
-HOPELESS_S = 10.0
-"""How long a barrier may wait for workers that wait in a step for one of those who wait at it."""
+DEADLOCK_TIMEOUT_S = 10.0
+"""How long a barrier may be deadlocked: the workers that it lacks wait in a step for workers that wait at it."""
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -32,14 +32,14 @@ class _Barrier:
     """Without ranks: the complete generation that waits; 0 while the job assembles."""
     calls: dict[int, int] = field(default_factory=dict)
     """Call by rank."""
-    hopeless_s: float = math.inf
-    """When it is given up, for it cannot open."""
+    fails_s: float = math.inf
+    """When it fails if it is still deadlocked."""
     late: list[int] = field(default_factory=list)
-    """Who waits here and has not voted in the step under way."""
+    """The ranks that wait here and have not voted in the current step."""
 
 
 class Barriers:
-    """All barriers somebody waits at.
+    """All barriers at which workers wait.
 
     Args:
         out: gets the answers.
@@ -61,7 +61,7 @@ class Barriers:
         now: float,
         timeout_s: float,
     ) -> None:
-        """A worker has come and waits. Its own earlier call at the same barrier is given up.
+        """A worker has arrived and waits. Its own earlier call at the same barrier fails.
 
         Raises:
             InvalidRequest: the name is empty or too long, or the caller is not among `ranks`.
@@ -70,88 +70,88 @@ class Barriers:
         if not 1 <= len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a barrier's name has 1 to {MAX_NAME_CHARS} characters; {len(name)} given")
         if ranks and rank not in ranks:
-            raise InvalidRequest(f"rank {rank} arrived at barrier {name!r}, which is for rank {ranks_in_words(ranks)}")
+            raise InvalidRequest(f"rank {rank} arrived at barrier {name!r}, which is for rank {format_ranks(ranks)}")
         key = (name, tuple(sorted(set(ranks))))
         if key not in self._barriers and len(self._barriers) >= MAX_BARRIERS:
             raise Busy(f"workers wait at {MAX_BARRIERS} barriers already")
         self._waiting.add(call, str(rank), now, timeout_s)
         barrier = self._barriers.setdefault(key, _Barrier())
         if (earlier := barrier.calls.get(rank)) is not None:
-            self._forget(earlier)
+            self._remove(earlier)
             self._out.reply(earlier, MemberLost(f"rank {rank} arrived at barrier {name!r} again with another call"))
             self._barriers[key] = barrier
         barrier.calls[rank] = call
         self._key_of[call] = (key, rank)
-        self._open_if_full(key, membership)
+        self._open_if_complete(key, membership)
 
     def watch(self, voted: Collection[int], membership: Membership, now: float) -> None:
-        """Note the barriers at which only workers are missing that wait in a step, for somebody who waits here.
+        """Find the deadlocked barriers: all workers that are missing wait in a step, for workers that wait here.
 
-        `tick` ends those that stay so: a program with several threads may yet vote.
+        `tick` fails those that stay so: until then a program with several threads may still vote.
         """
         for key, barrier in self._barriers.items():
             ranks = key[1] or tuple(m.rank for m in membership.workers)
             missing = [r for r in ranks if r not in barrier.calls]
             barrier.late = [r for r in barrier.calls if r not in voted]
-            hopeless = missing and barrier.late and all(r in voted for r in missing)
-            barrier.hopeless_s = min(barrier.hopeless_s, now + HOPELESS_S) if hopeless else math.inf
+            deadlocked = missing and barrier.late and all(r in voted for r in missing)
+            barrier.fails_s = min(barrier.fails_s, now + DEADLOCK_TIMEOUT_S) if deadlocked else math.inf
 
     def cancel(self, call: int) -> None:
         """The caller does not wait any more: it has not arrived."""
-        self._forget(call)
+        self._remove(call)
 
     def generation_changed(
         self, membership: Membership, lost: Sequence[int], reason: str, *, finished: bool = False
     ) -> None:
-        """Who is there has changed; `lost` are the ranks of workers that are gone: because they had `finished`, maybe.
+        """The membership has changed; `lost` are the ranks of the workers that left, or have `finished`.
 
-        Nobody waits for who has finished: a barrier of all workers goes on without.
+        A barrier of all workers does not wait for those that have finished.
         """
         for key, barrier in list(self._barriers.items()):
             name, ranks = key
             gone = [r for r in lost if r in ranks]
             if gone:
-                self._fail(key, MemberLost(f"barrier {name!r} needs rank {ranks_in_words(gone)}: {reason}"))
+                self._fail(key, MemberLost(f"barrier {name!r} needs rank {format_ranks(gone)}: {reason}"))
             elif not ranks and barrier.generation and not finished:
-                words = f"barrier {name!r} was for all workers of generation {barrier.generation}: {reason}"
-                self._fail(key, GenerationChanged(words, membership.generation))
+                message = f"barrier {name!r} was for all workers of generation {barrier.generation}: {reason}"
+                self._fail(key, GenerationChanged(message, membership.generation))
             else:
                 for rank in set(lost) & set(barrier.calls):
-                    self._forget(barrier.calls[rank])
-                self._open_if_full(key, membership)
+                    self._remove(barrier.calls[rank])
+                self._open_if_complete(key, membership)
 
     def tick(self, now: float, membership: Membership) -> None:
-        """Answer the calls whose time is over, naming who is missing."""
-        for key, barrier in [(k, b) for k, b in self._barriers.items() if b.hopeless_s <= now]:
-            words = f"{_waiting(key[0], self._missing(key, barrier, membership))}, which waits in a step for rank "
-            words += f"{ranks_in_words(barrier.late)}, which waits here; a worker that joins a job under way must come "
-            words += "to its first step without waiting for others (World.agree and the key-value store need nobody)"
-            self._fail(key, Disagreement(words))
+        """Answer the calls that have timed out, naming who is missing."""
+        for key, barrier in [(k, b) for k, b in self._barriers.items() if b.fails_s <= now]:
+            message = f"{_waiting(key[0], self._missing(key, barrier, membership))}, which waits in a step for rank "
+            message += f"{format_ranks(barrier.late)}, which waits here; a worker that joins a running job must come "
+            message += "to its first step without waiting for others (World.agree and the key-value store need nobody)"
+            self._fail(key, Disagreement(message))
         late = [(call, *self._key_of[call]) for call in self._waiting.late(now)]
         missing = {key: self._missing(key, self._barriers[key], membership) for _, key, _ in late}
         for call, key, _ in late:
             waited_s = self._waiting.timeout_s(call)
-            self._forget(call)
+            self._remove(call)
             self._out.reply(call, Timeout(f"{_waiting(key[0], missing[key])} after {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next call's time is over, or a barrier is given up."""
-        return min((self._waiting.next_deadline(), *(b.hopeless_s for b in self._barriers.values())))
+        """When the next call times out, or a deadlocked barrier fails."""
+        return min((self._waiting.next_deadline(), *(b.fails_s for b in self._barriers.values())))
 
     def pending(self, membership: Membership) -> list[str]:
-        """What barriers wait for, in words."""
+        """What barriers wait for, as text."""
         return [_waiting(key[0], self._missing(key, b, membership)) for key, b in list(self._barriers.items())[:16]]
 
     def _missing(self, key: Key, barrier: _Barrier, membership: Membership) -> str:
         ranks = key[1] or tuple(m.rank for m in membership.workers)
-        words = []
+        reasons = []
         if missing := [r for r in ranks if r not in barrier.calls]:
-            words.append(f"rank {ranks_in_words(missing)}")
+            reasons.append(f"rank {format_ranks(missing)}")
         if not key[1] and not membership.complete:
-            words.append(membership.waiting_for)
-        return " and ".join(words)
+            reasons.append(membership.waiting_for)
+        return " and ".join(reasons)
 
-    def _open_if_full(self, key: Key, membership: Membership) -> None:
+    def _open_if_complete(self, key: Key, membership: Membership) -> None:
         barrier = self._barriers.get(key)
         if barrier is None:
             return
@@ -162,15 +162,15 @@ class Barriers:
         ranks = key[1] or tuple(m.rank for m in membership.workers)
         if all(r in barrier.calls for r in ranks):
             for call in list(barrier.calls.values()):
-                self._forget(call)
+                self._remove(call)
                 self._out.reply(call, membership.generation)
 
     def _fail(self, key: Key, error: Exception) -> None:
         for call in list(self._barriers[key].calls.values()):
-            self._forget(call)
+            self._remove(call)
             self._out.reply(call, error)
 
-    def _forget(self, call: int) -> None:
+    def _remove(self, call: int) -> None:
         if call not in self._key_of:
             return
         key, rank = self._key_of.pop(call)

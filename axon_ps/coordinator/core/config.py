@@ -1,4 +1,4 @@
-"""How a coordinator is told to run its job."""
+"""The configuration of a coordinator."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class CoordinatorConfig:
 
     Attributes:
         job: its name.
-        world_size: workers it starts with; 0 = what the first worker says.
+        world_size: workers it starts with; 0 = what the first worker requests.
         num_shards: shard servers it needs, always exactly this many.
         min_workers: once it was complete, it goes on with this many; None = world_size.
-        lease_s: how long a silent member is kept.
-        join_timeout_s: how long workers wait for lost members to be replaced before they are told to give up;
+        lease_s: how long a silent member stays a member.
+        join_timeout_s: how long workers wait for lost members to be replaced before their sessions end with an error;
             inf = for ever.
         step_timeout_s: how long workers wait in a step for one that takes no part in it, before it is set aside, if
             without it there are still as many as the job needs; inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
-        shares_process: whether workers run in the coordinator's process; that they hold it up is no news then.
+        shares_process: whether workers run in the coordinator's process; delays of its event loop are normal then.
     """
 
     job: str = "default"

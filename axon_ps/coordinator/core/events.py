@@ -1,4 +1,4 @@
-"""What members are told on their session, and what they report: pure values that state, servicer and client share.
+"""The events that members receive on their session, and the reports they send: values for state, servicer and client.
 
 Invariant: a `Membership` of a given generation never changes; whatever would change it makes a new generation.
 """
@@ -15,12 +15,12 @@ from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """The first thing a member hears.
+    """The first event that a member gets.
 
     Attributes:
         rank: the rank it has been given.
         lease_s: how long its silence is tolerated.
-        world_size: workers the job starts with; 0 while no worker has said so.
+        world_size: workers the job starts with; 0 until the first worker has joined.
         num_shards: shard servers of the job.
         state_id: of the coordinator's durable state; another one than before means that it has lost its state.
         released: numbers of the models that the job has no more.
@@ -41,8 +41,8 @@ class JobState:
     Attributes:
         model: its number.
         name: what it is called; empty until registered.
-        spec: layout and how it travels; None until registered. Only shard servers are told.
-        optimizer: None until registered. Only shard servers are told.
+        spec: layout, dtypes and policy; None until registered. Only shard servers get it.
+        optimizer: None until registered. Only shard servers get it.
         initialized: whether every shard server holds its parameters.
         version: committed steps.
         epoch: how often it was restored; a change makes every gathered copy stale.
@@ -79,7 +79,7 @@ class SnapshotOrder:
 
 
 UPLOADED = "worker:"
-"""In the place of a checkpoint's URI: a worker uploads the values, moments and version stay."""
+"""Instead of a checkpoint's URI: a worker uploads the values; optimizer state and version stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class RestoreOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLost:
-    """To our own process: the stream broke; the client keeps trying unless `final`."""
+    """To our own process: the stream broke; the client reconnects unless `final`."""
 
     error: AxonError
     final: bool = False
@@ -111,7 +111,7 @@ class SessionLost:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionRestored:
-    """To our own process: the stream is up again, and what was missed has been delivered."""
+    """To our own process: the stream is up again, and all missed events have been delivered."""
 
 
 ServerEvent = Welcome | Membership | JobState | Decision | SnapshotOrder | RestoreOrder
@@ -122,8 +122,8 @@ Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | Sessio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """What a member says of itself when it joins.
+class JoinRequest:
+    """What a member sends about itself when it joins.
 
     Attributes:
         job: name of the job it wants to join.
@@ -131,8 +131,8 @@ class Hello:
         node: host or container.
         address: where a shard server listens.
         requested_rank: wanted rank; -1 = any.
-        world_size: worker: how many workers the job starts with; 0 = as the coordinator was told.
-        standby: worker: only to take the place of one that the job has lost.
+        world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
+        standby: worker: only to replace one that the job has lost.
     """
 
     job: str
@@ -150,7 +150,7 @@ class Vote:
 
     Attributes:
         generation: the generation it pushed in.
-        step: the attempt; where replicas step alone, the replica's clock.
+        step: the attempt; where replicas step asynchronously, the replica's clock.
         max_norm: global L2 norm to clip to; 0 = do not clip.
         hyper: per parameter group, this step's hyperparameters; empty = as registered.
         version: the oldest version that the gradients may come from.
@@ -171,13 +171,13 @@ class Vote:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A shard server has every replica's gradients of a step in every slice it owns; one's, where they step alone.
+    """A shard server has the gradients of a step in every slice it owns: of every replica, or of one if asynchronous.
 
     Attributes:
         generation: the generation.
-        step: the attempt; where replicas step alone, the replica's clock.
+        step: the attempt; where replicas step asynchronously, the replica's clock.
         sum_of_squares: of the summed gradients; non-finite when they are.
-        replica: whose gradients, where replicas step alone.
+        replica: whose gradients, where replicas step asynchronously.
         model: of which model.
     """
 
@@ -190,7 +190,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A file that a shard server wrote for a checkpoint; `model` says whose slices are in it."""
+    """A file that a shard server wrote for a checkpoint; it has slices of `model`."""
 
     name: str
     sha256: str
@@ -200,7 +200,7 @@ class SnapshotFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotReport:
-    """A shard server's answer to a `SnapshotOrder`: its files, or why there are none."""
+    """A shard server's reply to a `SnapshotOrder`: its files, or why there are none."""
 
     id: int
     files: Sequence[SnapshotFile] = ()
@@ -282,10 +282,10 @@ class Status:
         registered: whether there is a layout.
         initialized: whether the servers hold the parameters of every model.
         parameters: elements of all layouts.
-        lease_s: how long a silent member is kept.
+        lease_s: how long a silent member stays a member.
         uptime_s: of the coordinator.
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
-        pending: what the current step, a barrier or a checkpoint waits for, in words.
+        pending: what the current step, a barrier or a checkpoint waits for, as text.
         models: the job's models by number.
     """
 

@@ -1,4 +1,4 @@
-"""The job's key-value store: small values that workers leave for each other. Pure.
+"""The job's key-value store: small values by which workers exchange information. Pure.
 
 Bounds: a key has 1 to 512 bytes, a value at most 1 MiB, all of it at most `MAX_TOTAL_BYTES`; at most `MAX_WAITERS`
 calls wait at a time, and of one caller at most `waiting.MAX_PER_CALLER`.
@@ -41,10 +41,10 @@ class KVResult:
 
 
 class KeyValues:
-    """Keys, values, and who waits for them.
+    """Keys, values, and the calls that wait for them.
 
     Args:
-        values: what was there before the coordinator's restart.
+        values: what was stored before the coordinator's restart.
         out: gets the records to write and the answers.
     """
 
@@ -127,7 +127,7 @@ class KeyValues:
         self._out.reply(call, KVResult(value is not None))
 
     def cancel(self, call: int) -> None:
-        """Nobody waits for this call any more."""
+        """The caller does not wait any more."""
         key = self._key_of.pop(call, None)
         if key is not None:
             self._waiting.remove(call)
@@ -137,14 +137,14 @@ class KeyValues:
                 del self._calls_of[key]
 
     def tick(self, now: float) -> None:
-        """Answer the waiting calls whose time is over."""
+        """Answer the waiting calls that have timed out."""
         for call in self._waiting.late(now):
             key, waited_s = self._key_of[call], self._waiting.timeout_s(call)
             self.cancel(call)
             self._out.reply(call, Timeout(f"nobody stored key {key!r} within {waited_s:g} s"))
 
     def next_deadline(self) -> float:
-        """When the next waiting call's time is over."""
+        """When the next waiting call times out."""
         return self._waiting.next_deadline()
 
     def _store(self, key: str, value: bytes) -> None:

@@ -1,8 +1,8 @@
-"""The models of the job: each with what it is made of and the step it is in. Pure.
+"""The models of the job: each with its layout, optimizer and current step. Pure.
 
 A model gets its number when its name is registered for the first time; 0 is the first one's, and a number is never
-used again. Before anything is registered there is the first model without a name, so that a job can be asked where it
-is. Members are told of a model by its number.
+used again. Before anything is registered the first model exists without a name, so that the status of a job can be
+asked. Messages name a model by its number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import JobState, ModelStatus
-from axon_ps.coordinator.core.records import Durable, DurableModel, forgotten, models_record
+from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration
 from axon_ps.coordinator.core.steps.attempts import Attempts
 from axon_ps.errors import Busy
@@ -21,7 +21,7 @@ MAX_MODELS = 256
 """Most models that a job has at a time."""
 
 MAX_NUMBERS = 1 << 14
-"""Most models that a job has ever had: members are told which of the numbers given are released."""
+"""Most models that a job has ever had: members receive the numbers that are released."""
 
 
 class Model:
@@ -34,11 +34,11 @@ class Model:
 
     Attributes:
         name: what it is called; empty until registered.
-        registration: what it is made of.
-        attempts: who has spoken in its step.
-        step: the step attempt under way.
+        registration: its layout, optimizer and parameters.
+        attempts: the votes and reports in its step.
+        step: the current step attempt.
         version: committed steps.
-        open: whether an attempt is under way.
+        open: whether an attempt is in progress.
         decisions: the newest ones.
         last_norm: gradient norm of the newest step that committed.
     """
@@ -63,15 +63,15 @@ class Model:
 
     @property
     def progress(self) -> ModelProgress:
-        """Where it is."""
+        """Its step and version."""
         return ModelProgress(model=self.number, step=self.step, version=self.version)
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
-        """What members are told of it; the layout only when `full`."""
+        """What members get of it; the layout only when `full`."""
         return self.registration.state(shards, self.version, full=full)
 
     def status(self, shards: list[Member]) -> ModelStatus:
-        """What it looks like now."""
+        """Its current state, for users."""
         spec = self.registration.spec
         state = self.state(shards)
         return ModelStatus(
@@ -98,7 +98,7 @@ class Models:
         self._num_shards = num_shards
         self._out = out
         self._next = durable.next_model
-        self._models = {number: Model(number, kept, num_shards) for number, kept in sorted(durable.models.items())}
+        self._models = {number: Model(number, stored, num_shards) for number, stored in sorted(durable.models.items())}
 
     def __iter__(self) -> Iterator[Model]:
         return iter(list(self._models.values()))
@@ -134,17 +134,17 @@ class Models:
         """The numbers that no model has any more."""
         return tuple(number for number in range(self._next) if number not in self._models)
 
-    def home_of(self, incarnation: str) -> int | None:
-        """The rank whose slices this life of a shard server holds."""
-        homes = (m.registration.home_of(incarnation) for m in self)
-        return next((home for home in homes if home is not None), None)
+    def rank_held_by(self, incarnation: str) -> int | None:
+        """The rank whose slices this incarnation of a shard server holds."""
+        ranks = (m.registration.rank_held_by(incarnation) for m in self)
+        return next((rank for rank in ranks if rank is not None), None)
 
-    def words(self, model: Model) -> str:
-        """How a model is named in words that are about one; nothing where the job has only one."""
+    def message_prefix(self, model: Model) -> str:
+        """How a message about a model begins: with its name; empty where the job has only one."""
         return f"model {model.name!r}: " if len(self._models) > 1 else ""
 
-    def place(self, name: str) -> Model:
-        """The model of a name; a new one, which `add` has to take, if there is none.
+    def find_or_create(self, name: str) -> Model:
+        """The model of a name; if there is none, a new one, still to be added by `add`.
 
         Raises:
             Busy: the job has as many as it can have.
@@ -162,16 +162,16 @@ class Models:
         return Model(self._next, DurableModel(name=name), self._num_shards)
 
     def add(self, model: Model, name: str) -> None:
-        """Take a model that is being registered."""
+        """Add a model that is being registered."""
         model.name = model.registration.name = name
         self._models[model.number] = model
         self._next = max(self._next, model.number + 1)
         self._persist()
 
     def remove(self, model: Model) -> None:
-        """Forget a model."""
+        """Remove a model."""
         del self._models[model.number]
-        self._out.persist(forgotten(model.number, model.decisions))
+        self._out.persist(deletions(model.number, model.decisions))
         self._persist()
 
     def _persist(self) -> None:

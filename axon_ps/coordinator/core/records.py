@@ -1,6 +1,6 @@
-"""What of the coordinator outlives it, and how that is written: by key, in a `storage.state_store.StateStore`.
+"""The coordinator's durable state, and how it is written: by key, in a `storage.state_store.StateStore`.
 
-Values are JSON, but for those of the key-value store, which are stored as they are.
+Values are JSON, except for those of the key-value store, which are stored unchanged.
 
     job          id of this state, name, world size, number of shard servers
     members      generation, step and version of each model it began with, members, whether the job is and ever was
@@ -11,10 +11,10 @@ Values are JSON, but for those of the key-value store, which are stored as they 
 
     of the first model; of model K, "model/K/" is before each:
     progress     step, version
-    parameters   epoch, who holds them, who uploads them, the restore under way
-    spec         layout and how it travels          optimizer   its groups
-    decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY; of steps of one replica alone, the newest of
-                 each replica R, N = "rR"
+    parameters   epoch, who holds them, who uploads them, the restore in progress
+    spec         layout, dtypes and policy          optimizer   its groups
+    decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY; of asynchronous steps, the newest of each
+                 replica R, N = "rR"
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from axon_ps.types import (
 )
 
 HISTORY = 16
-"""How many decisions are kept for members that come back and may have missed some."""
+"""How many decisions are retained for members that reconnect and may have missed some."""
 
 FIRST_NAME = "model 0"
-"""What the first model is called that is given no name."""
+"""The name of the first model that is given none."""
 
 _KV = "kv/"
 _MODEL = "model/"
@@ -64,11 +64,11 @@ class Parameters:
 
     Attributes:
         epoch: how often it was restored.
-        initialized: whether every shard server held its parameters at some moment of this epoch.
+        initialized: whether every shard server has held its parameters at some time in this epoch.
         holders: per shard server rank, the incarnation that holds its slices.
         uploader: incarnation of the worker that is to upload first values.
-        restore: the restore under way.
-        failure: why the last restore failed, in words.
+        restore: the restore in progress.
+        failure: why the last restore failed, as text.
         copied: the newest version of this epoch that took another model's values; 0 = none.
     """
 
@@ -83,7 +83,7 @@ class Parameters:
 
 @dataclass
 class DurableModel:
-    """What of one model outlives the coordinator; the generation began with `first_step` and `first_version`."""
+    """The durable state of one model; the generation began with `first_step` and `first_version`."""
 
     name: str = ""
     first_step: int = 1
@@ -98,7 +98,7 @@ class DurableModel:
 
 @dataclass
 class Durable:
-    """Everything that outlives the coordinator; `models` are by number."""
+    """All durable state of the coordinator; `models` are by number."""
 
     state_id: str = ""
     job: str = ""
@@ -117,13 +117,13 @@ class Durable:
 
 
 def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Record:
-    """What the job is called, and how many members it starts with."""
+    """The name of the job, and how many members it starts with."""
     value = {"state_id": state_id, "job": job, "world_size": world_size, "num_shards": num_shards}
     return _record("job", value)
 
 
 def members_record(membership: Membership, members: list[Member], *, was_complete: bool, vacant: int) -> Record:
-    """Who is a member, who has finished, and where their generation began."""
+    """The members, those that have finished, and the steps and versions at which the generation began."""
     value = {
         "generation": membership.generation,
         "step": membership.step,
@@ -139,17 +139,17 @@ def members_record(membership: Membership, members: list[Member], *, was_complet
 
 
 def models_record(names: Mapping[int, str], next_model: int) -> Record:
-    """What the job's models are called, and what number the next one gets."""
+    """The names of the job's models, and the number of the next one."""
     return _record("models", {"names": [[number, name] for number, name in sorted(names.items())], "next": next_model})
 
 
 def progress_record(model: int, step: int, version: int) -> Record:
-    """Where a model is."""
+    """The step and version of a model."""
     return _record(_of(model, "progress"), {"step": step, "version": version})
 
 
 def parameters_record(model: int, parameters: Parameters) -> Record:
-    """Who holds a model's parameters."""
+    """Which servers hold a model's parameters."""
     restore = parameters.restore
     value = {
         "epoch": parameters.epoch,
@@ -164,7 +164,7 @@ def parameters_record(model: int, parameters: Parameters) -> Record:
 
 
 def spec_record(model: int, spec: JobSpec) -> Record:
-    """Layout and how it travels."""
+    """Layout, dtypes and policy."""
     value = {
         "layout": layout_to_json(spec.layout),
         "param": spec.precision.param.value,
@@ -187,9 +187,9 @@ def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
     return _record(_of(model, "optimizer"), value)
 
 
-def forgotten(model: int, decisions: Sequence[Decision]) -> list[Record]:
-    """What removes everything about a model that is released."""
-    keys = ["progress", "parameters", "spec", "optimizer", *(_DECISION + _place(d) for d in decisions)]
+def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
+    """The records that delete everything about a released model."""
+    keys = ["progress", "parameters", "spec", "optimizer", *(_DECISION + _decision_key(d) for d in decisions)]
     return [Record(_of(model, key), None) for key in keys]
 
 
@@ -199,7 +199,7 @@ def orders_record(snapshot_id: int) -> Record:
 
 
 def decision_record(decision: Decision) -> Record:
-    """One decision; it takes the place of the one `HISTORY` steps before it, or of the replica's last."""
+    """One decision; it replaces the one `HISTORY` steps before it, or the replica's last."""
     turn, copy = decision.turn, decision.copy
     value = {
         "step": decision.step,
@@ -214,10 +214,10 @@ def decision_record(decision: Decision) -> Record:
         "turn": None if turn is None else [turn.replica, turn.clock, turn.slowest_clock],
         "copy": None if copy is None else [copy.source, copy.weight, copy.version],
     }
-    return _record(_of(decision.model, _DECISION + _place(decision)), value)
+    return _record(_of(decision.model, _DECISION + _decision_key(decision)), value)
 
 
-def _place(decision: Decision) -> str:
+def _decision_key(decision: Decision) -> str:
     return str(decision.step % HISTORY) if decision.turn is None else f"r{decision.turn.replica}"
 
 
@@ -225,11 +225,11 @@ def _of(model: int, key: str) -> str:
     return f"{_MODEL}{model}/{key}" if model else key
 
 
-def kept(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
-    """The decisions to keep, `newest` among them: the `HISTORY` newest, and the newest of each replica alone.
+def retained(decisions: Sequence[Decision], newest: Decision) -> list[Decision]:
+    """The decisions to retain, with `newest`: the `HISTORY` newest, and the newest asynchronous one of each replica.
 
-    A replica's next step needs the word of every shard server on it, so a server can only have missed the newest of
-    each; and of a worker's own only the newest can be unknown to it.
+    A replica's next step needs a report of every shard server, so a server can only have missed the newest decision of
+    each replica; and a worker can only have missed the newest of its own.
     """
     if newest.turn is None:
         together = [d for d in decisions if d.turn is None]
@@ -245,7 +245,7 @@ def kv_record(key: str, value: bytes | None) -> Record:
 
 
 def load(records: Mapping[str, bytes]) -> Durable | None:
-    """What the records say; None when there are none.
+    """The state that the records describe; None when there are none.
 
     Raises:
         ConfigurationError: they are not a coordinator's.

@@ -1,8 +1,8 @@
-"""What a model of the job is made of: layout, optimizer, and who holds the parameters. Pure.
+"""The registration of a model: layout, optimizer, and which servers hold the parameters. Pure.
 
-The first worker gives, every other must agree. The first values come from exactly one worker (the *uploader*), or from
-a checkpoint. From then on shard server `r` holds its slices in the life (incarnation) in which it got them: another
-life of it has nothing, and the job is broken until a checkpoint is restored.
+The first worker defines them, every other must agree. The first values come from exactly one worker (the *uploader*),
+or from a checkpoint. From then on shard server `r` holds its slices in the incarnation in which it got them: another
+incarnation has nothing, and the job waits until a checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from axon_ps.coordinator.core.events import JobState, RestoreOrder
 from axon_ps.coordinator.core.records import Parameters
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
@@ -78,7 +78,7 @@ class Registration:
         return False
 
     def set_spec(self, spec: JobSpec) -> None:
-        """Take the first spec."""
+        """Set the first spec."""
         self.spec = spec
         self._find_owners()
 
@@ -110,7 +110,7 @@ class Registration:
         return self.parameters.holders.get(shard.rank) == shard.incarnation
 
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
-        """A shard server says that it holds its parameters; whether that is news.
+        """A shard server reports that it holds its parameters; whether that is new.
 
         Raises:
             InvalidRequest: it holds another version than the job is at.
@@ -137,9 +137,9 @@ class Registration:
         return [s.rank for s in shards if not self.holds(s)]
 
     def trouble(self, shards: Sequence[Member]) -> str:
-        """Why no step can be made although everybody is there, in words; empty when it can."""
+        """Why no step can be made although all members are there, as text; empty when it can."""
         if lost := self.lost_with_parameters(shards):
-            return f"shard server {ranks_in_words(lost)} was lost with its parameters; {RESTORE_HINT}"
+            return f"shard server {format_ranks(lost)} was lost with its parameters; {RESTORE_HINT}"
         return self.parameters.failure
 
     def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
@@ -152,23 +152,23 @@ class Registration:
         return p.uploader == incarnation
 
     def begin_restore(self, uri: str, version: int, section: str = "") -> RestoreOrder:
-        """Nobody holds anything any more; everybody is to load `section` of `uri`."""
+        """No server holds anything any more; all are to load `section` of `uri`."""
         p = self.parameters
         order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
         self.parameters = Parameters(epoch=order.epoch, restore=order)
         return order
 
     def fail_restore(self, failure: str) -> None:
-        """A shard server could not load: who has loaded is of no use, and nobody else needs to."""
+        """A shard server could not load: the restore is over, also for the others."""
         self.parameters.restore = None
         self.parameters.failure = failure
 
-    def home_of(self, incarnation: str) -> int | None:
-        """The rank whose slices this life of a shard server holds."""
+    def rank_held_by(self, incarnation: str) -> int | None:
+        """The rank whose slices this incarnation of a shard server holds."""
         return next((rank for rank, holder in self.parameters.holders.items() if holder == incarnation), None)
 
     def state(self, shards: Sequence[Member], version: int, *, full: bool) -> JobState:
-        """What members are told; the layout only when `full`."""
+        """What members get; the layout only when `full`."""
         p = self.parameters
         return JobState(
             spec=self.spec if full else None,
@@ -208,7 +208,7 @@ def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:
 
 
 def _optimizer_difference(ours: OptimizerSpec, job: OptimizerSpec, spec: JobSpec) -> str:
-    """Say in words where two optimizers first differ; empty when they are equal."""
+    """Where two optimizers first differ, as text; empty when they are equal."""
     if ours.name != job.name:
         return f"it is {ours.name} here and {job.name} in the job"
     if len(ours.groups) != len(job.groups):

@@ -1,9 +1,9 @@
-"""Who is a member: ranks, sessions, leases. Pure.
+"""The roster of members: ranks, sessions, leases. Pure.
 
-A member sits on a *seat* from its first join to its death or goodbye. A seat may be without a session for a while:
-after the coordinator's restart, until the member's stream is back or its lease is over.
+A member has an *entry* from its first join until it is lost or leaves. An entry may be without a session for a while:
+after the coordinator's restart, until the member has reconnected or its lease is over.
 
-Invariants: incarnations are unique, ranks are unique within a role, a session belongs to at most one seat.
+Invariants: incarnations are unique, ranks are unique within a role, a session belongs to at most one entry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.events import Hello
+from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
@@ -24,15 +24,15 @@ MAX_MEMBERS = 4096
 
 
 @dataclass
-class Seat:
+class RosterEntry:
     """One member.
 
     Attributes:
-        member: who; `local_rank` and `replica` are filled in by `Roster.members`.
+        member: the process; `local_rank` and `replica` are filled in by `Roster.members`.
         deadline: when its lease is over; moved by `Roster.renew`.
         session: its stream, if it has one.
-        metrics: what it said of itself in its newest heartbeat.
-        asked_s: when another process first asked for its rank, of late.
+        metrics: those of its newest heartbeat.
+        asked_s: when another process first requested its rank, recently.
     """
 
     member: Member
@@ -57,56 +57,56 @@ def name_of(member: Member) -> str:
 
 
 class Roster:
-    """All seats."""
+    """The entries of all members."""
 
     def __init__(self) -> None:
-        self._seats: dict[str, Seat] = {}
-        self._by_session: dict[int, Seat] = {}
+        self._entries: dict[str, RosterEntry] = {}
+        self._by_session: dict[int, RosterEntry] = {}
         self._leases: Deadlines[str] = Deadlines()
         self._gone: deque[str] = deque(maxlen=MAX_MEMBERS)
 
-    def __iter__(self) -> Iterator[Seat]:
-        return iter(self._seats.values())
+    def __iter__(self) -> Iterator[RosterEntry]:
+        return iter(self._entries.values())
 
-    def get(self, incarnation: str) -> Seat | None:
-        """The seat of an incarnation."""
-        return self._seats.get(incarnation)
+    def get(self, incarnation: str) -> RosterEntry | None:
+        """The entry of an incarnation."""
+        return self._entries.get(incarnation)
 
-    def of_session(self, session: int) -> Seat | None:
-        """The seat that a session belongs to."""
+    def of_session(self, session: int) -> RosterEntry | None:
+        """The entry that a session belongs to."""
         return self._by_session.get(session)
 
-    def of_role(self, role: Role) -> list[Seat]:
-        """The seats of a role, sorted by rank."""
-        return sorted((s for s in self._seats.values() if s.member.role is role), key=lambda s: s.member.rank)
+    def of_role(self, role: Role) -> list[RosterEntry]:
+        """The entries of a role, sorted by rank."""
+        return sorted((s for s in self._entries.values() if s.member.role is role), key=lambda s: s.member.rank)
 
-    def at(self, role: Role, rank: int) -> Seat | None:
-        """Who holds a rank."""
-        return next((s for s in self._seats.values() if s.member.role is role and s.member.rank == rank), None)
+    def at(self, role: Role, rank: int) -> RosterEntry | None:
+        """The entry of a rank, if any."""
+        return next((s for s in self._entries.values() if s.member.role is role and s.member.rank == rank), None)
 
     def sessions(self) -> list[int]:
         """Every session, workers and shard servers in rank order."""
-        seats = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]
-        return [s.session for s in seats if s.session is not None]
+        entries = [*self.of_role(Role.SHARD), *self.of_role(Role.WORKER)]
+        return [s.session for s in entries if s.session is not None]
 
-    def choose_rank(self, role: Role, hello: Hello, ranks: int, now: float, lease_s: float) -> int:
+    def choose_rank(self, role: Role, request: JoinRequest, ranks: int, now: float, lease_s: float) -> int:
         """The rank a joiner gets: the one it wants, or the lowest free one below `ranks`.
 
         Raises:
-            InvalidRequest: somebody who lives holds the one it wants, or there is no such rank.
-            Busy: none is free, or who holds the one it wants may be dead: whoever replaces a process that was killed
-                may be here before the news of its death, and before a coordinator that was restarted hears from it.
+            InvalidRequest: a live member has the one it wants, or there is no such rank.
+            Busy: none is free, or the member that has the one it wants may be dead: the replacement of a killed process
+                may join before its loss is noticed, and before a restarted coordinator has received its first message.
         """
         held = {s.member.rank: s for s in self.of_role(role)}
-        wanted = hello.requested_rank
+        wanted = request.requested_rank
         if wanted >= 0:
             if (holder := held.get(wanted)) is not None:
-                words = f"rank {wanted} is held by {holder.name}, incarnation {holder.member.incarnation}"
+                text = f"rank {wanted} is held by {holder.name}, incarnation {holder.member.incarnation}"
                 if holder.session is None:
                     raise Busy(f"rank {wanted} is kept for {holder.name} until its lease is over; try again then")
-                if hello.incarnation not in self._gone and not _lives(holder, now, lease_s):
-                    raise Busy(f"{words}; if it is dead, that shows within {lease_s:g} s")
-                raise InvalidRequest(f"{words}; give each process its own rank, or -1 for any free one")
+                if request.incarnation not in self._gone and not _lives(holder, now, lease_s):
+                    raise Busy(f"{text}; if it is dead, that shows within {lease_s:g} s")
+                raise InvalidRequest(f"{text}; give each process its own rank, or -1 for any free one")
             if wanted >= ranks:
                 raise InvalidRequest(
                     f"rank {wanted} was asked for; the job has ranks 0 to {ranks - 1} of {NOUN[role]}s"
@@ -117,58 +117,58 @@ class Roster:
             raise Busy(f"the job has all its {ranks} {NOUN[role]}s; it takes another when one of them leaves")
         return free
 
-    def add(self, member: Member, session: int | None, deadline: float) -> Seat:
-        """Give a new member its seat."""
-        assert member.incarnation not in self._seats
-        seat = self._seats[member.incarnation] = Seat(member, deadline)
+    def add(self, member: Member, session: int | None, deadline: float) -> RosterEntry:
+        """Add a new member."""
+        assert member.incarnation not in self._entries
+        entry = self._entries[member.incarnation] = RosterEntry(member, deadline)
         self._leases.set(member.incarnation, deadline)
         if session is not None:
-            self.attach(seat, session)
-        return seat
+            self.attach(entry, session)
+        return entry
 
-    def attach(self, seat: Seat, session: int) -> int | None:
-        """Give a seat its stream; returns the one it had."""
-        old = self.detach(seat)
-        seat.session = session
-        self._by_session[session] = seat
+    def attach(self, entry: RosterEntry, session: int) -> int | None:
+        """Set the session of an entry; returns the one it had."""
+        old = self.detach(entry)
+        entry.session = session
+        self._by_session[session] = entry
         return old
 
-    def detach(self, seat: Seat) -> int | None:
-        """Take a seat's stream away; returns it."""
-        old, seat.session = seat.session, None
+    def detach(self, entry: RosterEntry) -> int | None:
+        """Remove the session of an entry; returns it."""
+        old, entry.session = entry.session, None
         if old is not None:
             del self._by_session[old]
         return old
 
-    def remove(self, seat: Seat) -> None:
-        """Take a seat away."""
-        self.detach(seat)
-        del self._seats[seat.member.incarnation]
-        self._leases.remove(seat.member.incarnation)
-        self._gone.append(seat.member.incarnation)
+    def remove(self, entry: RosterEntry) -> None:
+        """Remove a member."""
+        self.detach(entry)
+        del self._entries[entry.member.incarnation]
+        self._leases.remove(entry.member.incarnation)
+        self._gone.append(entry.member.incarnation)
 
-    def expired(self, now: float) -> list[Seat]:
-        """Seats whose lease is over."""
+    def expired(self, now: float) -> list[RosterEntry]:
+        """The entries whose lease is over."""
         if self._leases.next() > now:
             return []
-        return [s for s in self._seats.values() if s.deadline <= now]
+        return [s for s in self._entries.values() if s.deadline <= now]
 
-    def renew(self, seat: Seat, deadline: float) -> None:
-        """A member lives: its lease is over later."""
-        seat.deadline = deadline
-        self._leases.set(seat.member.incarnation, deadline)
+    def renew(self, entry: RosterEntry, deadline: float) -> None:
+        """Extend the lease of a member that lives."""
+        entry.deadline = deadline
+        self._leases.set(entry.member.incarnation, deadline)
 
     def next_deadline(self) -> float:
         """When the next lease is over; inf without members."""
         return self._leases.next()
 
     def extend(self, seconds: float) -> None:
-        """Give everybody more time."""
-        for seat in self._seats.values():
-            self.renew(seat, seat.deadline + seconds)
+        """Extend all leases."""
+        for entry in self._entries.values():
+            self.renew(entry, entry.deadline + seconds)
 
     def records(self) -> list[Member]:
-        """What must outlive the coordinator."""
+        """The members, for the durable state."""
         return [s.member for role in Role for s in self.of_role(role)]
 
     def members(self, *, replica_is_node: bool) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
@@ -179,17 +179,17 @@ class Roster:
         workers: list[Member] = []
         on_node: dict[str, int] = {}
         replica_of: dict[str, int] = {}
-        for seat in self.of_role(Role.WORKER):
-            node = seat.member.node
-            key = node if replica_is_node else seat.member.incarnation
+        for entry in self.of_role(Role.WORKER):
+            node = entry.member.node
+            key = node if replica_is_node else entry.member.incarnation
             replica = replica_of.setdefault(key, len(replica_of))
             local_rank = on_node[node] = on_node.get(node, -1) + 1
-            workers.append(dataclasses.replace(seat.member, local_rank=local_rank, replica=replica))
+            workers.append(dataclasses.replace(entry.member, local_rank=local_rank, replica=replica))
         return tuple(workers), tuple(s.member for s in self.of_role(Role.SHARD)), len(replica_of)
 
 
-def _lives(holder: Seat, now: float, lease_s: float) -> bool:
-    """Whether a member was heard from after another process had asked for its rank, as that one does now."""
+def _lives(holder: RosterEntry, now: float, lease_s: float) -> bool:
+    """Whether a member has sent a message since another process, which requests it now, first requested its rank."""
     if now - holder.asked_s > 2 * lease_s:
         holder.asked_s = now
     return holder.deadline - lease_s > holder.asked_s

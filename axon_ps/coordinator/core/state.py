@@ -1,11 +1,11 @@
-"""The coordinator's state machine: what happened goes in, what is to be done comes out. No clock, threads or I/O.
+"""The coordinator's state machine: events in, actions out. No clock, threads or I/O.
 
 Every method is one event and returns the actions it causes, in order; `Persist`, where there is one, comes first, so
 nothing is announced that is not durable. An event that must be refused raises, and has changed nothing. The time is
-passed in and only ever compared. What comes from a session that is no member's any more is ignored.
+passed in and only ever compared. Events of a session whose member is lost are ignored.
 
-The work is done by the parts: `members` (who comes and goes), `assembly` (generations), `models` and `registration`
-(layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
+It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models` and
+`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import UPLOADED, Hello, JobState, Ready, Registered, SnapshotReport, Status, Vote
+from axon_ps.coordinator.core.events import (
+    UPLOADED,
+    JobState,
+    JoinRequest,
+    Ready,
+    Registered,
+    SnapshotReport,
+    Status,
+    Vote,
+)
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.roster import Seat
+from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import (
     AxonError,
     ConfigurationError,
@@ -54,7 +63,7 @@ class CoordinatorState:
         config: how it is run.
         now: the time.
         stored: the records of a state store; empty for a new job.
-        new_id: random id that a new job's state gets; a stored one keeps its own.
+        new_id: random id that a new job's state gets; an existing state has one.
 
     Raises:
         ConfigurationError: the records are of another job, or of one with another number of shard servers.
@@ -80,38 +89,38 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ sessions
 
-    def join(self, session: int, role: Role, hello: Hello, now: float) -> list[Action]:
-        """A process has opened a stream and says who it is.
+    def join(self, session: int, role: Role, request: JoinRequest, now: float) -> list[Action]:
+        """A process has opened a stream and asks to join.
 
-        A known incarnation keeps its seat and rank and gets what it missed; its older stream is closed.
+        A known incarnation has the rank it had and gets the events that it missed; its older stream is closed.
 
         Raises:
             PermissionDenied: it wants another job.
             InvalidRequest: its rank is taken, or its world size is not the job's.
-            Busy: the job has no place for it.
+            Busy: the job has no rank for it.
         """
-        if hello.job != self.config.job:
-            raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {hello.job!r}")
-        self._members.join(session, role, hello, now)
+        if request.job != self.config.job:
+            raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {request.job!r}")
+        self._members.join(session, role, request, now)
         return self._out.take()
 
     def heartbeat(self, session: int, metrics: Mapping[str, float], now: float) -> list[Action]:
-        """A member lives."""
-        if (seat := self._seat(session, now)) is not None and metrics:
-            seat.metrics = dict(metrics)
+        """A member has sent a heartbeat."""
+        if (entry := self._entry(session, now)) is not None and metrics:
+            entry.metrics = dict(metrics)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
-        """A member says goodbye; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
-        if (seat := self._seat(session, now)) is not None:
-            self._members.leave(seat, reason, now, finished=finished)
+        """A member leaves; a worker, because it has `finished` its work: see Note: [Finished] of `members`."""
+        if (entry := self._entry(session, now)) is not None:
+            self._members.leave(entry, reason, now, finished=finished)
         return self._out.take()
 
     def stream_lost(self, session: int, now: float) -> list[Action]:
-        """A member's stream has broken: it is gone at once."""
-        if (seat := self._seat(session, now)) is not None:
+        """A member's stream has broken: it is lost at once."""
+        if (entry := self._entry(session, now)) is not None:
             self._assembly.counters["losses"] += 1
-            self._members.lose([seat], f"{seat.name} was lost: its connection broke", now)
+            self._members.lose([entry], f"{entry.name} was lost: its connection broke", now)
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
@@ -122,7 +131,7 @@ class CoordinatorState:
         return self._out.take()
 
     def paused(self, seconds: float) -> None:
-        """The coordinator itself stood still (it was suspended, say): nobody's silence meanwhile counts."""
+        """The coordinator itself was paused (suspended, for example): extend all leases by that time."""
         self._assembly.roster.extend(seconds)
 
     def next_deadline(self) -> float:
@@ -137,11 +146,11 @@ class CoordinatorState:
         """A worker has computed everything of a step and waits for the servers to take it.
 
         Raises:
-            InvalidRequest: a shard server says so.
+            InvalidRequest: the sender is a shard server.
         """
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.WORKER, "arrives")
-            self._assembly.stepping.arrived(seat.member.rank, model, generation, step, blocked=blocked)
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.WORKER, "arrives")
+            self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
             self._members.stragglers.look(now)
         return self._out.take()
 
@@ -151,9 +160,9 @@ class CoordinatorState:
         Raises:
             InvalidRequest: a shard server votes.
         """
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.WORKER, "votes")
-            self._assembly.stepping.vote(seat.member.rank, vote)
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.WORKER, "votes")
+            self._assembly.stepping.vote(entry.member.rank, vote)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
@@ -162,16 +171,16 @@ class CoordinatorState:
         """A shard server has every gradient of a step. One of another step or generation, or a second, is ignored.
 
         Raises:
-            InvalidRequest: a worker says so.
+            InvalidRequest: the sender is a worker.
         """
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.SHARD, "reports gradients")
-            self._assembly.stepping.ready(seat.member.rank, ready)
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "reports gradients")
+            self._assembly.stepping.ready(entry.member.rank, ready)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
 
-    # ------------------------------------------------------------------ what the job is made of
+    # ------------------------------------------------------------------ models
 
     def wants_resume(self, name: str) -> bool:
         """Whether the first registration of a model must come with the manifest of `config.resume`."""
@@ -194,11 +203,11 @@ class CoordinatorState:
         Args:
             call: gets a `Registered`.
             caller: the worker.
-            spec: layout and how it travels.
+            spec: layout, dtypes and policy.
             optimizer: the optimizer.
             resume: what to begin with instead of uploaded values; used by the first spec only.
             now: the time.
-            name: of the model; one that the job does not have becomes another of its models.
+            name: of the model; a new name adds a model to the job.
 
         Raises:
             LayoutMismatch: it differs from what the job has.
@@ -207,9 +216,9 @@ class CoordinatorState:
             Busy: the job can have no more models.
             GenerationChanged: the caller is no member.
         """
-        seat = self._member(caller, Role.WORKER, "registers")
-        model = self._models.place(name)
-        r, rank = model.registration, seat.member.rank
+        entry = self._member(caller, Role.WORKER, "registers")
+        model = self._models.find_or_create(name)
+        r, rank = model.registration, entry.member.rank
         if spec is None and optimizer is None:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
@@ -246,7 +255,7 @@ class CoordinatorState:
         return self._out.take()
 
     def release(self, call: int, caller: Caller, number: int) -> list[Action]:
-        """Somebody wants a model to be gone; `call` gets whether it was there.
+        """Release a model; `call` gets whether it was registered.
 
         Raises:
             Busy: a checkpoint is being written, which it is to be in.
@@ -258,8 +267,8 @@ class CoordinatorState:
             self._snapshots.check_free()
             self._models.remove(model)
             self._restores.released(model)
-            gone = JobState(model=number, name=model.name, released=True)
-            self._out.push(self._assembly.roster.sessions(), gone)
+            event = JobState(model=number, name=model.name, released=True)
+            self._out.push(self._assembly.roster.sessions(), event)
             self._assembly.counters["models_released"] += 1
         self._out.reply(call, there)
         return self._out.take()
@@ -268,17 +277,17 @@ class CoordinatorState:
         """A shard server holds all its parameters of a model.
 
         Raises:
-            InvalidRequest: a worker says so, or the version is not the job's.
+            InvalidRequest: the sender is a worker, or the version is not the job's.
         """
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.SHARD, "holds parameters")
-            self._restores.initialized(seat, model, version, epoch)
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "holds parameters")
+            self._restores.initialized(entry, model, version, epoch)
         return self._out.take()
 
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, call: int, caller: Caller, uri: str) -> list[Action]:
-        """Somebody wants a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
+        """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
 
         Raises:
             Misuse: there is nothing to save.
@@ -292,8 +301,8 @@ class CoordinatorState:
         for model in self._models.registered:
             r = model.registration
             if r.spec is None or not model.state(shards).initialized:
-                words = self._models.words(model)
-                raise Misuse(f"there is nothing to save: {words}the shard servers hold no parameters yet")
+                prefix = self._models.message_prefix(model)
+                raise Misuse(f"there is nothing to save: {prefix}the shard servers hold no parameters yet")
             saved.append(
                 SavedModel(
                     number=model.number, name=model.name, version=model.version, spec=r.spec, optimizer=r.optimizer
@@ -309,14 +318,14 @@ class CoordinatorState:
         return self._out.take()
 
     def snapshot_report(self, session: int, report: SnapshotReport, now: float) -> list[Action]:
-        """A shard server has written its part of a checkpoint, or could not."""
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.SHARD, "reports files")
-            self._snapshots.report(seat.member.rank, report)
+        """A shard server has written its files of a checkpoint, or could not."""
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "reports files")
+            self._snapshots.report(entry.member.rank, report)
         return self._out.take()
 
     def restore(self, call: int, caller: Caller, resumes: Sequence[Resume], now: float) -> list[Action]:
-        """Somebody wants models to go back to a checkpoint; `call` gets a `CheckpointInfo` when all have loaded it.
+        """Restore models from a checkpoint; `call` gets a `CheckpointInfo` when all servers have loaded it.
 
         Raises:
             Misuse: the job has no layout yet.
@@ -329,7 +338,7 @@ class CoordinatorState:
         return self._out.take()
 
     def replace(self, call: int, caller: Caller, now: float, name: str = records.FIRST_NAME) -> list[Action]:
-        """Somebody will upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
+        """Have a worker upload other values of a model; `call` gets a `CheckpointInfo` when the servers hold them.
 
         Raises:
             Misuse: the job has no layout yet.
@@ -341,9 +350,9 @@ class CoordinatorState:
 
     def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
         """A shard server could not restore a model."""
-        if (seat := self._seat(session, now)) is not None:
-            _check_role(seat, Role.SHARD, "reports a restore")
-            self._restores.failed(seat, model, epoch, error, now)
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "reports a restore")
+            self._restores.failed(entry, model, epoch, error, now)
         return self._out.take()
 
     # ------------------------------------------------------------------ barriers and the key-value store
@@ -357,8 +366,8 @@ class CoordinatorState:
             InvalidRequest: the caller is no worker of the barrier.
             GenerationChanged: the caller is no member.
         """
-        seat = self._member(caller, Role.WORKER, "waits at a barrier")
-        self._barriers.arrive(call, seat.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
+        entry = self._member(caller, Role.WORKER, "waits at a barrier")
+        self._barriers.arrive(call, entry.member.rank, name, ranks, self._assembly.membership, now, timeout_s)
         self._members.watch_barriers(now)
         return self._out.take()
 
@@ -374,21 +383,21 @@ class CoordinatorState:
         return self._kv
 
     def flush(self) -> list[Action]:
-        """What has been caused since the last event."""
+        """The actions caused since the last event."""
         return self._out.take()
 
     def cancel(self, call: int) -> list[Action]:
-        """Whoever made this call does not wait any more."""
+        """The caller does not wait any more."""
         self._kv.cancel(call)
         self._barriers.cancel(call)
         self._snapshots.cancel(call)
         self._restores.cancel(call)
         return self._out.take()
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ queries
 
     def check_caller(self, caller: Caller) -> None:
-        """Refuse who asks for another job; an operator may leave the name out.
+        """Refuse a caller of another job; an operator may leave the name out.
 
         Raises:
             PermissionDenied: it is another job's name.
@@ -406,22 +415,22 @@ class CoordinatorState:
         """(number, epoch, version) of the parameters of every model."""
         return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)
 
-    def held_up(self, now: float) -> tuple[float, str]:
-        """How long workers have waited in the step under way for others, in seconds, and for whom, in words."""
-        return self._members.stragglers.held_up(now)
+    def longest_wait(self, now: float) -> tuple[float, str]:
+        """How long workers have waited for others in the current step, in seconds, and for whom, as text."""
+        return self._members.stragglers.longest_wait(now)
 
     def status(self, now: float | None = None) -> Status:
-        """What the job looks like now; how long it has waited is said only if the time is given."""
+        """The current status of the job; how long it has waited is in it only if the time is given."""
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
         models = tuple(m.status(shards) for m in self._models.registered)
         if len(models) > 1:
             counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
-        for seat in a.roster:
-            for name, value in seat.metrics.items():
-                counters[f"{seat.member.role.value}/{seat.member.rank}/{name}"] = value
-        held_up = self.held_up(now)[1] if now is not None else ""
+        for entry in a.roster:
+            for name, value in entry.metrics.items():
+                counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
+        stragglers = self.longest_wait(now)[1] if now is not None else ""
         waits = (*a.pending(), *self._barriers.pending(a.membership), *self._snapshots.pending())
         return Status(
             job=self.config.job,
@@ -433,25 +442,25 @@ class CoordinatorState:
             parameters=sum(m.parameters for m in models),
             lease_s=self.config.lease_s,
             counters=counters,
-            pending=(*waits, *self._restores.pending(), *((held_up,) if held_up else ())),
+            pending=(*waits, *self._restores.pending(), *((stragglers,) if stragglers else ())),
             models=models,
         )
 
     # ------------------------------------------------------------------ inside
 
-    def _seat(self, session: int, now: float) -> Seat | None:
+    def _entry(self, session: int, now: float) -> RosterEntry | None:
         return self._members.of_session(session, now)
 
-    def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> Seat:
+    def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> RosterEntry:
         self.check_caller(caller)
-        seat = self._assembly.roster.get(caller.incarnation)
-        if seat is None:
+        entry = self._assembly.roster.get(caller.incarnation)
+        if entry is None:
             who = f"incarnation {caller.incarnation}" if caller.incarnation else "an operator"
-            words = f"{who} is no member of generation {self._assembly.generation}; join with a session first"
-            raise GenerationChanged(words, self._assembly.generation)
+            message = f"{who} is no member of generation {self._assembly.generation}; join with a session first"
+            raise GenerationChanged(message, self._assembly.generation)
         if role is not None:
-            _check_role(seat, role, does)
-        return seat
+            _check_role(entry, role, does)
+        return entry
 
     def _claim_upload(self, model: Model, caller: Caller) -> bool:
         uploader = self._assembly.roster.get(model.registration.parameters.uploader)
@@ -470,6 +479,6 @@ class CoordinatorState:
             )
 
 
-def _check_role(seat: Seat, role: Role, does: str) -> None:
-    if seat.member.role is not role:
-        raise InvalidRequest(f"{seat.name} {does}; only a {role.value} may")
+def _check_role(entry: RosterEntry, role: Role, does: str) -> None:
+    if entry.member.role is not role:
+        raise InvalidRequest(f"{entry.name} {does}; only a {role.value} may")

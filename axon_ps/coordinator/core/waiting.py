@@ -1,7 +1,7 @@
-"""Calls and leases that wait for a moment: which is next, and who waits for how many. Pure.
+"""Deadlines of calls and leases: which is next, and how many calls of a caller wait. Pure.
 
-However much waits, asking for the next moment costs nothing and adding or ending a wait costs a logarithm: the
-coordinator asks after every event.
+Asking for the next deadline takes constant time, and adding or removing one logarithmic time: the coordinator asks
+after every event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """Moments by key: a heap in which what was moved or removed is found out when it comes up."""
+    """Deadlines by key: a heap whose moved and removed entries are skipped when they come up."""
 
     def __init__(self) -> None:
         self._moments: dict[K, float] = {}
@@ -38,7 +38,7 @@ class Deadlines(Generic[K]):
             self._push(key, moment)
 
     def remove(self, key: K) -> None:
-        """Forget a key; harmless when it is not there."""
+        """Remove a key; harmless when it is absent."""
         self._moments.pop(key, None)
         if len(self._heap) > 2 * len(self._moments) + 64:  # mostly what was removed
             self._heap = []
@@ -58,7 +58,7 @@ class Deadlines(Generic[K]):
         return float("inf")
 
     def due(self, now: float) -> Iterator[K]:
-        """The keys whose moment has come, earliest first; each is forgotten."""
+        """The keys whose moment has come, earliest first; each is removed."""
         while self.next() <= now:
             key = self._heap[0][2]
             self.remove(key)
@@ -88,10 +88,10 @@ class Waiting:
         return len(self._calls)
 
     def add(self, call: int, caller: str, now: float, timeout_s: float) -> None:
-        """A call waits from now on.
+        """Add a waiting call.
 
         Raises:
-            Busy: too many do, of this caller or of all.
+            Busy: too many calls wait, of this caller or of all.
         """
         if self._of_caller[caller] >= MAX_PER_CALLER:
             raise Busy(
@@ -105,7 +105,7 @@ class Waiting:
         self._deadlines.set(call, now + timeout_s)
 
     def remove(self, call: int) -> None:
-        """A call does not wait any more; harmless when it did not."""
+        """Remove a call; harmless when it does not wait."""
         known = self._calls.pop(call, None)
         if known is not None:
             self._deadlines.remove(call)
@@ -118,9 +118,9 @@ class Waiting:
         return self._calls[call][1]
 
     def late(self, now: float) -> Iterator[int]:
-        """The calls whose time is over, earliest first. Whoever asks removes them."""
+        """The calls that have timed out, earliest first. The caller removes them."""
         yield from self._deadlines.due(now)
 
     def next_deadline(self) -> float:
-        """When the next call's time is over."""
+        """When the next call times out."""
         return self._deadlines.next()

@@ -1,4 +1,4 @@
-"""The coordinator's part of checkpoints on disk: it reads and writes manifests, shard servers everything else.
+"""The manifests of checkpoints, which the coordinator reads and writes; shard servers do so with all other files.
 
 Blocking I/O: call it in a thread.
 """
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint and what was saved with it; `resumes` are the models that go back to it."""
+    """A checkpoint and what was saved with it; `resumes` are the models to restore from it."""
 
     resumes: tuple[Resume, ...]
     info: CheckpointInfo
@@ -56,7 +56,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
         spec = specs.get(name)
         if spec is None:
             raise InvalidRequest(f"the job has no model {name!r} to restore; it has {_named(specs)}")
-        section = manifest.section(name, alone=len(names) == 1 and (len(specs) == 1 or not manifest.name))
+        section = manifest.section(name, only=len(names) == 1 and (len(specs) == 1 or not manifest.name))
         for index, unit in enumerate(spec.layout.units):
             moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout, section.layout)
         resumes.append(Resume(uri=manifest.uri, version=section.version, model=name, section=section.name))
@@ -71,9 +71,9 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
 
 
 def begin(uri: str, specs: Mapping[str, JobSpec], name: str) -> Resume | None:
-    """What the model `name` of a job begins with that goes on from the checkpoint at `uri`; None: with its own values.
+    """What the model `name` begins with, in a job that resumes from the checkpoint at `uri`; None: its own values.
 
-    That is so, and said, where the job has several models and the checkpoint lacks this one.
+    None, with a warning, where the job has several models and the checkpoint lacks this one.
 
     Raises:
         CheckpointNotFound: there is none.
@@ -110,7 +110,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
 
 
 def check_extra(extra_json: str) -> dict[str, object]:
-    """What is to be saved with a checkpoint.
+    """The JSON object to save with a checkpoint.
 
     Raises:
         InvalidRequest: it is not a JSON object.
@@ -129,7 +129,7 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
 
     Raises:
         CheckpointError: it cannot be written; then the files are no checkpoint.
-        AxonError: what kept a shard server from writing its file; those of the others have been removed.
+        AxonError: why a shard server could not write its file; those of the others have been removed.
     """
     from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_manifest
 

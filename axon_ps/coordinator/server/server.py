@@ -19,7 +19,7 @@ from axon_ps.rpc.service import service_handler
 from axon_ps.storage.state_store import StateStore
 
 GRACE_S: Final = 1.0
-"""How long calls under way may take when it stops."""
+"""How long running calls may take when it stops."""
 
 
 async def serve(

@@ -1,4 +1,4 @@
-"""The coordinator's protocol: messages in, messages out. What they mean is the state machine's business.
+"""The coordinator's protocol: messages in, messages out. The state machine decides what they mean.
 
 See "An end of input may be a broken connection" in `rpc.service`: a stream that ends without a Leave is a lost member.
 """
@@ -17,8 +17,8 @@ from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import (
-    hello_from_proto,
     incarnation_from_proto,
+    join_from_proto,
     ready_from_proto,
     snapshot_report_from_proto,
     status_to_proto,
@@ -56,7 +56,7 @@ class CoordinatorServicer:
         self._saves = SharedCalls[CheckpointInfo]()
 
     async def session(self, context: ServerStream) -> None:
-        """A member's life."""
+        """A member's session."""
         try:
             async with asyncio.timeout(JOIN_S):
                 first = await context.read()
@@ -66,11 +66,11 @@ class CoordinatorServicer:
             return
         if not first.HasField("join"):
             raise InvalidRequest(f"a session begins with {first.WhichOneof('message')}; its first message is a Join")
-        role, hello = hello_from_proto(first.join)
+        role, request = join_from_proto(first.join)
         session = self._shell.open_session()
         reader: asyncio.Task[None] | None = None
         try:
-            self._shell.perform(self._shell.state.join(session.number, role, hello, self._shell.now()))
+            self._shell.perform(self._shell.state.join(session.number, role, request, self._shell.now()))
             reader = asyncio.create_task(self._read(context, session))
             async for event in session.events():
                 await context.write(event)
@@ -80,10 +80,10 @@ class CoordinatorServicer:
             self._shell.close_session(session)
 
     async def _read(self, context: ServerStream, session: Session) -> None:
-        """Hand on what a member says until it stops; a member that says what cannot be is broken off."""
+        """Pass a member's messages on until its stream ends; a malformed one ends the session with an error."""
         try:
             while (message := await context.read()) is not EOF:
-                self._shell.perform(self._heard(session.number, message))
+                self._shell.perform(self._dispatch(session.number, message))
             session.close(None)
         except AxonError as error:
             session.close(error)
@@ -91,7 +91,7 @@ class CoordinatorServicer:
             _logger.debug("a session's stream broke: %s", error)
             session.close(None)
 
-    def _heard(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
+    def _dispatch(self, session: int, message: session_pb2.SessionRequest) -> list[Action]:
         state, now = self._shell.state, self._shell.now()
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
@@ -106,8 +106,8 @@ class CoordinatorServicer:
         if kind == "ready":
             return state.ready(session, ready_from_proto(message.ready), now)
         if kind == "initialized":
-            held = message.initialized
-            return state.initialized(session, held.version, held.epoch, now, model=held.model)
+            report = message.initialized
+            return state.initialized(session, report.version, report.epoch, now, model=report.model)
         if kind == "snapshot":
             return state.snapshot_report(session, snapshot_report_from_proto(message.snapshot), now)
         if kind == "restore":
@@ -115,9 +115,7 @@ class CoordinatorServicer:
             return state.restore_report(session, message.restore.epoch, error, now, model=message.restore.model)
         if kind == "leave":
             return state.leave(session, message.leave.reason[:200], now, finished=message.leave.finished)
-        raise InvalidRequest(
-            f"a session's message is {kind or 'empty, or of a newer version'}; nothing can be made of it"
-        )
+        raise InvalidRequest(f"a session's message is {kind or 'empty, or of a newer version'}; it is not understood")
 
     async def barrier(self, request: coordinator_pb2.BarrierRequest, context: Any) -> coordinator_pb2.BarrierReply:
         """Wait for other workers."""
@@ -217,7 +215,7 @@ class CoordinatorServicer:
         return _checkpoint(found.info)
 
     async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
-        """What the job looks like."""
+        """The status of the job."""
         self._shell.state.check_caller(_caller(request.context))
         return status_to_proto(self._shell.status())
 

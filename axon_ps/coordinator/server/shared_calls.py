@@ -1,4 +1,4 @@
-"""One piece of work for all who ask for the same at the same time."""
+"""Runs equal calls that overlap only once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ T = TypeVar("T")
 
 
 class SharedCalls(Generic[T]):
-    """Who asks for what is under way gets what comes of it; it is given up when nobody waits for it any more."""
+    """Callers with the same key share one task; it is cancelled when none of them waits any more."""
 
     def __init__(self) -> None:
-        self._under_way: dict[Hashable, asyncio.Task[T]] = {}
+        self._running: dict[Hashable, asyncio.Task[T]] = {}
         self._callers: dict[asyncio.Task[T], int] = {}
 
     async def run(self, key: Hashable, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of what `key` names, or its error; `begin` makes it if it is not under way."""
-        task = self._under_way.get(key)
+        """The result of the task of `key`, or its error; `begin` starts it if none is running."""
+        task = self._running.get(key)
         if task is None:
-            task = self._under_way[key] = asyncio.create_task(begin())
-            task.add_done_callback(lambda _: self._under_way.pop(key))
+            task = self._running[key] = asyncio.create_task(begin())
+            task.add_done_callback(lambda _: self._running.pop(key))
         self._callers[task] = self._callers.get(task, 0) + 1
         try:
             return await asyncio.shield(task)

@@ -1,13 +1,13 @@
-"""The shell around the state machine: sessions, calls, time and the store. It performs; it decides nothing.
+"""The shell around the state machine: sessions, calls, time and the store. It performs actions and decides nothing.
 
-Note: [Written before it is said]
-    Actions are performed in the order in which the state machine gave them, by one task. It takes everything that has
-    piled up, writes all records of it in one transaction (in a thread if that may take a while), and only
-    then pushes and replies. Moving records forward past pushes of the same pile is harmless: they are written earlier
-    than they had to be. A full disk holds everything back until there is space again, since what was decided can
-    neither be taken back nor announced; any other failure of the store ends the coordinator.
+Note: [Written before published]
+    Actions are performed in the order in which the state machine gave them, by one task. It takes the batch of all
+    actions so far, writes all their records in one transaction (in a thread if that may take a while), and only then
+    pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
+    they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
+    nor announced; any other failure of the store ends the coordinator.
 
-Bounds: a session's queue holds `QUEUE_EVENTS`; a member that does not read so many is broken off. `MAX_CALLS` calls
+Bounds: a session's queue holds `QUEUE_EVENTS`; a member that lets it fill up loses its session. `MAX_CALLS` calls
 wait at a time.
 """
 
@@ -31,15 +31,15 @@ from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.wire.v1 import session_pb2
 
 QUEUE_EVENTS: Final = 1024
-HELD_UP_S: Final = 10.0
-"""When workers have waited so long in a step for another, the log says for which."""
+LOG_STRAGGLERS_AFTER_S: Final = 10.0
+"""When workers have waited so long in a step for others, the log names those."""
 
 MAX_CALLS: Final = 1 << 15
-LONGEST_NAP_S: Final = 1.0
-"""The clock is looked at this often at least, so that a pause of the whole process is noticed."""
+MAX_SLEEP_S: Final = 1.0
+"""The clock is read at least this often, so that a pause of the whole process is noticed."""
 
 PAUSE_S: Final = 0.2
-"""Waking later than this means that the process stood still: suspended, or its machine overloaded."""
+"""Waking later than this means that the process was paused: suspended, or its machine overloaded."""
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Session:
         self._open = True
 
     def send(self, event: session_pb2.SessionEvent) -> bool:
-        """Queue an event; False when the member has not taken too many already."""
+        """Queue an event; False when the queue is full."""
         if self._open and self._events.qsize() >= QUEUE_EVENTS:
             return False
         if self._open:
@@ -72,7 +72,7 @@ class Session:
             self._events.put_nowait(None)
 
     async def events(self) -> AsyncIterator[session_pb2.SessionEvent]:
-        """What is to be sent, until the session is closed.
+        """The events to send, until the session is closed.
 
         Raises:
             AxonError: what it was closed with.
@@ -105,7 +105,7 @@ class Shell:
         self._number = 0
         self._logged_generation = 0
         self._logged_steps: dict[int, int] = {}  # by model
-        self._held_up_s = 0.0
+        self._longest_wait_s = 0.0
         self._actions: list[Action] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -114,11 +114,11 @@ class Shell:
         self._set_timer()
 
     def now(self) -> float:
-        """The time, as the state machine is told it."""
+        """The time, as passed to the state machine."""
         return self._loop.time()
 
     def status(self) -> Status:
-        """What the job looks like now."""
+        """The status of the job."""
         status = self.state.status(self.now())
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(status, uptime_s=self.now() - self._started_s, pending=pending)
@@ -136,7 +136,7 @@ class Shell:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._break_off(Broken("the coordinator is stopping; its state is kept, and it can be joined when it is back"))
+        self._close_everything(Broken("the coordinator is stopping; its state is kept; join again when it is back"))
         if self._writer is not None:
             if self._store_trouble:
                 self._writer.cancel()
@@ -147,7 +147,7 @@ class Shell:
     # ------------------------------------------------------------------ events in
 
     def open_session(self) -> Session:
-        """A new stream, nobody's yet.
+        """A new stream, of no member yet.
 
         Raises:
             Broken: the coordinator is stopping.
@@ -159,7 +159,7 @@ class Shell:
         return session
 
     def close_session(self, session: Session) -> None:
-        """A stream is over, whoever ended it."""
+        """A stream is over."""
         self._sessions.pop(session.number, None)
         if not self._closed:
             self.perform(self.state.stream_lost(session.number, self.now()))
@@ -192,29 +192,29 @@ class Shell:
     # ------------------------------------------------------------------ actions out
 
     def perform(self, actions: list[Action]) -> None:
-        """Perform actions after all earlier ones. See Note: [Written before it is said]."""
+        """Perform actions after all earlier ones. See Note: [Written before published]."""
         if self._closed:
             return
         self._actions.extend(actions)
         if self._writer is None:
             if any(isinstance(a, Persist) for a in self._actions):
-                self._writer = self._loop.create_task(self._write_and_say())
+                self._writer = self._loop.create_task(self._write_and_publish())
             else:
-                pile, self._actions = self._actions, []
-                self._say(pile)
+                batch, self._actions = self._actions, []
+                self._publish(batch)
         self._set_timer()
 
-    async def _write_and_say(self) -> None:
+    async def _write_and_publish(self) -> None:
         try:
             while self._actions:
-                pile, self._actions = self._actions, []
-                await self._write([r for a in pile if isinstance(a, Persist) for r in a.records])
-                self._say(pile)
+                batch, self._actions = self._actions, []
+                await self._write([r for a in batch if isinstance(a, Persist) for r in a.records])
+                self._publish(batch)
             self._writer = None
         except Exception as error:  # from now on nothing is announced any more: `_writer` stays
             _logger.exception("the state store failed; the coordinator cannot go on")
             broken = error if isinstance(error, AxonError) else InternalError(f"the state store failed: {error!r}")
-            self._break_off(broken)
+            self._close_everything(broken)
             if not self._failed.done():
                 self._failed.set_exception(broken)
 
@@ -234,9 +234,9 @@ class Shell:
                 _logger.error("%s", self._store_trouble)
                 await asyncio.sleep(self._store_retry_s)
 
-    def _say(self, pile: list[Action]) -> None:
+    def _publish(self, batch: list[Action]) -> None:
         messages: dict[int, session_pb2.SessionEvent] = {}  # an event to many members is encoded once
-        for action in pile:
+        for action in batch:
             if isinstance(action, Push):
                 message = messages.get(id(action.event))
                 if message is None:
@@ -255,7 +255,7 @@ class Shell:
     def _push(self, number: int, message: session_pb2.SessionEvent) -> None:
         session = self._sessions.get(number)
         if session is not None and not session.send(message):
-            session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is broken off"))
+            session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
             self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
 
     def _answer(self, call: int, result: object) -> None:
@@ -267,14 +267,14 @@ class Shell:
         else:
             answer.set_result(result)
 
-    def _break_off(self, error: AxonError) -> None:
+    def _close_everything(self, error: AxonError) -> None:
         for session in list(self._sessions.values()):
             session.close(error)
         for call in list(self._calls):
             self._answer(call, error)
 
     def _log(self, event: ServerEvent) -> None:
-        """Say once what happened; events that are repeated for a member that came back are not news."""
+        """Log an event once; one that is repeated for a member that reconnected is not logged again."""
         if isinstance(event, Membership) and event.generation > self._logged_generation:
             self._logged_generation = event.generation
             members = f"{len(event.workers)} workers, {len(event.shards)} shard servers"
@@ -283,7 +283,8 @@ class Shell:
         elif isinstance(event, Decision) and event.step > self._logged_steps.get(event.model, 0):
             self._logged_steps[event.model] = event.step
             if event.outcome is not Outcome.COMMIT:
-                level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO  # who left is said elsewhere
+                # The loss of a member that aborts a step is logged elsewhere.
+                level = logging.WARNING if event.outcome is Outcome.SKIP else logging.INFO
                 of = f" of model {event.model}" if event.model else ""
                 _logger.log(level, "step %d%s: %s: %s", event.step, of, event.outcome.value, event.reason)
         elif isinstance(event, SnapshotOrder):
@@ -294,10 +295,10 @@ class Shell:
     # ------------------------------------------------------------------ time
 
     def _set_timer(self) -> None:
-        """Wake when the state machine has something to do, or after a nap."""
+        """Wake when the state machine has something to do, or after `MAX_SLEEP_S`."""
         if self._closed:
             return
-        at = min(self.state.next_deadline(), self.now() + LONGEST_NAP_S)
+        at = min(self.state.next_deadline(), self.now() + MAX_SLEEP_S)
         if self._timer is None or at < self._timer.when() or self._timer.cancelled():
             if self._timer is not None:
                 self._timer.cancel()
@@ -308,13 +309,13 @@ class Shell:
         late_s = self.now() - planned
         if late_s > PAUSE_S:
             level = logging.DEBUG if self.state.config.shares_process else logging.WARNING
-            _logger.log(level, "the coordinator stood still for %.1f s; leases are extended by that", late_s)
+            _logger.log(level, "the coordinator was paused for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
         self.perform(self.state.tick(self.now()))
         self._log_stragglers()
 
     def _log_stragglers(self) -> None:
-        """Say once for whom the others wait, when they have for `HELD_UP_S`."""
-        before_s, (self._held_up_s, words) = self._held_up_s, self.state.held_up(self.now())
-        if before_s < HELD_UP_S <= self._held_up_s:
-            _logger.warning("%s", words)
+        """Log once for whom the others wait, when they have for `LOG_STRAGGLERS_AFTER_S`."""
+        before_s, (self._longest_wait_s, text) = self._longest_wait_s, self.state.longest_wait(self.now())
+        if before_s < LOG_STRAGGLERS_AFTER_S <= self._longest_wait_s:
+            _logger.warning("%s", text)

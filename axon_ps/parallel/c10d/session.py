@@ -25,8 +25,8 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, ConfigurationError, Timeout
 from axon_ps.host import fork
 from axon_ps.rpc.deadlines import Deadline
-from axon_ps.worker.bootstrap.job import Formed, form_job
-from axon_ps.worker.ending import process_went_well
+from axon_ps.worker.bootstrap.job import FormedJob, form_job
+from axon_ps.worker.ending import process_succeeded
 from axon_ps.worker.environment import WorkerConfig, worker_config
 from axon_ps.worker.world import World
 
@@ -59,7 +59,7 @@ class Session:
         users: how many process groups of torch's use it.
     """
 
-    def __init__(self, world: World, number: int, *, owned: bool, formed: Formed | None = None) -> None:
+    def __init__(self, world: World, number: int, *, owned: bool, formed: FormedJob | None = None) -> None:
         self.world = world
         self._number = number
         self._owned = owned
@@ -91,7 +91,7 @@ class Session:
         fork.check_may_join()
         global _begun
         number, _begun = _begun, _begun + 1
-        formed: Formed | None = None
+        formed: FormedJob | None = None
         world, owned = World.current(), False
         if world is None:
             owned = True
@@ -147,7 +147,7 @@ class Session:
 
     def _at_exit(self) -> None:
         """The process ends without `destroy_process_group`: in order, or by an error, which the others wait for."""
-        if not process_went_well() and self._owned:
+        if not process_succeeded() and self._owned:
             self.world.close(finished=False)
         self.close()
 

@@ -136,7 +136,7 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
     """
     if engine.spec is None:
         raise Misuse("this shard server has no layout yet; register the job's spec before restoring")
-    manifest = read_manifest(uri).section(section, alone=not section)
+    manifest = read_manifest(uri).section(section, only=not section)
     if manifest.version != version:
         raise CheckpointCorrupt(
             f"the checkpoint at {uri} is of version {manifest.version}; version {version} was ordered"

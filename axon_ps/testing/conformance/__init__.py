@@ -1,4 +1,4 @@
-"""The suite that every `Backend` must pass, whoever wrote it.
+"""The conformance suite of `Backend`, for all implementations.
 
 All ranks of a group call `run_conformance` together, each with its own backend object; the cases run in lock-step and
 compare with plain numpy. `run_in_threads` and `run_in_world` make the groups: of threads, and of a job's workers;

@@ -1,4 +1,4 @@
-"""Cases on ranks that ask for different things, or for what cannot be done: told on every rank, and no harm done."""
+"""Cases on ranks with different or invalid calls: every rank gets the error, and the group still works."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _PAIRS: dict[str, tuple[_Make, _Make]] = {
 
 
 def _disagree(trial: Trial, what: str, calls: list[Call]) -> None:
-    """Make different calls; `calls` are what each rank asks for."""
+    """Make different calls; `calls` are those of all ranks."""
     request = trial.arrays(calls[trial.rank])
     before = [None if a is None else a.copy() for a in (request.data, request.output)]
     try:
         trial.perform(request)
     except Disagreement as error:
         for call in set(calls):
-            trial.expect(str(call) in str(error), f"{what}: the error does not say who asked for {call}: {error}")
+            trial.expect(str(call) in str(error), f"{what}: the error does not name the rank of {call}: {error}")
         odd = trial.ranks[-1]
         trial.expect(f"rank {odd}: {calls[-1]}" in str(error), f"{what}: the error does not name rank {odd}: {error}")
     else:
@@ -68,7 +68,7 @@ def _disagree(trial: Trial, what: str, calls: list[Call]) -> None:
 
 
 def one_rank_disagrees(trial: Trial) -> None:
-    """On operation, shape, dtype, reduce operation or root: every rank learns who asked for what."""
+    """On operation, shape, dtype, reduce operation or root: the error on every rank names the calls of all."""
     trial.needs_ranks(2)
     for what, (most, odd) in _PAIRS.items():
         usual = most(trial)
@@ -89,14 +89,14 @@ def the_first_half_disagrees_with_the_second(trial: Trial) -> None:
     try:
         trial.perform(request)
     except Disagreement as error:
-        trial.expect(str(one) in str(error) and str(other) in str(error), f"the error does not say both: {error}")
+        trial.expect(str(one) in str(error) and str(other) in str(error), f"the error does not name both: {error}")
     else:
         trial.expect(False, "half of the ranks disagree, and the call returned")
     trial.healthy("a disagreement of two halves")
 
 
 def everybody_disagrees(trial: Trial) -> None:
-    """As many calls as ranks."""
+    """Every rank makes a different call."""
     trial.needs_ranks(2)
     first = trial.call(Operation.ALL_REDUCE, DType.F32, (1,))
     calls = [
@@ -108,7 +108,7 @@ def everybody_disagrees(trial: Trial) -> None:
 
 
 def all_to_all_counts_that_do_not_match(trial: Trial) -> None:
-    """What one rank expects is not what another sends: every rank is told."""
+    """A rank expects other counts than another sends: every rank gets the error."""
     trial.needs_ranks(2)
     call = trial.call(Operation.ALL_TO_ALL, DType.F32)
     sent, received = [2] * trial.n, [2] * trial.n
@@ -157,7 +157,7 @@ def what_cannot_be_done_is_refused(trial: Trial) -> None:
 
 
 def one_rank_refuses(trial: Trial) -> None:
-    """What the last rank cannot do, it says in its turn: every rank gets the reason, and the group goes on."""
+    """The last rank refuses a call: every rank gets the reason, and the group still works."""
     makes: dict[str, _Make] = {
         "small": _all_reduce(),
         "large": _all_reduce(200_000),
@@ -177,7 +177,7 @@ def one_rank_refuses(trial: Trial) -> None:
 
 
 def everybody_refuses(trial: Trial) -> None:
-    """Then there is nothing to be told."""
+    """Then all ranks agree, and there is no error."""
     call = _all_reduce()(trial)
     trial.perform(trial.arrays(call.refused(InvalidRequest(f"rank {trial.rank} will not"))))
 

@@ -1,6 +1,6 @@
-"""Every collective of a group, called with arguments that one rank cannot use: all ranks are told, and soon.
+"""Every collective of a group, called with invalid arguments on one rank: all ranks get the error, and soon.
 
-Owns: a right and some wrong ways to call each of them. The right one is what the group must be able to do afterwards.
+Owns: a right and some wrong ways to call each of them. The right one must work afterwards.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Disagreement
 
 PROMPT_S = 10.0
-"""How long an error may take to arrive: far less than a time-out, on a machine that has other things to do."""
+"""How long an error may take to arrive: far less than a time-out, also on a busy machine."""
 
 _Call = Callable[..., object]
 
 
 class Mistake:
-    """A collective, called as it should be and as it must not.
+    """A collective, called correctly and wrongly.
 
     Args:
-        right: takes the group; all ranks may call it.
-        wrong: the same for what a rank cannot do.
+        right: takes the group; a valid call.
+        wrong: the same, with invalid arguments.
     """
 
     def __init__(self, right: _Call, *wrong: _Call) -> None:
@@ -128,7 +128,7 @@ def check_arguments(group: ProcessGroup) -> list[str]:
     """Call every collective with a mistake on the last rank; all ranks of the group must call this.
 
     Returns:
-        What was wrong, in words.
+        What was wrong, as text.
     """
     wrong: list[str] = []
     odd = group.rank == group.world_size - 1
@@ -147,7 +147,7 @@ def check_arguments(group: ProcessGroup) -> list[str]:
                 if odd or group.world_size > 1:
                     wrong.append(f"{what} is no error")
             if (took_s := time.monotonic() - begin_s) > PROMPT_S:
-                wrong.append(f"{what} was told after {took_s:.1f} s")
+                wrong.append(f"{what} was reported after {took_s:.1f} s")
             if not (odd and group.world_size == 1):
                 mistake.right(group)
             if functional.all_reduce_sum(np.ones(1), group=group).item() != group.world_size:

@@ -69,7 +69,7 @@ class DeviceBackend(RequestBackend):
         self._backend.close()
 
 
-def _same_part(device_whole: Any, whole: Array, part: Array) -> Any:
-    """The part of the device's array that `part` is of the host's."""
-    begin = (part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]) // whole.itemsize
-    return device_whole[begin : begin + part.size]
+def _same_part(device_buffer: Any, buffer: Array, part: Array) -> Any:
+    """The part of the device's array that corresponds to `part` of the host's."""
+    begin = (part.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
+    return device_buffer[begin : begin + part.size]

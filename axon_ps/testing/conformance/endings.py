@@ -1,4 +1,4 @@
-"""Cases that end a group: ranks that do not come, an abort, closing. Each needs a group of its own."""
+"""Cases that end a group: missing ranks, an abort, closing. Each needs its own group."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _expect_timeout(trial: Trial, missing: int, act: Callable[[], object], what:
     except Timeout as error:
         trial.expect(_names(error, rank), f"{what} without rank {rank}: the error does not name it: {error}")
     except Broken as error:  # another rank's time-out has ended the group already
-        told = trial.n > 2 and _names(error, rank)
-        trial.expect(told, f"{what} without rank {rank} raised {type(error).__name__}: {error}")
+        reported = trial.n > 2 and _names(error, rank)
+        trial.expect(reported, f"{what} without rank {rank} raised {type(error).__name__}: {error}")
     else:
         trial.expect(False, f"{what} returned without rank {rank}")
 
@@ -43,7 +43,7 @@ def _expect_over(trial: Trial) -> None:
 
 
 def rank_0_does_not_come(trial: Trial) -> None:
-    """The others are told who is missing, and the group is over."""
+    """The error on the others names the missing rank, and the group is over."""
     trial.needs_ranks(2)
     call = trial.call(Operation.ALL_REDUCE, DType.F32, (3,))
     if trial.rank == 0:
@@ -54,7 +54,7 @@ def rank_0_does_not_come(trial: Trial) -> None:
 
 
 def the_last_rank_does_not_come(trial: Trial) -> None:
-    """To a barrier, and sends nothing to rank 0, which waits for both."""
+    """It neither calls the barrier nor sends to rank 0, which waits for both."""
     trial.needs_ranks(2)
     last = trial.n - 1
     call = trial.call(Operation.BARRIER)
@@ -105,8 +105,8 @@ def an_abort_ends_what_is_pending(trial: Trial) -> None:
     aborter.join(_PROMPT_S)
     trial.expect(not receiver.is_alive(), "an abort did not end a receive")
     trial.expect(time.monotonic() - begin < _PROMPT_S, "an abort took long to end an all_reduce")
-    told = caught == [repr(lost)] * 2
-    trial.expect(told, f"an abort with {lost!r} raised {caught}")
+    reported = caught == [repr(lost)] * 2
+    trial.expect(reported, f"an abort with {lost!r} raised {caught}")
     _expect_over(trial)
     trial.backend.close()
     trial.backend.close()

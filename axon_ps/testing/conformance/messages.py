@@ -1,4 +1,4 @@
-"""Cases on `send` and `recv`: tags, order, any source, sizes, and beside collectives."""
+"""Cases on `send` and `recv`: tags, order, any source, sizes, and parallel collectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _receive(trial: Trial, dtype: DType, numel: int, source: int, tag: int, numb
 
 
 def a_ring_in_every_dtype_and_size(trial: Trial) -> None:
-    """Everybody sends to the next; nothing at all, a bit, and more than fits in one message."""
+    """Every rank sends to the next: nothing, a little, and more than fits in one message."""
     before, after = _neighbours(trial)
     for dtype, numel in [*((d, 13) for d in trial.dtypes), (DType.F32, 0), (DType.BF16, 1), (DType.F32, _LARGE)]:
         with trial.sending(_message(dtype, numel, trial.rank), dtype, after, 0):
@@ -51,7 +51,7 @@ def messages_of_one_tag_arrive_in_order(trial: Trial) -> None:
         for number, numel in enumerate(sizes):
             data = _message(DType.I32, numel, trial.rank, number)
             trial.backend.send(data, DType.I32, after, 4, trial.timeout_s)
-            data[:] = 0  # a message that was sent is not ours to change any more
+            data[:] = 0  # changing the buffer does not change a message that was sent
 
     thread = threading.Thread(target=send_all, daemon=True)
     thread.start()
@@ -61,7 +61,7 @@ def messages_of_one_tag_arrive_in_order(trial: Trial) -> None:
     trial.expect(not thread.is_alive(), "sends did not return")
 
 
-def tags_are_told_apart(trial: Trial) -> None:
+def tags_are_distinguished(trial: Trial) -> None:
     """Messages are received in another order than they were sent."""
     before, after = _neighbours(trial)
     with contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def tags_are_told_apart(trial: Trial) -> None:
 
 
 def from_any_rank(trial: Trial) -> None:
-    """Rank 0 takes what comes, and learns from whom."""
+    """Rank 0 receives from any rank, and gets the sender's."""
     trial.needs_ranks(2)
     for round_ in range(2):
         if trial.rank:
@@ -89,7 +89,7 @@ def from_any_rank(trial: Trial) -> None:
 
 
 def everybody_to_everybody_from_many_threads(trial: Trial) -> None:
-    """As many sends and receives under way as there are ranks."""
+    """As many concurrent sends and receives as there are ranks."""
     trial.needs_ranks(2)
     others = [r for r in range(trial.n) if r != trial.rank]
     receivers = [
@@ -132,7 +132,7 @@ def messages_beside_collectives(trial: Trial) -> None:
 
 
 def a_message_of_another_size_is_dropped(trial: Trial) -> None:
-    """The receiver is told, and gets the next message."""
+    """The receiver gets an error, and then the next message."""
     trial.needs_ranks(2)
     if trial.rank == 1:
         for number, numel in enumerate((4, 4, 5)):
@@ -156,7 +156,7 @@ def a_message_of_another_size_is_dropped(trial: Trial) -> None:
 CASES = (
     a_ring_in_every_dtype_and_size,
     messages_of_one_tag_arrive_in_order,
-    tags_are_told_apart,
+    tags_are_distinguished,
     from_any_rank,
     everybody_to_everybody_from_many_threads,
     messages_beside_collectives,

@@ -1,4 +1,4 @@
-"""What collectives must give: data that every rank can make from a seed, and reductions of it in plain numpy.
+"""The expected results of collectives: data that every rank makes from a seed, and its reductions in plain numpy.
 
 Owns nothing of the backends' code: bf16 is done with bit tricks here, so that an error in our casts shows.
 
@@ -109,7 +109,7 @@ def tolerance(dtype: DType, op: ReduceOp, data: Sequence[Array]) -> Array | None
 
 
 def difference(got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> str:
-    """What is wrong with `got`, in words; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
+    """What is wrong with `got`, as text; empty if it has the same bits (any NaN for a NaN) or is `allowed`."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
     given, wanted = widen(got, dtype), widen(want, dtype)

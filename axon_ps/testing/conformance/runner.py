@@ -1,7 +1,7 @@
 """Runs the cases on a group, and makes groups to run them on.
 
-Owns: the order of the cases, and what became of each. A case that raises has lost step with the other ranks, so nothing
-more is run on its group.
+Owns: the order of the cases, and their results. After a case that raises, the ranks are not synchronized any more, so
+no further case is run on its group.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from axon_ps.testing.conformance.trial import Skip, Trial
 from axon_ps.worker.world import World
 
 SIZES = (1, 2, 3, 4, 7)
-"""How many ranks the groups have that the suite is usually run on."""
+"""The group sizes that the suite is usually run on."""
 
 SPARES = len(endings.CASES)
 """How many further groups of the same ranks `run_conformance` can use, for the cases that end a group."""
 
-MOST_FOR_ARGUMENTS = 3
-"""Up to how many ranks the groups have whose arguments are checked: two nodes, one of them with two ranks."""
+MAX_RANKS_FOR_ARGUMENTS = 3
+"""The largest group whose arguments are checked: two nodes, one of them with two ranks."""
 
 _Case = Callable[[Trial], None]
 
 
 @dataclass
 class Report:
-    """What became of the cases on one rank.
+    """The results of the cases on one rank.
 
     Attributes:
-        passed: cases in which everything was as it must be.
-        failures: what was not, in words, with the case's name.
+        passed: number of cases that passed.
+        failures: what was wrong, as text, with the case's name.
         skipped: cases that do not apply, and why.
-        seconds: by case, how long it took.
+        seconds: duration by case.
     """
 
     passed: int = 0
@@ -63,7 +63,7 @@ def run_conformance(
         exact_order: whether it promises to reduce in rank order (see `backends.base`, Note: [Rank order]); else
             results may differ from that by rounding.
         spares: `SPARES` further backends of the same ranks, for the cases that end a group; without them those are
-            skipped. They are of no use afterwards, and yours to close.
+            skipped. They cannot be used afterwards; the caller closes them.
         timeout_s: how long a call that must succeed may take, in seconds.
     """
     report = Report()
@@ -73,7 +73,7 @@ def run_conformance(
             report.failures.append(f"{case.__name__}: nothing more was run on this group")
             break
     report.skipped += [f"{case.__name__}: no spare group was given" for case in endings.CASES[len(spares) :]]
-    # They mostly wait, and each has a group of its own: side by side.
+    # They mostly wait, and each has its own group, so they run in parallel.
     ends = [
         threading.Thread(
             target=_run, args=(case, Trial(spare, exact_order=exact_order, timeout_s=timeout_s), report), daemon=True
@@ -88,7 +88,7 @@ def run_conformance(
 
 
 def _run(case: _Case, trial: Trial, report: Report) -> bool:
-    """Run a case; whether the ranks are still in step."""
+    """Run a case; returns whether the ranks are still synchronized."""
     trial.wrong = []
     begin = time.monotonic()
     try:
@@ -114,12 +114,12 @@ def run_in_threads(
     exact_order: bool = True,
     timeout_s: float = 20.0,
 ) -> list[Report]:
-    """Run the suite on a group of `n` threads of this process; what became of it, by rank.
+    """Run the suite on a group of `n` threads of this process; returns the reports by rank.
 
     Args:
         n: how many ranks.
         make: makes the backend of one rank; called in the rank's thread. All contexts share a `MemoryStore`.
-        nodes: the node that each rank is said to be on; empty = all on one.
+        nodes: the node that each rank appears to be on; empty = all on one.
         exact_order: as for `run_conformance`.
         timeout_s: as for `run_conformance`.
     """
@@ -127,7 +127,7 @@ def run_in_threads(
         mock_contexts(n, nodes=nodes, name=f"conformance/{g}", ranks=range(10, 10 + n)) for g in range(1 + SPARES)
     ]
     reports: list[Report] = [Report(failures=["it did not end"]) for _ in range(n)]
-    all_done = threading.Barrier(n)  # who closes its backend earlier may disturb the others
+    all_done = threading.Barrier(n)  # a backend that is closed earlier may disturb the others
 
     def run(rank: int) -> None:
         backends: list[Backend] = []
@@ -136,7 +136,7 @@ def run_in_threads(
             reports[rank] = run_conformance(
                 backends[0], exact_order=exact_order, spares=backends[1:], timeout_s=timeout_s
             )
-        except Exception as error:  # whatever it is: the others wait for us below
+        except Exception as error:  # any error: the other ranks wait below
             reports[rank] = Report(failures=[f"the backend cannot be made: {error}"])
         all_done.wait()
         for backend in backends:
@@ -168,7 +168,7 @@ def run_in_world(
         timeout_s: as for `run_conformance`.
 
     Returns:
-        What became of it, by size; sizes whose group this worker is not in are not there.
+        The reports by size; without the sizes whose group this worker is not in.
     """
     reports = {}
     everybody = world.default_group.ranks
@@ -181,7 +181,7 @@ def run_in_world(
                 spares=[spare.backend_of() for spare in spares],
                 timeout_s=timeout_s,
             )
-            if size <= MOST_FOR_ARGUMENTS:
+            if size <= MAX_RANKS_FOR_ARGUMENTS:
                 reports[size].failures += check_arguments(last)
     world.barrier(f"conformance/{backend}")
     for group in (g for some in groups.values() for g in some):
@@ -202,7 +202,7 @@ def conformance_worker(
         timeout_s: as for `run_conformance`.
 
     Returns:
-        What became of it, by backend and size.
+        The reports by backend and size.
     """
     with World.init(join_timeout_s=60.0) as world:
         return {

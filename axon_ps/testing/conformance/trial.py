@@ -1,7 +1,7 @@
-"""`Trial`: one rank's half of the suite's run on one group, which numbers calls and collects what was wrong.
+"""`Trial`: the suite's run on one rank of one group; it numbers calls and collects errors.
 
-Owns: making arrays and calls that fit each other. What a case finds wrong is noted and the case goes on, so that the
-ranks stay in step.
+Owns: making arrays and calls that fit each other. An error that a case finds is recorded and the case continues, so
+that the ranks stay synchronized.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 class Skip(Exception):
-    """The case does not apply to this group; the text says why."""
+    """The case does not apply to this group, for the reason in the text."""
 
 
 class Trial:
-    """What a case gets.
+    """The argument of a case.
 
     Args:
         backend: the group under test.
@@ -36,7 +36,7 @@ class Trial:
 
     Attributes:
         dtypes: those of the backend.
-        wrong: what was found wrong, in words.
+        wrong: the errors found, as text.
     """
 
     def __init__(self, backend: Backend, *, exact_order: bool, timeout_s: float) -> None:
@@ -50,21 +50,21 @@ class Trial:
         self.wrong: list[str] = []
         self._sequence = 0
 
-    # ------------------------------------------------------------------ what cases say
+    # ------------------------------------------------------------------ checks
 
     def expect(self, condition: object, otherwise: str) -> None:
-        """Note `otherwise` as wrong unless the condition holds."""
+        """Record the error `otherwise` unless the condition holds."""
         if not condition:
             self.wrong.append(otherwise)
 
     def expect_array(self, what: object, got: Array, want: Array, dtype: DType, allowed: Array | None = None) -> None:
-        """Note how `got` differs from `want`, if it does; a result that may be rounded otherwise if `allowed`."""
+        """Record how `got` differs from `want`, if it does; `allowed` is the tolerance of results in another order."""
         exact = self.exact_order and dtype is not DType.INT8_BLOCK  # sums of blocks are rounded at random
         difference = oracle.difference(got, want, dtype, None if exact else allowed)
         self.expect(not difference, f"{what}: {difference}")
 
     def needs_ranks(self, least: int) -> None:
-        """Leave the case if the group is smaller.
+        """Skip the case if the group is smaller.
 
         Raises:
             Skip: it is.
@@ -91,11 +91,11 @@ class Trial:
         return call
 
     def not_made(self) -> None:
-        """The last call was refused before it was sent, so it does not count."""
+        """Do not count the last call: it was refused before it was sent."""
         self._sequence -= 1
 
     def values(self, call: Call, rank: int | None = None, numel: int | None = None) -> Array:
-        """The data that a rank brings to a call: T[numel]; by default this one's, as long as the call needs."""
+        """The input data of a rank for a call: T[numel]; by default this rank's, of the length that the call needs."""
         rank = self.rank if rank is None else rank
         if numel is None:
             numel = Request(call=call).lengths(rank)["data"] or 0
@@ -106,7 +106,7 @@ class Trial:
         return [self.values(call, rank) for rank in range(self.n)]
 
     def arrays(self, call: Call) -> Request:
-        """This rank's arrays for a call; outputs are filled with something that is no result."""
+        """This rank's arrays for a call; outputs are filled with values that are no result."""
         lengths = Request(call=call).lengths(self.rank)
         data = None if lengths["data"] is None else self.values(call)
         output = None if lengths["output"] is None else self.blank(lengths["output"], call.dtype)
@@ -127,7 +127,7 @@ class Trial:
         return request
 
     def healthy(self, after: str) -> None:
-        """See that the group still works."""
+        """Check that the group still works."""
         call = self.call(Operation.ALL_REDUCE, DType.I32, (5,))
         got = self.do(call)
         assert got.data is not None
@@ -136,7 +136,7 @@ class Trial:
 
     @contextlib.contextmanager
     def sending(self, data: Array, dtype: DType, to: int, tag: int, *, may_disagree: bool = False) -> Iterator[None]:
-        """Send from a thread while the body goes on: a send may wait for its receiver."""
+        """Send from a thread while the body runs: a send may wait for its receiver."""
         errors: list[str] = []
 
         def send() -> None:

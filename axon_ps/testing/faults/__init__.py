@@ -1,7 +1,7 @@
-"""Faults dealt to a running cluster at an exact moment: kill, freeze, and disturb connections.
+"""Fault injection: kill, freeze, or disturb the connections of a running cluster at an exact moment.
 
-`FaultyCluster` is a `LocalCluster` whose every connection goes through a `TcpProxy`, and whose every process stops at a
-moment of a step (`observe.moments`) that the test has armed.
+`FaultyCluster` is a `LocalCluster` whose connections go through a `TcpProxy` each, and whose processes stop at a moment
+of a step (`observe.moments`) that the test has armed.
 """
 
 from axon_ps.observe.moments import Moment

@@ -1,7 +1,7 @@
-"""`FaultyCluster`: a cluster on which faults are dealt: each connection through a proxy, each process with an injector.
+"""`FaultyCluster`: a cluster for fault injection: connections go through proxies, processes have an injector.
 
-The services are the command line's own, run by forks of the process that `testing.preloaded` starts (a grid of two
-thousand small clusters would else do little but import). So enter `preloaded(MODULES)` first.
+The services are those of the command line, run by forks of the process that `testing.preloaded` starts (a grid of two
+thousand small clusters would spend most of its time on imports otherwise). So enter `preloaded(MODULES)` first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES = (
     "axon_ps.testing.faults.cluster",
     "axon_ps.testing.faults.warm",
 )
-"""What the services import, beside what the workers do: for `testing.preloaded`."""
+"""The modules of the services, for `testing.preloaded`; add those of the workers."""
 
 _COMMAND_S = 60.0
 _POLL_S = 0.005
@@ -117,16 +117,16 @@ class FaultyCluster(LocalCluster):
         return worker
 
     def begin_command(self, *argv: str) -> WorkerProcess:
-        """Start `axon-ps ARGV` for this cluster's coordinator, past its proxy: an operator's network is another."""
+        """Start `axon-ps ARGV` for this cluster's coordinator, without its proxy: an operator has another network."""
         host, port = self._to_coordinator.upstream or ("127.0.0.1", 1)
         environment = self._common_environment() | {"AXON_PS_COORDINATOR": f"{host}:{port}"}
         return self._fork(argv[0], environment, _run_command, list(argv), None)
 
     def command(self, *argv: str, timeout_s: float = _COMMAND_S) -> str:
-        """Run `axon-ps ARGV` for this cluster's coordinator; what it printed.
+        """Run `axon-ps ARGV` for this cluster's coordinator; returns its output.
 
         Raises:
-            AxonError: it failed; what it printed is in the message.
+            AxonError: it failed; its output is in the message.
         """
         result = self.begin_command(*argv).result(timeout_s)
         if result.error or result.value:
@@ -136,15 +136,15 @@ class FaultyCluster(LocalCluster):
     # ------------------------------------------------------------------ faults
 
     def show_stacks(self) -> None:
-        """Have every process that runs write its stacks to its log."""
+        """Have every running process write its stacks to its log."""
         self._ask_all(stacks.SHOW, _SHOW_S)
 
     def trim_memory(self) -> None:
-        """Have every process that runs give back memory that it only keeps."""
+        """Have every running process return its free memory to the kernel."""
         self._ask_all(trimming.TRIM, _TRIM_S)
 
     def _ask_all(self, number: int, grace_s: float) -> None:
-        """Send a signal to every process that runs, and give them some time."""
+        """Send a signal to every running process, and wait a little."""
         running = [fork.process for fork in self._forks if fork.process.exit_code is None]
         for process in running:
             process.send_signal(number)
@@ -152,7 +152,7 @@ class FaultyCluster(LocalCluster):
             process.wait(grace_s / len(running))
 
     def take_stall(self) -> float:
-        """The longest time, since last asked, for which no byte passed any proxy: this process did not get to run."""
+        """The longest time since the last call in which the proxies did not run: this process had no CPU."""
         stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
         return stalled_s
 
@@ -161,13 +161,13 @@ class FaultyCluster(LocalCluster):
         return self._slots[process.pid]
 
     def disturb(self, what: Disturbance, process: ChildProcess) -> None:
-        """Disturb a process's connections: those it made, and those that others made to it."""
+        """Disturb all connections of a process, in both directions."""
         own = self._proxy_of(process)
         for proxy in (self._to_coordinator, *self._to_shards):
             proxy.disturb(what, None if proxy is own else {process.pid})
 
     def restart(self, role: Role | str, index: int = 0) -> None:
-        """Start a service again in the place of one that was killed, behind the same address.
+        """Restart a service that was killed, behind the same address.
 
         Raises:
             Misuse: it still runs, or it is a worker.
@@ -187,7 +187,7 @@ class FaultyCluster(LocalCluster):
     # ------------------------------------------------------------------ inside
 
     def _proxy_of(self, process: ChildProcess) -> TcpProxy | None:
-        """What stands before a service; None for a worker."""
+        """The proxy of a service; None for a worker."""
         if process is self._coordinator:
             return self._to_coordinator
         return self._to_shards[self._shards.index(process)] if process in self._shards else None
@@ -217,7 +217,7 @@ class FaultyCluster(LocalCluster):
         return path
 
     def _listening_at(self, service: ChildProcess) -> tuple[str, int]:
-        """Where a service says it listens."""
+        """The address that a service listens on."""
         deadline = time.monotonic() + self._start_timeout_s
         path = self.directory / f"{service.name}.ready"
         while not (path.exists() and (line := path.read_text()).endswith("\n")):
@@ -255,7 +255,7 @@ class FaultyCluster(LocalCluster):
 
 
 def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...]) -> object:
-    """In the fork: a worker's function."""
+    """In the fork: run a worker's function."""
     injector.install(directory, slot)
     stacks.install()
     trimming.install()
@@ -263,7 +263,7 @@ def _run_worker(directory: Path, slot: int, target: Target, args: tuple[Any, ...
 
 
 def _run_command(directory: Path, slot: int, argv: list[str], ready: Path | None) -> int:
-    """In the fork: the command line, as `python -m` runs it; its exit code."""
+    """In the fork: run the command line, as `python -m` does; returns its exit code."""
     injector.install(directory, slot)
     stacks.install()
     trimming.install()

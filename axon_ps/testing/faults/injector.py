@@ -1,10 +1,10 @@
-"""The fault injector: processes that stop at a moment of a step until the test lets them go on.
+"""The fault injector: processes stop at a moment of a step until the test releases them.
 
-The test's half is `Moments`, a process's half is `Injector`. They share a small file, mapped on both sides: two bytes
-per process say at which moment, and from which version on, it has to stop. So a moment that nobody has armed costs one
-look at memory. A process that stops connects to the test's Unix socket and waits until that connection says "go".
+The test uses `Moments`, a process `Injector`. They share a small file, mapped by both: two bytes per process contain
+the moment at which it has to stop, and the first version. So a moment that is not armed costs one read of memory. A
+process that stops connects to the test's Unix socket and waits until the test closes that connection.
 
-Invariants: an armed moment is hit once; a process goes on when the test is gone, or after `HOLD_S`.
+Invariants: an armed moment is hit once; a process continues when the test is gone, or after `MAX_STOP_S`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.observe import moments
 from axon_ps.observe.moments import Moment
 
-HOLD_S = 30.0
-"""Seconds that a process stops at most."""
+MAX_STOP_S = 30.0
+"""The longest time that a process stops, in seconds."""
 
-MOST_PROCESSES = 512
+MAX_PROCESSES = 512
 
 _RECORD = struct.Struct("<BBxx")  # moment, from which version on
 _HIT = struct.Struct("<iiii")  # slot, process id, moment, version
@@ -34,16 +34,16 @@ _SOCKET, _TABLE = "moments.sock", "moments.table"
 
 
 def install(directory: Path, slot: int) -> None:
-    """Let this process stop at the moments that the test arms for `slot`."""
+    """Make this process stop at the moments that the test arms for `slot`."""
     moments.watch(Injector(directory, slot))
 
 
 class Injector:
-    """A process's half; a watcher of `observe.moments`.
+    """The part of a process: a watcher of `observe.moments`.
 
     Args:
-        directory: the one `Moments` was made with.
-        slot: which process this is to the test.
+        directory: that of `Moments`.
+        slot: the test's number of this process.
     """
 
     def __init__(self, directory: Path, slot: int) -> None:
@@ -56,7 +56,7 @@ class Injector:
     def __call__(self, moment: Moment, version: int) -> None:
         at = self._slot * _RECORD.size
         if self._table[at] == moment.value and self._claim(at, version):
-            self._hold(moment, version)
+            self._stop(moment, version)
 
     def _claim(self, at: int, version: int) -> bool:
         with self._lock:
@@ -66,9 +66,9 @@ class Injector:
             _RECORD.pack_into(self._table, at, 0, 0)
             return True
 
-    def _hold(self, moment: Moment, version: int) -> None:
+    def _stop(self, moment: Moment, version: int) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as test, contextlib.suppress(OSError):
-            test.settimeout(HOLD_S)
+            test.settimeout(MAX_STOP_S)
             test.connect(self._path)
             test.send(_HIT.pack(self._slot, os.getpid(), moment.value, version))
             test.recv(1)
@@ -76,14 +76,14 @@ class Injector:
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """A process that has stopped. It goes on when `release` is called.
+    """A process that has stopped. It continues when `release` is called.
 
     Attributes:
-        slot: which process.
+        slot: its number.
         pid: its process id.
-        moment: where it is.
-        version: the version it said it is at; -1 = it did not say.
-        connection: what it waits on.
+        moment: the moment that it has reached.
+        version: the version it is at; -1 = unknown.
+        connection: it waits until this is closed.
     """
 
     slot: int
@@ -93,19 +93,19 @@ class Hit:
     connection: socket.socket
 
     def release(self) -> None:
-        """Let it go on. Harmless when repeated, and when it is gone."""
+        """Let it continue. Harmless when repeated, and when it has ended."""
         self.connection.close()
 
 
 class Moments:
-    """The test's half. One thread uses it.
+    """The part of the test. One thread uses it.
 
     Args:
         directory: a directory of the test; its path must be short enough for a Unix socket.
     """
 
     def __init__(self, directory: Path) -> None:
-        (directory / _TABLE).write_bytes(bytes(MOST_PROCESSES * _RECORD.size))
+        (directory / _TABLE).write_bytes(bytes(MAX_PROCESSES * _RECORD.size))
         with open(directory / _TABLE, "r+b") as file:
             self._table = mmap.mmap(file.fileno(), 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -113,14 +113,14 @@ class Moments:
         self._socket.listen(64)
 
     def arm(self, slot: int, moment: Moment | None, *, version: int = 0) -> None:
-        """Let a process stop when it reaches `moment` next, at `version` or later; None = at none.
+        """Make a process stop when it reaches `moment` next, at `version` or later; None = disarm.
 
         Raises:
             InvalidRequest: there are too many processes, or the version does not fit a byte.
         """
-        if not (0 <= slot < MOST_PROCESSES and 0 <= version < 256):
+        if not (0 <= slot < MAX_PROCESSES and 0 <= version < 256):
             raise InvalidRequest(
-                f"slot {slot} and version {version} were given; they must be below {MOST_PROCESSES} and 256"
+                f"slot {slot} and version {version} were given; they must be below {MAX_PROCESSES} and 256"
             )
         # the version first: a process that sees the moment sees it too
         at = slot * _RECORD.size
@@ -134,17 +134,17 @@ class Moments:
             self._socket.settimeout(left_s)
             try:
                 connection, _ = self._socket.accept()
-                connection.settimeout(HOLD_S)
+                connection.settimeout(MAX_STOP_S)
                 message = connection.recv(_HIT.size)
             except TimeoutError:
                 return None
             if len(message) == _HIT.size:
                 slot, pid, moment, version = _HIT.unpack(message)
                 return Hit(slot=slot, pid=pid, moment=Moment(moment), version=version, connection=connection)
-            connection.close()  # it died between connecting and saying so
+            connection.close()  # it died before it had sent its message
         return None
 
     def close(self) -> None:
-        """Whoever waits to be heard goes on."""
+        """Release the processes that wait to connect."""
         self._socket.close()
         self._table.close()

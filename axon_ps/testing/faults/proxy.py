@@ -1,10 +1,10 @@
-"""`TcpProxy`: stands between a client and a server on loopback, and disturbs their connections when told to.
+"""`TcpProxy`: a proxy between clients and a server on loopback that can disturb their connections.
 
-All proxies of a test run on one event loop in a thread of their own (`Proxies`). Each direction of a connection is read
-by one task and written by another, with a bounded queue between them, so that bytes can be late without being lost:
-what TCP promises holds here too, as long as a connection lives.
+All proxies of a test run on one event loop in one thread (`Proxies`). Each direction of a connection is read by one
+task and written by another, with a bounded queue between them, so that bytes can be delayed without being lost: a
+connection keeps TCP's guarantees while it lives.
 
-Whose a connection is, is found out when a disturbance needs it: the process that owns the client's port, by `/proc`.
+The client of a connection is determined when a disturbance needs it: the process that owns its port, by `/proc`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class Kind(Enum):
-    """What can be done to a connection."""
+    """The kinds of disturbance of a connection."""
 
     RESET = "reset"  # closed on both sides with a TCP reset
     HALF_CLOSE = "half-close"  # the client's direction ends (FIN); the server's goes on until the server ends it
@@ -41,12 +41,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbance:
-    """What is done.
+    """A disturbance.
 
     Attributes:
-        kind: what.
-        seconds: how long: of silence, of delay, of resets; 0 for what happens once.
-        every_s: RESETS: how often.
+        kind: its kind.
+        seconds: duration of the silence, the delay or the resets; 0 for what happens once.
+        every_s: RESETS: the interval.
     """
 
     kind: Kind
@@ -55,20 +55,20 @@ class Disturbance:
 
     @property
     def heals_after_s(self) -> float:
-        """Seconds until nothing is disturbed any more."""
+        """Seconds until the disturbance is over."""
         return 2 * self.seconds if self.kind is Kind.DELAY else self.seconds
 
 
 @dataclass(eq=False)
 class _Rule:
-    """A disturbance under way on one proxy."""
+    """A current disturbance of one proxy."""
 
     what: Disturbance
     clients: Collection[int] | None
     began: float
 
     def due(self, read_at: float) -> float:
-        """When what was read then may be written."""
+        """When bytes that were read at that time may be written."""
         ends = self.began + self.what.seconds
         if self.what.kind is Kind.BLACK_HOLE:
             return ends
@@ -76,7 +76,7 @@ class _Rule:
 
 
 class _Connection:
-    """One client's connection, and ours to the server."""
+    """One client's connection, and the proxy's to the server."""
 
     def __init__(self, proxy: TcpProxy, client: socket.socket, server: socket.socket) -> None:
         self.proxy = proxy
@@ -89,8 +89,8 @@ class _Connection:
         self._down: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def meant(self, clients: Collection[int] | None) -> bool:
-        """Whether it is of one of these processes."""
+    def matches(self, clients: Collection[int] | None) -> bool:
+        """Whether its client is one of these processes; None = any."""
         if clients is not None and self._pid < 0:
             self._pid = owner_of(self._port, self.proxy.processes())
         return clients is None or self._pid in clients
@@ -156,12 +156,12 @@ def _close(end: socket.socket, *, reset: bool) -> None:
 
 
 class TcpProxy:
-    """Passes connections on to a server. Made by `Proxies.open`; any thread may use it.
+    """Forwards connections to a server. Made by `Proxies.open`; any thread may use it.
 
     Attributes:
         address: "host:port" where clients connect.
-        upstream: (host, port) of the server; may be changed. None = it is not there: clients are refused.
-        processes: gives the ids of all processes that may be clients.
+        upstream: (host, port) of the server; may be changed. None = there is none: clients are refused.
+        processes: returns the ids of all processes that may be clients.
     """
 
     def __init__(
@@ -181,17 +181,17 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def disturb(self, what: Disturbance, clients: Collection[int] | None = None) -> None:
-        """Begin to disturb connections, also those that are made meanwhile.
+        """Start disturbing connections, also those that are opened meanwhile.
 
         Args:
-            what: what is done, and for how long.
-            clients: process ids of the clients whose connections are meant; None = all.
+            what: the disturbance.
+            clients: process ids of the clients whose connections are disturbed; None = all.
         """
         self._call(self._disturb(what, clients))
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """The number of open connections."""
         return len(self._connections)
 
     # ------------------------------------------------------------------ on the loop's thread
@@ -224,10 +224,10 @@ class TcpProxy:
             self._connections.discard(connection)
 
     def due(self, connection: _Connection, read_at: float) -> float:
-        """When what was read from a connection may be written."""
+        """When bytes that were read from a connection may be written."""
         due = read_at
         for rule in self._rules:
-            if connection.meant(rule.clients):
+            if connection.matches(rule.clients):
                 due = max(due, rule.due(read_at))
         return due
 
@@ -237,7 +237,7 @@ class TcpProxy:
             self._rules.append(rule)
             self._loop.call_later(what.heals_after_s + 0.1, self._rules.remove, rule)
         elif what.kind is Kind.HALF_CLOSE:
-            for connection in self._meant(clients):
+            for connection in self._matching(clients):
                 connection.half_close()
         elif what.kind is Kind.RESET:
             self._reset(clients)
@@ -251,11 +251,11 @@ class TcpProxy:
             await asyncio.sleep(what.every_s)
 
     def _reset(self, clients: Collection[int] | None) -> None:
-        for connection in self._meant(clients):
+        for connection in self._matching(clients):
             connection.reset()
 
-    def _meant(self, clients: Collection[int] | None) -> list[_Connection]:
-        return [c for c in self._connections if c.meant(clients)]
+    def _matching(self, clients: Collection[int] | None) -> list[_Connection]:
+        return [c for c in self._connections if c.matches(clients)]
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
@@ -277,11 +277,11 @@ class Proxies:
     """The thread that proxies run in, as a context manager.
 
     Args:
-        processes: gives the ids of all processes that may be clients.
+        processes: returns the ids of all processes that may be clients.
 
     Attributes:
-        stalled_s: the longest time for which the thread did not get to run: so long nothing passed any proxy. May be
-            set to 0.
+        stalled_s: the longest time for which the thread did not run, so that no proxy forwarded anything. May be set
+            to 0.
     """
 
     def __init__(self, processes: Callable[[], Collection[int]]) -> None:
@@ -332,7 +332,7 @@ class Proxies:
 
 
 def owner_of(port: int, processes: Collection[int]) -> int:
-    """Which of these processes has a TCP socket at this local port; -1 when none has."""
+    """The one of these processes that has a TCP socket at this local port; -1 = none."""
     inodes = {
         fields[9]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")

@@ -1,4 +1,4 @@
-"""Where a process is: on `SHOW` it writes the stacks of all threads and of all coroutines to its standard error."""
+"""On the signal `SHOW` a process writes the stacks of all threads and coroutines to its standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOW = signal.SIGUSR2
 
 
 def install() -> None:
-    """Listen to `SHOW`; call it on the main thread."""
+    """Handle `SHOW`; call it on the main thread."""
     signal.signal(SHOW, _show)
 
 
@@ -24,11 +24,11 @@ def _show(number: int, frame: FrameType | None) -> None:
     inner = {id(c.cr_await) for c in waiting}
     for coroutine in waiting:
         if id(coroutine) not in inner:
-            sys.stderr.write("\n  ".join(("\ncoroutine, outermost first:", *_places(coroutine), "")))
+            sys.stderr.write("\n  ".join(("\ncoroutine, outermost first:", *_frames(coroutine), "")))
     sys.stderr.flush()
 
 
-def _places(awaited: Any) -> Iterator[str]:
+def _frames(awaited: Any) -> Iterator[str]:
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
         facts = ", ".join(f"{k}={v}" for k, v in frame.f_locals.items() if isinstance(v, int | float))
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname} {facts}"

@@ -1,7 +1,7 @@
-"""How much memory a process needs: on `TRIM` it gives back what malloc has kept for later.
+"""On the signal `TRIM` a process returns its free memory to the kernel, so that a test can measure what it needs.
 
-glibc keeps freed memory, ours by intent (`host.malloc`): up to 64 MiB at the end of each heap. What a burst of
-messages once took would look like a leak of a process that is weighed from outside.
+glibc retains freed memory, here by configuration (`host.malloc`): up to 64 MiB at the end of each heap. After a burst
+of messages that would look like a leak.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TRIM = signal.SIGRTMIN
 
 
 def install() -> None:
-    """Listen to `TRIM`; call it on the main thread."""
+    """Handle `TRIM`; call it on the main thread."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):  # another C library

@@ -1,4 +1,4 @@
-"""Imported before workers and services fork: the compiled loops that they use, so that none loads these again."""
+"""Imported before workers and services fork: loads the compiled loops that they use, so that no fork has to."""
 
 from axon_ps.compress import cast
 from axon_ps.optim import registry

@@ -1,17 +1,17 @@
-"""Forming a job out of workers alone: who starts which service, and how all learn where those are.
+"""Forming a job of workers that a launcher has started: who starts which service, and how all learn the addresses.
 
-Every worker says where it is. The worker of rank 0 starts the coordinator and says where that is, and which worker
-starts which shard server: the first of every node, the nodes in turn, so that every network card carries its share.
-A worker that started services stays, when it is done, until the others are.
+Every worker stores its location. The worker of rank 0 starts the coordinator and announces its address, and which
+worker starts which shard server: the first of every node, round-robin over the nodes, so that the traffic is spread
+over all network cards. A worker that started services stays, when it is done, until the others are.
 
-Note: [Lives]
+Note: [Incarnations]
     torchrun starts all workers again, after a failure or when agents come and go, on the same store, with nothing that
-    tells the rounds apart (not even its count of restarts, which is each agent's own). When the first worker of a round
-    begins, all of the last one are dead. So rank 0 first deletes what is there; the others say where they are again
-    whenever that has happened to it; everybody's word has the random name of its life, and rank 0's is believed only by
-    the lives that it has heard.
+    distinguishes the rounds (not even its count of restarts, which each agent has for itself). When the first worker of
+    a round begins, all of the last one are dead. So rank 0 first deletes the keys that are there, and the others store
+    their location again whenever it has been deleted. A location contains the random incarnation of its worker, and
+    rank 0's announcement the incarnations that it is for; a worker ignores one that does not contain its own.
 
-Owns: nothing that lasts; `Formed` holds the services. Refuses: to be reachable from other hosts without TLS, unless
+Owns: nothing durable; `FormedJob` holds the services. Refuses: to be reachable from other hosts without TLS, unless
 told to.
 """
 
@@ -38,13 +38,13 @@ from axon_ps.rpc.security import is_loopback
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
 from axon_ps.worker.bootstrap.stores import Store, master_of, open_store
-from axon_ps.worker.environment import WorkerConfig, job_of, node_of, place_of, security_of, shards_of, worker_config
+from axon_ps.worker.environment import WorkerConfig, job_of, launch_info, node_of, security_of, shards_of, worker_config
 
 ALL_HOSTS = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 _JOB = "job"
-_LOOK_S = (0.005, 0.1)
-"""How often the store is looked into: first, and most rarely."""
+_POLL_PAUSES_S = (0.005, 0.1)
+"""How often to poll the store: at first, and at the least."""
 
 _POLL_S = 0.1
 _STATUS_S = 5.0
@@ -55,13 +55,13 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Formed:
-    """How a worker joins the job, and what it has started for it.
+class FormedJob:
+    """How a worker joins the job, and the services that it has started for it.
 
     Attributes:
         config: how to join.
         services: those of the job that this worker started; None = none.
-        store: where the workers met; it is kept as long as the job, since others may use it, too.
+        store: the one by which the job was formed; open as long as the job, since others may use it, too.
     """
 
     config: WorkerConfig
@@ -69,10 +69,10 @@ class Formed:
     store: Store | None = None
 
     async def wait_for_others(self) -> None:
-        """Return when no worker needs what this one has started: all have finished, left or been given up.
+        """Return when no worker needs the services of this one: all have finished, left or been lost.
 
-        Call it when this worker has left. The coordinator says who is there; when it has ended, or says nothing for
-        half a minute, it is over.
+        Call it when this worker has left. It asks the coordinator who is there, and returns, too, when the coordinator
+        has ended or has not replied for half a minute.
         """
         if self.services is None:
             return
@@ -101,7 +101,7 @@ class Formed:
             self.store.close()
 
 
-def find_job(env: Mapping[str, str], timeout_s: float) -> Formed:
+def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
     """The job that the environment names, or one formed with all workers that the same launcher has started.
 
     Args:
@@ -110,18 +110,18 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> Formed:
 
     Raises:
         ConfigurationError: the environment does not say which job, or how; the message names what to set.
-        Unreachable: nobody answers where the workers are to meet.
-        Timeout: not all workers came; the message says who did not.
+        Unreachable: nobody answers at the store's address.
+        Timeout: workers are missing; the message names them.
         Broken: the services could not be started.
     """
     if env.get("AXON_PS_COORDINATOR") or env.get("AXON_PS_STANDBY", "") not in ("", "0"):
-        return Formed(worker_config(env))
+        return FormedJob(worker_config(env))
     global _formed
     number, _formed = _formed, _formed + 1
-    place, deadline = place_of(env), Deadline(timeout_s)
-    store = open_store(env, place, number, timeout_s)
+    launch, deadline = launch_info(env), Deadline(timeout_s)
+    store = open_store(env, launch, number, timeout_s)
     try:
-        return form_job(store, env, place.rank, place.world_size, deadline)
+        return form_job(store, env, launch.rank, launch.world_size, deadline)
     except BaseException:
         if isinstance(store, LocalStore):
             store.close()
@@ -130,55 +130,61 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> Formed:
 
 def form_job(
     store: Store, env: Mapping[str, str], rank: int, world_size: int, deadline: Deadline, *, job: str = ""
-) -> Formed:
+) -> FormedJob:
     """Form a job with all workers that call this on the same store; each gives its own rank.
 
     Args:
-        store: its keys are for this alone.
+        store: its keys are used for nothing else.
         env: the process's environment.
         rank: this worker's.
         world_size: how many workers there are.
         deadline: by when.
-        job: the job's name; empty = as the environment says.
+        job: the job's name; empty = that of the environment.
 
     Raises:
         ConfigurationError, Timeout, Broken: as for `find_job`.
     """
-    life = uuid.uuid4().hex
+    incarnation = uuid.uuid4().hex
     if rank == 0:
-        services, said = _start_first(store, env, world_size, deadline, job, life)
+        services, announcement = _start_first(store, env, world_size, deadline, job, incarnation)
         try:
-            store.set(_JOB, json.dumps(said))
-            return Formed(_config(said, env, rank, world_size, job), services, store)
+            store.set(_JOB, json.dumps(announcement))
+            return FormedJob(_config(announcement, env, rank, world_size, job), services, store)
         except BaseException:
             services.close()
             raise
-    said = _hear(store, env, rank, life, deadline)
-    config = _config(said, env, rank, world_size, job)
-    if str(rank) not in said["servers"]:
-        return Formed(config, None, store)
-    return Formed(config, _start_others(said, config, env, world_size, deadline), store)
+    announcement = _receive_announcement(store, env, rank, incarnation, deadline)
+    config = _config(announcement, env, rank, world_size, job)
+    if str(rank) not in announcement["servers"]:
+        return FormedJob(config, None, store)
+    return FormedJob(config, _start_others(announcement, config, env, world_size, deadline), store)
 
 
-def _config(said: Mapping[str, Any], env: Mapping[str, str], rank: int, world_size: int, job: str) -> WorkerConfig:
-    """How a worker joins, by what rank 0 said and by its own environment."""
-    named = {"AXON_PS_COORDINATOR": said["coordinator"], "AXON_PS_TOKEN": said["token"], "AXON_PS_TOKEN_FILE": ""}
-    config = worker_config({**env, **named, "AXON_PS_JOB": job or job_of(env)})
+def _config(
+    announcement: Mapping[str, Any], env: Mapping[str, str], rank: int, world_size: int, job: str
+) -> WorkerConfig:
+    """How a worker joins, by the announcement of rank 0 and by its own environment."""
+    given = {
+        "AXON_PS_COORDINATOR": announcement["coordinator"],
+        "AXON_PS_TOKEN": announcement["token"],
+        "AXON_PS_TOKEN_FILE": "",
+    }
+    config = worker_config({**env, **given, "AXON_PS_JOB": job or job_of(env)})
     return dataclasses.replace(config, rank=rank, world_size=world_size)
 
 
 def _start_others(
-    said: Mapping[str, Any], config: WorkerConfig, env: Mapping[str, str], world_size: int, deadline: Deadline
+    announcement: Mapping[str, Any], config: WorkerConfig, env: Mapping[str, str], world_size: int, deadline: Deadline
 ) -> EmbeddedServices:
     """On the first worker of another node: its shard servers."""
     return EmbeddedServices(
         world_size,
         job=config.job,
-        shards=said["servers"][str(config.rank)],
-        num_shards=said["num_shards"],
-        coordinator=said["coordinator"],
-        host=ALL_HOSTS if said["several_hosts"] else LOOPBACK,
-        advertise=_own_name(env) if said["several_hosts"] else "",
+        shards=announcement["servers"][str(config.rank)],
+        num_shards=announcement["num_shards"],
+        coordinator=announcement["coordinator"],
+        host=ALL_HOSTS if announcement["several_hosts"] else LOOPBACK,
+        advertise=_own_name(env) if announcement["several_hosts"] else "",
         security=config.security,
         environment={**env, "AXON_PS_NODE": config.node},
         start_timeout_s=deadline.remaining(),
@@ -186,32 +192,32 @@ def _start_others(
 
 
 def _start_first(
-    store: Store, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, life: str
+    store: Store, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
-    """On rank 0: start what is its own, and what the others are to be told; what keeps it from that, they are told."""
-    keys = {rank: _place(rank) for rank in range(world_size)}
-    for key in (_JOB, *keys.values()):  # See Note: [Lives].
+    """On rank 0: start its services; returns them and the announcement. An error is announced, too."""
+    keys = {rank: _location_key(rank) for rank in range(world_size)}
+    for key in (_JOB, *keys.values()):  # See Note: [Incarnations].
         store.delete_key(key)
-    store.set(keys[0], _said_of_me(env, life))
-    lives: dict[int, str] = {}
+    store.set(keys[0], _own_location(env, incarnation))
+    incarnations: dict[int, str] = {}
     try:
-        places = _wait_for_places(store, keys, lives, deadline)
-        services, said = _first_services(places, env, deadline, job)
+        locations = _wait_for_locations(store, keys, incarnations, deadline)
+        services, announcement = _first_services(locations, env, deadline, job)
     except BaseException as error:
-        store.set(_JOB, json.dumps({"error": str(error) or type(error).__name__, "lives": lives}))
+        store.set(_JOB, json.dumps({"error": str(error) or type(error).__name__, "incarnations": incarnations}))
         raise
-    return services, {**said, "lives": lives}
+    return services, {**announcement, "incarnations": incarnations}
 
 
 def _first_services(
-    places: Sequence[tuple[str, str]], env: Mapping[str, str], deadline: Deadline, job: str
+    locations: Sequence[tuple[str, str]], env: Mapping[str, str], deadline: Deadline, job: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
     """The coordinator and this node's shard servers, and who starts which others."""
-    nodes = list(dict.fromkeys(places))
-    first_of = [places.index(node) for node in nodes]
+    nodes = list(dict.fromkeys(locations))
+    first_of = [locations.index(node) for node in nodes]
     num_shards = shards_of(env) or len(nodes)
     servers = {rank: list(range(i, num_shards, len(nodes))) for i, rank in enumerate(first_of)}
-    several_hosts = len({network for network, _ in places}) > 1
+    several_hosts = len({network for network, _ in locations}) > 1
     security = security_of(env)
     if several_hosts and not (security.insecure or security.cert_file):
         raise ConfigurationError(
@@ -220,7 +226,7 @@ def _first_services(
             "them, or start services with `axon-ps run`"
         )
     services = EmbeddedServices(
-        len(places),
+        len(locations),
         job=job or job_of(env),
         shards=servers[0],
         num_shards=num_shards,
@@ -230,55 +236,57 @@ def _first_services(
         environment={**env, "AXON_PS_NODE": node_of(env)},
         start_timeout_s=deadline.remaining(),
     )
-    said = {"coordinator": services.address, "token": services.security.token}
+    announcement = {"coordinator": services.address, "token": services.security.token}
     others = {rank: shards for rank, shards in servers.items() if rank and shards}
-    return services, {**said, "servers": others, "num_shards": num_shards, "several_hosts": several_hosts}
+    return services, {**announcement, "servers": others, "num_shards": num_shards, "several_hosts": several_hosts}
 
 
-def _hear(store: Store, env: Mapping[str, str], rank: int, life: str, deadline: Deadline) -> dict[str, Any]:
-    """On every other rank: say where it is, until rank 0 has heard it; what that says."""
-    key, place = _place(rank), _said_of_me(env, life)
+def _receive_announcement(
+    store: Store, env: Mapping[str, str], rank: int, incarnation: str, deadline: Deadline
+) -> dict[str, Any]:
+    """On every other rank: store its location until rank 0 has read it; returns the announcement."""
+    key, location = _location_key(rank), _own_location(env, incarnation)
     what = f"rank {rank} is waiting for the worker of rank 0 to start the job's services"
     with reminding(_logger, lambda: what):
-        for _ in _looks(deadline, lambda: what):
-            if not store.check([key]) or store.get(key).decode() != place:
-                store.set(key, place)
-            said: dict[str, Any] | None = _read(store, _JOB)
-            if said is not None and said["lives"].get(str(rank)) == life:
-                if "error" in said:
-                    raise Broken(f"rank 0 could not start the job's services: {said['error']}")
-                return said
-    raise AssertionError("looking ends by an error")
+        for _ in _polls(deadline, lambda: what):
+            if not store.check([key]) or store.get(key).decode() != location:
+                store.set(key, location)
+            announcement: dict[str, Any] | None = _read(store, _JOB)
+            if announcement is not None and announcement["incarnations"].get(str(rank)) == incarnation:
+                if "error" in announcement:
+                    raise Broken(f"rank 0 could not start the job's services: {announcement['error']}")
+                return announcement
+    raise AssertionError("polling ends by an error")
 
 
-def _wait_for_places(
-    store: Store, keys: Mapping[int, str], lives: dict[int, str], deadline: Deadline
+def _wait_for_locations(
+    store: Store, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
 ) -> list[tuple[str, str]]:
-    """On rank 0: where all workers are, by rank, once all have said it; puts into `lives` who said it."""
-    places: dict[int, tuple[str, str]] = {}
+    """On rank 0: the locations of all workers, by rank; puts their incarnations into `incarnations`."""
+    locations: dict[int, tuple[str, str]] = {}
 
     def what() -> str:
-        ranks = [str(rank) for rank in keys if rank not in places]
+        ranks = [str(rank) for rank in keys if rank not in locations]
         return f"rank 0 is waiting for the worker{'s' * (len(ranks) > 1)} of rank {', '.join(ranks)}"
 
     with reminding(_logger, what):
-        for _ in _looks(deadline, what):
+        for _ in _polls(deadline, what):
             for rank, key in keys.items():
-                if rank not in places and (said := _read(store, key)) is not None:
-                    network, node, lives[rank] = said
-                    places[rank] = network, node
-            if len(places) == len(keys):
-                return [places[rank] for rank in keys]
-    raise AssertionError("looking ends by an error")
+                if rank not in locations and (location := _read(store, key)) is not None:
+                    network, node, incarnations[rank] = location
+                    locations[rank] = network, node
+            if len(locations) == len(keys):
+                return [locations[rank] for rank in keys]
+    raise AssertionError("polling ends by an error")
 
 
-def _place(rank: int) -> str:
-    """The key under which a worker says where it is."""
-    return f"place/{rank}"
+def _location_key(rank: int) -> str:
+    """The key of a worker's location."""
+    return f"location/{rank}"
 
 
-def _said_of_me(env: Mapping[str, str], life: str) -> str:
-    return json.dumps([_network(), node_of(env), life])
+def _own_location(env: Mapping[str, str], incarnation: str) -> str:
+    return json.dumps([_network(), node_of(env), incarnation])
 
 
 def _read(store: Store, key: str) -> Any:
@@ -289,13 +297,13 @@ def _read(store: Store, key: str) -> Any:
         return None
 
 
-def _looks(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
-    """Once for every look into the store, with ever longer pauses between them.
+def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
+    """Once for every poll of the store, with ever longer pauses between them.
 
     Raises:
         Timeout: the time is over; the message has `what` is waited for.
     """
-    pause_s, most_s = _LOOK_S
+    pause_s, most_s = _POLL_PAUSES_S
     while True:
         yield
         if deadline.expired:
@@ -320,7 +328,7 @@ def _own_name(env: Mapping[str, str]) -> str:
     """
     if given := env.get("AXON_PS_ADVERTISE"):
         return given
-    master = master_of(env, place_of(env)).rpartition(":")[0].strip("[]")
+    master = master_of(env, launch_info(env)).rpartition(":")[0].strip("[]")
     if not master:
         return socket.gethostname()
     try:

@@ -1,8 +1,8 @@
-"""`LocalStore`: where the workers of one host meet when their launcher has no store, as mpirun has none.
+"""`LocalStore`: a key-value store for the workers of one host whose launcher has none, as mpirun.
 
-The worker of rank 0 listens on a socket whose name all know from what names their launcher's run. The name is one of
-the kernel's (an abstract Unix socket): there is no file, so nothing is left over, not even by kill -9, and both ends
-learn from the kernel whose process the other is; another user's is turned away.
+The worker of rank 0 listens on an abstract Unix socket whose name all workers derive from the launcher's run. There is
+no file, so nothing is left over, not even by kill -9, and both ends learn from the kernel which user the other belongs
+to; another user is refused.
 
 A request is one line of JSON on a connection of its own, the reply another; values are text.
 """
@@ -31,7 +31,7 @@ class LocalStore:
 
     Args:
         name: of the run, known to all its workers.
-        serves: whether this worker holds the values; one does.
+        serves: whether this worker holds the values; exactly one does.
         timeout_s: how long storing waits for that one, in seconds.
 
     Raises:
@@ -120,7 +120,7 @@ class LocalStore:
             self._values[key] = str(request["value"])
         return {"value": self._values[key]} if key in self._values else {}
 
-    # ------------------------------------------------------------------ everybody
+    # ------------------------------------------------------------------ all ranks
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any] | None:
         """The answer; None when nobody serves the store, not yet or not any more."""
@@ -144,7 +144,7 @@ class LocalStore:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user whose process is at the other end, by the kernel's word."""
+    """The user whose process is at the other end, as the kernel reports it."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
 
@@ -156,8 +156,8 @@ def _line(message: dict[str, str]) -> bytes:
 def _read_line(connection: socket.socket) -> bytes:
     content = b""
     while not content.endswith(b"\n"):
-        part = connection.recv(4096)
-        if not part or len(content) > _MOST_BYTES:
+        received = connection.recv(4096)
+        if not received or len(content) > _MOST_BYTES:
             raise ValueError("a request or reply was cut short")
-        content += part
+        content += received
     return content

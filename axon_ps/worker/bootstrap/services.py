@@ -1,9 +1,9 @@
-"""`EmbeddedServices`: a coordinator and shard servers as children of a worker, for jobs that nobody started them for.
+"""`EmbeddedServices`: a coordinator and shard servers as children of a worker, for jobs without services.
 
-They are programs of their own, started by `exec`, and are told to drain when the thread that started them is gone, even
+They are separate programs, started by `exec`, and drain when the thread that started them has ended, even
 by kill -9 (see `host.children`).
 
-Owns: the processes. Refuses: to tell the other workers where they are; whoever starts them does.
+Owns: the processes. Refuses: to announce them to the other workers; the caller does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EmbeddedServices:
         host: address to listen on; beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
         security: certificates of the services, and the token; without a token one is made up.
-        environment: of this process: theirs, but for what is set here.
+        environment: of this process; the services get it, with changes.
         start_timeout_s: seconds that starting may take.
 
     Attributes:
@@ -90,7 +90,7 @@ class EmbeddedServices:
                 self.address = join_address(advertise or host, port)
             for process in self._processes[-len(shards) :] if shards else ():
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has died; its pipe says so below
+                with contextlib.suppress(BrokenPipeError):  # it has died, which its pipe shows below
                     process.stdin.write(f"{self.address}\n".encode())
                     process.stdin.flush()
             for rank, pipe in zip(shards, servers, strict=True):
@@ -121,7 +121,7 @@ class EmbeddedServices:
         return options + (["--advertise", advertise] if advertise else [])
 
     def _start(self, service: str, options: Sequence[str]) -> LinePipe:
-        """Start a service; the pipe on which it says its address."""
+        """Start a service; returns the pipe on which it writes its address."""
         pipe = LinePipe()
         self._pipes.append(pipe)
         command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", self._host, "--port", "0"]
@@ -149,7 +149,7 @@ class EmbeddedServices:
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
     def _line(self, pipe: LinePipe, deadline: float, what: str) -> str:
-        """Where a child listens."""
+        """The address on which a child listens."""
         line = pipe.read(deadline)
         if not line:
             raise Broken(f"the embedded {what} ended, or did not listen in time; what it wrote is on standard error")

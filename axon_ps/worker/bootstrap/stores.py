@@ -1,4 +1,4 @@
-"""Where workers that only a launcher has started can leave word for each other, before there is a job.
+"""The key-value store by which workers that only a launcher has started find each other, before there is a job.
 
 Note: [Whose MASTER_ADDR is]
     `MASTER_ADDR` and `MASTER_PORT` name torch's store, here as for `init_process_group`: torchrun's agent serves it
@@ -17,14 +17,14 @@ from axon_ps.errors import ConfigurationError
 from axon_ps.rpc.channels import join_address
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.torch_store import torch_store
-from axon_ps.worker.environment import SLURM, Place, port_of
+from axon_ps.worker.environment import SLURM, LaunchInfo, port_of
 
 _SLURM_PORTS = range(20000, 28000)
-"""A step's store listens at one of these, by the job's number, as long as MASTER_PORT does not say where."""
+"""A step's store listens at one of these, by the job's number, unless MASTER_PORT is set."""
 
 
 class Store(Protocol):
-    """The part of a c10d store that beginning a job takes."""
+    """The methods of a c10d store that forming a job needs."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Store a value."""
@@ -39,47 +39,47 @@ class Store(Protocol):
         """Whether all of these keys are there; waits for nobody."""
 
 
-def open_store(env: Mapping[str, str], place: Place, number: int, timeout_s: float) -> Store:
+def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_s: float) -> Store:
     """The store that the launcher of this worker gives it. See Note: [Whose MASTER_ADDR is].
 
     Args:
         env: the process's environment.
-        place: this worker's, from there.
-        number: how many jobs the workers have begun before in this way; every one has its own keys.
+        launch: which worker this is.
+        number: how many jobs the workers have formed before; every one has its own keys.
         timeout_s: how long the store may take to answer, in seconds.
 
     Raises:
-        ConfigurationError: nothing tells where the workers can meet; the message says what to set.
+        ConfigurationError: there is no store; the message says what to set.
         Unreachable: nobody answers there.
     """
-    if place.launcher is None or place.rank < 0 or not place.world_size:
+    if launch.launcher is None or launch.rank < 0 or not launch.world_size:
         master = "MASTER_ADDR is set, but " if env.get("MASTER_ADDR") else "AXON_PS_COORDINATOR is not set, and "
         raise ConfigurationError(
             f"which job? {master}RANK and WORLD_SIZE are not: start the script with `axon-ps run`, torchrun, mpirun or "
             "srun, or set AXON_PS_COORDINATOR=host:port to join a job that runs"
         )
-    if address := master_of(env, place):
-        return torch_store(address, place, f"axon_ps/{number}", timeout_s)
-    if place.run and place.local_world_size == place.world_size:
-        return LocalStore(f"{place.run}/{number}", serves=place.rank == 0, timeout_s=timeout_s)
-    here = f", {place.local_world_size} of them on this host" if place.local_world_size else ""
+    if address := master_of(env, launch):
+        return torch_store(address, launch, f"axon_ps/{number}", timeout_s)
+    if launch.run and launch.local_world_size == launch.world_size:
+        return LocalStore(f"{launch.run}/{number}", serves=launch.rank == 0, timeout_s=timeout_s)
+    here = f", {launch.local_world_size} of them on this host" if launch.local_world_size else ""
     raise ConfigurationError(
-        f"this is rank {place.rank} of {place.world_size} workers{here}, by {place.launcher.rank} and "
-        f"{place.launcher.world_size}, and nothing says where they can meet: set MASTER_ADDR to the host of rank 0 for "
-        f"all of them (and MASTER_PORT, if {port_of({})} is not free there), or AXON_PS_COORDINATOR to a coordinator "
-        "that runs"
+        f"this is rank {launch.rank} of {launch.world_size} workers{here}, by {launch.launcher.rank} and "
+        f"{launch.launcher.world_size}, and nothing says where they can meet: set MASTER_ADDR to the host of rank 0 "
+        f"for all of them (and MASTER_PORT, if {port_of({})} is not free there), or AXON_PS_COORDINATOR to a "
+        "coordinator that runs"
     )
 
 
-def master_of(env: Mapping[str, str], place: Place) -> str:
-    """ "host:port" of torch's store; empty when nothing says where it is.
+def master_of(env: Mapping[str, str], launch: LaunchInfo) -> str:
+    """ "host:port" of torch's store; empty when it is unknown.
 
     Raises:
         ConfigurationError: a variable is malformed.
     """
     if host := env.get("MASTER_ADDR"):
         return join_address(host, port_of(env))
-    if place.launcher is SLURM and place.local_world_size != place.world_size:
+    if launch.launcher is SLURM and launch.local_world_size != launch.world_size:
         number = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
         port = port_of(env) if env.get("MASTER_PORT") else _SLURM_PORTS[number % len(_SLURM_PORTS)]
         nodes = env.get("SLURM_STEP_NODELIST", "")

@@ -1,6 +1,6 @@
-"""torch's own store as a place to meet: torchrun's agent serves it, or the worker of rank 0 does.
+"""torch's own store, for workers to find each other: torchrun's agent serves it, or the worker of rank 0 does.
 
-torch is loaded here when it is needed: who is told of its store by `MASTER_ADDR` has it.
+torch is loaded only when it is needed: where `MASTER_ADDR` names its store, it is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from axon_ps.errors import ConfigurationError, Unreachable
 from axon_ps.observe.reminders import reminding
-from axon_ps.worker.environment import Place
+from axon_ps.worker.environment import LaunchInfo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def torch_store(address: str, place: Place, prefix: str, timeout_s: float) -> Store:
-    """Connect to torch's store, or serve it, exactly as `init_process_group` does, which can use it, too.
+def torch_store(address: str, launch: LaunchInfo, prefix: str, timeout_s: float) -> Store:
+    """Connect to torch's store, or serve it, exactly as `init_process_group` does, which can share it.
 
     Args:
         address: "host:port".
-        place: this worker's.
+        launch: which worker this is.
         prefix: of our keys.
         timeout_s: how long connecting may take, in seconds; on rank 0, if it serves, until all have come.
 
@@ -40,8 +40,8 @@ def torch_store(address: str, place: Place, prefix: str, timeout_s: float) -> St
             f"MASTER_ADDR and MASTER_PORT name torch's store at {address}, and torch is not installed: install "
             "axon-ps[torch], or set AXON_PS_COORDINATOR=host:port to join a job that runs"
         ) from error
-    url = f"tcp://{address}?rank={place.rank}&world_size={place.world_size}"
-    what = f"rank {place.rank} of {place.world_size} is waiting for torch's store at {address} and the others there"
+    url = f"tcp://{address}?rank={launch.rank}&world_size={launch.world_size}"
+    what = f"rank {launch.rank} of {launch.world_size} is waiting for torch's store at {address} and the others there"
     try:
         with reminding(_logger, lambda: what):
             store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout_s)))

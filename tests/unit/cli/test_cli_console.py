@@ -40,7 +40,7 @@ def test_a_last_line_without_an_end_is_written_at_the_end(screen: Screen) -> Non
     assert screen.out.getvalue() == "[w] no newline\n"
 
 
-def test_characters_cut_between_two_reads_stay_whole(screen: Screen) -> None:
+def test_characters_split_between_two_reads_stay_intact(screen: Screen) -> None:
     source = screen.console.source("w")
     data = "größe ✓\n".encode()
     for i in range(len(data)):
@@ -75,27 +75,27 @@ def test_a_rewritten_line_does_not_grow_without_bound(screen: Screen) -> None:
     assert len(screen.out.getvalue()) > 65_536  # written out although no line end came
 
 
-def test_last_words_are_the_last_traceback(screen: Screen) -> None:
+def test_last_errors_are_the_last_traceback(screen: Screen) -> None:
     source = screen.console.source("w")
     source.feed(b"noise\nTraceback (most recent call last):\n  File x\nValueError: first\n", error=True)
     source.feed(b"Traceback (most recent call last):\n  File y\nKeyError: second\n", error=True)
-    assert list(source.last_words()) == ["Traceback (most recent call last):", "  File y", "KeyError: second"]
+    assert list(source.last_errors()) == ["Traceback (most recent call last):", "  File y", "KeyError: second"]
 
 
-def test_last_words_without_a_traceback_are_the_last_lines(screen: Screen) -> None:
+def test_last_errors_without_a_traceback_are_the_last_lines(screen: Screen) -> None:
     source = screen.console.source("w")
     source.feed(b"".join(b"line %d\n" % i for i in range(30)), error=True)
-    assert list(source.last_words())[-1] == "line 29"
-    assert len(source.last_words()) == 10
+    assert list(source.last_errors())[-1] == "line 29"
+    assert len(source.last_errors()) == 10
 
 
-def test_whose_trouble_came_first_is_known(screen: Screen) -> None:
+def test_whose_error_came_first_is_known(screen: Screen) -> None:
     cause, effect = screen.console.source("a"), screen.console.source("b")
     cause.feed(b"axon-ps: port 1 is in use\n", error=True)
     effect.feed(b"Traceback (most recent call last):\nBroken: nobody there\n", error=True)
-    assert cause.first_trouble is not None
-    assert effect.first_trouble is not None
-    assert cause.first_trouble < effect.first_trouble
+    assert cause.first_error is not None
+    assert effect.first_error is not None
+    assert cause.first_error < effect.first_error
 
 
 def test_after_an_interrupt_its_own_tracebacks_are_left_out(screen: Screen) -> None:

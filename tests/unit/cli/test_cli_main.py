@@ -98,14 +98,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert words in complaint([script if a == "SCRIPT" else a for a in arguments], capsys)
 
 
-def test_the_doctor_looks_at_the_coordinator_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_checks_the_coordinator_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--coordinator", "127.0.0.1:1", "--json"]) == 1
     found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
     assert found["coordinator"]["found"] == "127.0.0.1:1"
     assert "nobody answers there" in found["coordinator"]["problem"]
 
 
-def test_listing_no_checkpoints_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_no_checkpoints_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 0
     assert capsys.readouterr() == ("", f"there is no complete checkpoint in {tmp_path}/nothing\n")
 

@@ -12,15 +12,15 @@ from axon_ps.errors import Unreachable
 from axon_ps.observe import reminders
 
 
-def test_who_waits_for_a_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_coordinator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reminders, "FIRST_REMINDER_S", 0.02)
-    said: list[str] = []
+    lines: list[str] = []
     address = f"127.0.0.1:{network.free_port()}"
     with pytest.raises(Unreachable, match="waited 0.3 s"):
-        asyncio.run(network.wait_until_listening(address, 0.3, said.append))
-    assert said
-    assert all(line.startswith(f"axon-ps: waiting for the coordinator at {address}, for ") for line in said)
+        asyncio.run(network.wait_until_listening(address, 0.3, lines.append))
+    assert lines
+    assert all(line.startswith(f"axon-ps: waiting for the coordinator at {address}, for ") for line in lines)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        said.clear()
-        asyncio.run(network.wait_until_listening(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, said.append))
-        assert not said
+        lines.clear()
+        asyncio.run(network.wait_until_listening(f"127.0.0.1:{listener.getsockname()[1]}", 5.0, lines.append))
+        assert not lines

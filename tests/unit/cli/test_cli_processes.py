@@ -25,7 +25,7 @@ daemon.returncode = 0  # or it would be complained about
 
 
 def test_a_daemon_that_holds_its_output_does_not_hold_up_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_REST_S", 0.1)
+    monkeypatch.setattr(processes, "_DRAIN_OUTPUT_S", 0.1)
     shown = io.StringIO()
 
     async def main() -> None:

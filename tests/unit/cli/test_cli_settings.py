@@ -49,7 +49,7 @@ def test_the_token_may_be_in_a_file_and_is_never_shown(tmp_path: Path) -> None:
     assert settings.security().token == "s3cret-token"
 
 
-def test_workers_read_what_we_tell_them() -> None:
+def test_workers_read_the_environment_that_is_passed_to_them() -> None:
     settings = load(job="j", tls_ca="ca.pem", tls_cert="c.pem", tls_key="k.pem", node="n", checkpoint_dir="/c")
     config = worker_config({**settings.environment(token="t"), "AXON_PS_COORDINATOR": "host:7"})
     assert (config.job, config.node, config.security.token) == ("j", "n", "t")

@@ -1,4 +1,4 @@
-"""What the doctor says of collectives that hang."""
+"""How the doctor reports collectives that hang."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALL_REDUCE = Call(sequence=17, operation=Operation.ALL_REDUCE, dtype=DType.F32, 
 BARRIER = Call(sequence=3, operation=Operation.BARRIER)
 
 
-def test_only_what_takes_long_is_told() -> None:
+def test_only_what_takes_long_is_reported() -> None:
     recorder = Recorder()
     recorder.end(recorder.begin("world@1", (0, 1), BARRIER))
     entry = recorder.begin("world@1", (0, 1), ALL_REDUCE)
     assert report(recorder, entry.started + 1.0, "a") == b""
-    told = json.loads(report(recorder, entry.started + HANGS_AFTER_S + 1.0, "a"))
-    assert [e["call"] for e in told["pending"]] == ["all_reduce(sum) of 12 f32"]
-    assert [e["outcome"] for e in told["last"]] == ["done", ""]
+    reported = json.loads(report(recorder, entry.started + HANGS_AFTER_S + 1.0, "a"))
+    assert [e["call"] for e in reported["pending"]] == ["all_reduce(sum) of 12 f32"]
+    assert [e["outcome"] for e in reported["last"]] == ["done", ""]
     recorder.end(entry)
     assert report(recorder, entry.started + 100.0, "a") == b""
 

@@ -1,4 +1,4 @@
-"""Drives a `CoordinatorState` as a shell would, with a manual clock and a memory store, and keeps what it said.
+"""Drives a `CoordinatorState` as a shell would, with a manual clock and a memory store, and records its replies.
 
 Performing an action checks what holds for every one of them: nothing is announced that is not in the store.
 """
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Hello, Ready, Vote
+from axon_ps.coordinator.core.events import JoinRequest, Ready, Vote
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -33,7 +33,7 @@ OPTIMIZER = OptimizerSpec(name="adamw", groups=({"lr": 0.1},), group_of=(0, -1))
 
 
 class Peer:
-    """A member as the coordinator sees it: its current session and everything it was told on it."""
+    """A member as the coordinator sees it: its current session and all events that it received."""
 
     def __init__(self, driver: Driver, role: Role, node: str, rank: int) -> None:
         self.driver, self.role, self.node = driver, role, node
@@ -52,17 +52,17 @@ class Peer:
     def membership(self) -> Membership:
         return self.last(Membership)
 
-    def told(self, kind: type[T]) -> list[T]:
+    def received(self, kind: type[T]) -> list[T]:
         return [e for e in self.inbox if isinstance(e, kind)]
 
     def last(self, kind: type[T]) -> T:
-        return self.told(kind)[-1]
+        return self.received(kind)[-1]
 
     def join(self, *, rank: int | None = None, world_size: int = 0, job: str = "job", standby: bool = False) -> Peer:
         """Open a (new) session."""
         d = self.driver
         session = d.next_session()
-        hello = Hello(
+        request = JoinRequest(
             job=job,
             incarnation=self.incarnation,
             node=self.node,
@@ -71,7 +71,7 @@ class Peer:
             world_size=world_size,
             standby=standby,
         )
-        actions = d.state.join(session, self.role, hello, d.clock())
+        actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None
         d.peers[session] = self
         d.perform(actions)

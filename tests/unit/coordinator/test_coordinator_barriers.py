@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         arrive(d, a, "two")
 
 
-def test_who_waits_for_workers_that_wait_in_a_step_for_it_is_told_so() -> None:
+def test_a_barrier_deadlocked_with_a_step_fails() -> None:
     d = Driver(world_size=3)
     (a, b, c), _ = d.assembled(workers=3)
     waiting = arrive(d, c, timeout_s=1000.0)

@@ -20,7 +20,7 @@ from axon_ps.types import Decision, Membership, Outcome, Role
 from coordinator_driver import SPEC, Driver
 
 
-def test_a_joiner_is_welcomed_then_told_the_job_then_the_members() -> None:
+def test_a_joiner_gets_the_welcome_then_the_job_then_the_members() -> None:
     d = Driver()
     w = d.worker()
     assert [type(e) for e in w.inbox] == [Welcome, JobState, Membership]
@@ -36,8 +36,8 @@ def test_every_join_makes_a_generation_and_is_pushed_to_everybody() -> None:
     assert {p.membership.generation for p in (first, second, shard)} == {3}
     assert first.membership == second.membership == shard.membership
     assert first.membership.complete
-    assert [m.generation for m in first.told(Membership)] == [1, 2, 3]
-    assert not first.told(Decision), "nothing was under way while the job assembled"
+    assert [m.generation for m in first.received(Membership)] == [1, 2, 3]
+    assert not first.received(Decision), "nothing was under way while the job assembled"
 
 
 def test_the_lowest_free_rank_or_the_wanted_one() -> None:
@@ -57,7 +57,7 @@ def test_a_rank_that_is_held_is_refused_naming_who_holds_it() -> None:
     assert first.membership.generation == 1
 
 
-def test_a_successor_that_comes_before_the_news_of_a_death_waits_for_it() -> None:
+def test_a_successor_that_joins_before_a_death_is_noticed_waits_for_it() -> None:
     d = Driver()
     d.worker(rank=0)
     first = d.worker(rank=1)
@@ -104,7 +104,7 @@ def test_another_job_is_refused() -> None:
         d.peer().join(job="other")
 
 
-def test_the_first_worker_may_say_the_world_size() -> None:
+def test_the_first_worker_may_set_the_world_size() -> None:
     d = Driver(world_size=0)
     assert d.shard().membership.waiting_for == "a first worker, which says how many there will be"
     with pytest.raises(InvalidRequest, match="nobody has said how many workers"):
@@ -117,7 +117,7 @@ def test_the_first_worker_may_say_the_world_size() -> None:
     assert d.state.status().membership.waiting_for == "2 of 3 workers"
 
 
-def test_an_extra_shard_server_is_told_to_come_later() -> None:
+def test_an_extra_shard_server_has_to_wait() -> None:
     d = Driver()
     d.shard()
     with pytest.raises(Busy, match="has all its 1 shard servers"):
@@ -129,12 +129,12 @@ def test_the_same_incarnation_keeps_its_rank_and_its_generation_when_its_stream_
     (w, other), (_,) = d.assembled()
     generation, old = w.membership.generation, w.session
     w.inbox.clear()
-    told = len(other.inbox)
+    received = len(other.inbox)
     w.join()
     assert [type(e) for e in w.inbox] == [Welcome, JobState, Membership]
     assert w.last(Welcome).rank == 0
     assert w.membership.generation == generation
-    assert len(other.inbox) == told
+    assert len(other.inbox) == received
     d.perform(d.state.stream_lost(old, d.clock()))
     assert d.state.status().membership.generation == generation, "the old stream is nobody's any more"
 
@@ -280,7 +280,7 @@ def test_replicas_and_local_ranks_are_dense() -> None:
     assert m.num_replicas == 4
 
 
-def test_a_node_is_a_replica_once_the_job_says_so() -> None:
+def test_a_node_is_a_replica_if_the_job_is_registered_so() -> None:
     d = Driver(world_size=4)
     workers = [d.worker(node=node) for node in ("a", "b", "a", "b")]
     generation = workers[0].membership.generation
@@ -291,7 +291,7 @@ def test_a_node_is_a_replica_once_the_job_says_so() -> None:
     assert m.num_replicas == 2
 
 
-def test_a_role_belongs_to_a_life() -> None:
+def test_an_incarnation_has_one_role() -> None:
     d = Driver()
     w = d.worker()
     impostor = d.peer(Role.SHARD)
@@ -332,7 +332,7 @@ def test_a_config_that_cannot_work_is_refused() -> None:
             CoordinatorConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_status_says_who_is_there_and_what_is_waited_for() -> None:
+def test_the_status_has_the_members_and_what_is_waited_for() -> None:
     d = Driver()
     (w, other), (shard,) = d.assembled()
     d.perform(d.state.heartbeat(w.session, {"tokens_per_s": 12.0}, d.clock()))

@@ -10,8 +10,8 @@ import pytest
 
 from axon_ps.coordinator import messages as m
 from axon_ps.coordinator.core.events import (
-    Hello,
     JobState,
+    JoinRequest,
     Ready,
     RestoreOrder,
     SnapshotFile,
@@ -72,8 +72,8 @@ def test_an_event_of_a_newer_protocol_is_nothing() -> None:
 
 
 def test_what_goes_up() -> None:
-    hello = Hello(job="j", incarnation="c" * 32, node="n", address="h:1", requested_rank=-1, world_size=2)
-    assert m.hello_from_proto(m.hello_to_proto(hello, Role.SHARD).join) == (Role.SHARD, hello)
+    request = JoinRequest(job="j", incarnation="c" * 32, node="n", address="h:1", requested_rank=-1, world_size=2)
+    assert m.join_from_proto(m.join_to_proto(request, Role.SHARD).join) == (Role.SHARD, request)
     vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}))
     assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
     copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
@@ -113,10 +113,10 @@ def test_status() -> None:
 @pytest.mark.parametrize(
     ("parse", "message", "words"),
     [
-        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="A" * 32), "32 hex digits"),
-        (m.hello_from_proto, session_pb2.Join(incarnation="a" * 32), "role is unset"),
-        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
-        (m.hello_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
+        (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="A" * 32), "32 hex digits"),
+        (m.join_from_proto, session_pb2.Join(incarnation="a" * 32), "role is unset"),
+        (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
+        (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
         (m.ready_from_proto, session_pb2.Ready(sum_of_squares=-0.5), "0 or more"),
         (
             m.snapshot_report_from_proto,

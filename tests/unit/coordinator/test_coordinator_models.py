@@ -51,7 +51,7 @@ def versions(d: Driver) -> dict[str, int]:
 
 
 def decisions(peer: Peer, model: int) -> list[Decision]:
-    return [x for x in peer.told(Decision) if x.model == model]
+    return [x for x in peer.received(Decision) if x.model == model]
 
 
 def copy_from(workers: list[Peer], target: int = 2, source: int = 0, weight: float = 0.005) -> None:
@@ -133,19 +133,19 @@ def test_a_restarted_coordinator_knows_every_model() -> None:
     for peer in (*servers, *workers):
         peer.join()
     assert d.state.status().models == before
-    assert {s.name: s.copied for s in workers[0].told(JobState)[-3:]} == {"policy": 0, "critic": 0, "target": 1}
+    assert {s.name: s.copied for s in workers[0].received(JobState)[-3:]} == {"policy": 0, "critic": 0, "target": 1}
     step(workers, servers, 1)
     step(workers, servers, 0)
     assert versions(d) == {"policy": 1, "critic": 2, "target": 1}
     assert d.register(workers[0], OTHER, OTHER_OPTIMIZER, name="critic").model == 1
 
 
-def test_who_comes_later_is_told_of_every_model() -> None:
+def test_a_later_joiner_gets_the_state_of_every_model() -> None:
     d, workers, servers = several(min_workers=1)
     step(workers, servers, 1)
     workers[1].lose()
     late = d.worker()
-    states = {s.name: s for s in late.told(JobState)}
+    states = {s.name: s for s in late.received(JobState)}
     assert {name: s.version for name, s in states.items()} == {"policy": 0, "critic": 1, "target": 0}
     assert states["critic"].initialized
     assert states["critic"].spec is None
@@ -174,11 +174,11 @@ def test_a_copy_and_a_step_of_its_source_are_in_one_order_on_every_server() -> N
         step(workers, servers, 0)
         copy_from(workers)
     for server in servers:
-        seen = [(x.model, x.version, x.copy and x.copy.version) for x in server.told(Decision)]
+        seen = [(x.model, x.version, x.copy and x.copy.version) for x in server.received(Decision)]
         assert seen == [(0, 1, None), (2, 1, 1), (0, 2, None), (2, 2, 2), (0, 3, None), (2, 3, 3)]
 
 
-def test_votes_that_disagree_on_a_copy_are_an_abort_that_says_so() -> None:
+def test_votes_that_disagree_on_a_copy_are_an_abort_with_the_reason() -> None:
     _, (a, b), _ = several()
     copy_from([a])
     copy_from([b], weight=0.5)
@@ -198,7 +198,7 @@ def test_votes_that_disagree_on_a_copy_are_an_abort_that_says_so() -> None:
     ("target", "source", "why"),
     [(2, 1, "it has 2 units and the other 1"), (2, 9, "does not have"), (2, 2, "itself")],
 )
-def test_a_copy_that_cannot_be_is_an_abort_that_says_why(target: int, source: int, why: str) -> None:
+def test_an_impossible_copy_is_an_abort_with_the_reason(target: int, source: int, why: str) -> None:
     d, workers, _ = several()
     copy_from(workers, target, source)
     decision = decisions(workers[0], target)[-1]
@@ -214,7 +214,7 @@ def test_a_copy_waits_for_values_and_for_every_servers_stream() -> None:
     for peer in (*workers, servers[0]):
         peer.join()
     copy_from(workers)
-    assert versions(d)["target"] == 0, "server 1 could miss more decisions than it is told again"
+    assert versions(d)["target"] == 0, "server 1 could miss more decisions than are resent to it"
     servers[1].join()
     assert versions(d)["target"] == 1
     for server in servers:
@@ -253,7 +253,7 @@ def test_workers_that_wait_for_each_other_in_different_models_are_brought_togeth
     a.vote(model=1, blocked=True)
     shard.ready(model=1)
     assert versions(d)["critic"] == 1
-    assert d.state.status().counters["steps_crossed"] == 1
+    assert d.state.status().counters["steps_deadlocked"] == 1
 
 
 def test_of_two_equal_crowds_the_one_in_the_lower_model_stays_and_pushing_counts_as_waiting() -> None:
@@ -265,7 +265,7 @@ def test_of_two_equal_crowds_the_one_in_the_lower_model_stays_and_pushing_counts
     assert decisions(a, 0)[-1].generation < a.membership.generation
 
 
-def test_nobody_is_crossed_before_a_change_or_with_threads_or_while_a_step_waits_for_servers() -> None:
+def test_there_is_no_deadlock_before_a_change_or_with_threads_or_while_a_step_waits_for_servers() -> None:
     d, (a, b), _ = several()
     a.vote(model=0, blocked=True)
     b.vote(model=1, blocked=True)
@@ -316,7 +316,7 @@ def test_all_models_go_back_at_one_moment() -> None:
     membership = workers[0].last(Membership)
     assert membership.generation == generation + 1
     assert (membership.progress(0)[1], membership.progress(1)[1], membership.progress(2)[1]) == (7, 9, 0)
-    assert shard.told(RestoreOrder) == [
+    assert shard.received(RestoreOrder) == [
         RestoreOrder(epoch=1, uri="/c", version=7, model=0, section="policy"),
         RestoreOrder(epoch=1, uri="/c", version=9, model=1, section="critic"),
     ]

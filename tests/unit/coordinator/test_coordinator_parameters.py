@@ -82,7 +82,7 @@ def test_another_model_is_refused_naming_rank_and_difference(spec: JobSpec, diff
         d.register(b, spec)
 
 
-def test_models_of_one_layout_are_told_apart_by_their_class() -> None:
+def test_models_of_one_layout_are_distinguished_by_their_class() -> None:
     d = Driver()
     a, b = d.worker(), d.worker()
     d.register(a, dataclasses.replace(SPEC, model="Teacher"))
@@ -191,7 +191,7 @@ def test_everything_registered_survives_a_restart() -> None:
 # ---------------------------------------------------------------------- first values
 
 
-def test_the_job_is_initialized_when_every_server_says_so() -> None:
+def test_the_job_is_initialized_when_every_server_has_reported_it() -> None:
     d = Driver(num_shards=2)
     shards = [d.shard(), d.shard()]
     a, _ = d.worker(), d.worker()
@@ -275,7 +275,7 @@ def test_one_checkpoint_at_a_time_and_numbers_are_never_used_twice() -> None:
     d.restart()
     shard.join()
     save(d)
-    assert [o.id for o in shard.told(SnapshotOrder)] == [1, 2, 3]
+    assert [o.id for o in shard.received(SnapshotOrder)] == [1, 2, 3]
 
 
 def test_a_server_that_cannot_write_fails_the_checkpoint() -> None:
@@ -356,7 +356,7 @@ def test_a_restore_goes_on_after_restarts_of_the_coordinator_and_of_a_server() -
     for p in (a, b, shards[0]):
         p.inbox.clear()
         p.join()
-    assert not shards[0].told(RestoreOrder), "it has loaded"
+    assert not shards[0].received(RestoreOrder), "it has loaded"
     d.advance(5.0, beat=True)
     reborn = d.shard()
     assert [type(e) for e in reborn.inbox if not isinstance(e, Decision)] == [
@@ -400,7 +400,7 @@ def test_a_newer_restore_takes_the_place_of_an_older_one_and_of_a_save() -> None
     restore(d, "/other", 3)
     assert isinstance(d.replies[first], CheckpointError)
     assert "/other" in str(d.replies[first])
-    assert [o.epoch for o in shard.told(RestoreOrder)] == [1, 2]
+    assert [o.epoch for o in shard.received(RestoreOrder)] == [1, 2]
 
 
 def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None:

@@ -1,4 +1,4 @@
-"""The shell: written before it is said, in one piece; a full disk holds everything back, a broken one ends it."""
+"""The shell: records are written before anything is published; a full disk delays that, a broken one ends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Hello
+from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.coordinator.server import shell as shell_module
 from axon_ps.coordinator.server.shell import Session, Shell
@@ -71,8 +71,8 @@ def put(shell: Shell, key: str) -> asyncio.Task[Any]:
 
 def join(shell: Shell) -> Session:
     session = shell.open_session()
-    hello = Hello(job="job", incarnation="a" * 32, node="n")
-    shell.perform(shell.state.join(session.number, Role.WORKER, hello, shell.now()))
+    request = JoinRequest(job="job", incarnation="a" * 32, node="n")
+    shell.perform(shell.state.join(session.number, Role.WORKER, request, shell.now()))
     return session
 
 
@@ -83,18 +83,18 @@ def test_what_comes_while_writing_is_written_together_afterwards() -> None:
         others = [put(shell, key) for key in "bcd"]
         session = join(shell)
         events = session.events()
-        hearing = asyncio.ensure_future(anext(events))
+        next_event = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         assert not first.done()
-        assert not hearing.done()
+        assert not next_event.done()
         store.gate.release()
         await first
         await started(store)
         assert not any(o.done() for o in others)
-        assert not hearing.done(), "nothing is said that is not written"
+        assert not next_event.done(), "nothing is published that is not written"
         store.gate.release()
         await asyncio.gather(*others)
-        assert (await hearing).HasField("welcome")
+        assert (await next_event).HasField("welcome")
         assert store.batches == [4, 5]  # job, members, progress, kv/a; three keys, members, progress
 
     run(test)
@@ -118,7 +118,7 @@ def test_reading_does_not_wait_for_a_write_that_comes_later_but_for_one_before()
     run(test)
 
 
-def test_a_full_disk_holds_everything_back_until_there_is_space() -> None:
+def test_a_full_disk_delays_everything_until_there_is_space() -> None:
     async def test(shell: Shell, store: SlowStore) -> None:
         store.errors = [StorageFull("no space"), StorageFull("no space")]
         writing = put(shell, "a")
@@ -166,7 +166,7 @@ def test_a_broken_store_ends_the_coordinator() -> None:
     run(test)
 
 
-def test_a_call_that_is_refused_changes_nothing_and_one_given_up_is_forgotten() -> None:
+def test_a_call_that_is_refused_changes_nothing_and_a_cancelled_one_is_dropped() -> None:
     async def test(shell: Shell, store: SlowStore) -> None:
         store.gate.release(1000)
         with pytest.raises(InvalidRequest):
@@ -199,14 +199,14 @@ def test_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_a_member_that_does_not_read_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_does_not_read_loses_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(shell: Shell, store: SlowStore) -> None:
         monkeypatch.setattr(shell_module, "QUEUE_EVENTS", 4)
         store.gate.release(1000)
         session = join(shell)
         for i in range(4):
-            hello = Hello(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
-            shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, hello, shell.now()))
+            request = JoinRequest(job="job", incarnation=f"{i:032x}", node="n", address="h:1")
+            shell.perform(shell.state.join(shell.open_session().number, Role.SHARD, request, shell.now()))
             await put(shell, f"written {i}")
         assert isinstance(session.error, Broken)
         assert "has not read 4 events" in str(session.error)

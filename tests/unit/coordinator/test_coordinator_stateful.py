@@ -1,7 +1,7 @@
 """Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
 hold through all of them.
 
-Members have the memory that `CoordinatorClient` has; what is simulated is the network between.
+Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, Persist
 from axon_ps.coordinator.core.events import Ready, Vote, Welcome
@@ -24,20 +24,20 @@ from coordinator_driver import Driver, Peer
 
 
 class Client:
-    """A member: its memory is the real one; whether the network lets it hear is the test's."""
+    """A member: its delivery state is the real one; the test decides whether the network delivers."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.memory = Memory()
+        self.delivery = Delivery()
         self.deaf = True
         self.rank: int | None = None
-        self.spoken: tuple[int, int] = (0, 0)
+        self.acted: tuple[int, int] = (0, 0)
         self.votes: set[tuple[int, int]] = set()
-        self.heard: dict[int, list[Decision]] = {}
+        self.received_by_step: dict[int, list[Decision]] = {}
 
     @property
     def membership(self) -> Membership | None:
-        return self.memory.membership
+        return self.delivery.membership
 
     def drain(self) -> None:
         events, self.peer.inbox[:] = list(self.peer.inbox), []
@@ -45,17 +45,17 @@ class Client:
             if isinstance(event, Welcome):
                 assert self.rank in (None, event.rank), "a rank is for life"
                 self.rank = self.peer.rank = event.rank
-            for news in self.memory.hear(event):
+            for news in self.delivery.receive(event):
                 if isinstance(news, Decision):
-                    self.heard.setdefault(news.step, []).append(news)
+                    self.received_by_step.setdefault(news.step, []).append(news)
 
     def next_step(self) -> tuple[int, int] | None:
-        """Generation and step of the attempt this member is in; None when it has spoken in it, or there is none."""
+        """Generation and step of the attempt this member is in; None when it has acted in it, or there is none."""
         m = self.membership
         if m is None or not m.complete:
             return None
-        name = (m.generation, max([m.step, *(s + 1 for s in self.heard)]))
-        return None if name == self.spoken else name
+        name = (m.generation, max([m.step, *(s + 1 for s in self.received_by_step)]))
+        return None if name == self.acted else name
 
 
 class Coordinator(RuleBasedStateMachine):
@@ -116,7 +116,7 @@ class Coordinator(RuleBasedStateMachine):
         if m.complete:
             assert m.workers, "without workers there are no steps"
         for client in self.clients:
-            assert all(len(said) == 1 for said in client.heard.values()), "at most one decision per step"
+            assert all(len(each) == 1 for each in client.received_by_step.values()), "at most one decision per step"
 
     # ------------------------------------------------------------------ rules
 
@@ -133,16 +133,16 @@ class Coordinator(RuleBasedStateMachine):
             self.clients.remove(client)
             return
         client.drain()
-        for message in client.memory.to_repeat():
+        for message in client.delivery.to_resend():
             if message.HasField("vote"):
-                self.say(client, vote_from_proto(message.vote))
+                self.record(client, vote_from_proto(message.vote))
             else:
-                self.say(client, ready_from_proto(message.ready))
+                self.record(client, ready_from_proto(message.ready))
 
-    def say(self, client: Client, word: Vote | Ready, perform: Any = None) -> None:
+    def record(self, client: Client, message: Vote | Ready, perform: Any = None) -> None:
         d = self.d
-        say = d.state.vote if isinstance(word, Vote) else d.state.ready
-        (perform or d.perform)(say(client.peer.session, word, d.clock()))  # type: ignore[arg-type]
+        record = d.state.vote if isinstance(message, Vote) else d.state.ready
+        (perform or d.perform)(record(client.peer.session, message, d.clock()))  # type: ignore[arg-type]
 
     @precondition(lambda self: len(self.clients) < 8)
     @rule(role=st.sampled_from(list(Role)))
@@ -185,31 +185,31 @@ class Coordinator(RuleBasedStateMachine):
         if (client := self.pick(data, Role.WORKER)) is not None and (m := client.membership) is not None:
             client.peer.arrive(generation=m.generation)
 
-    def speak(self, client: Client, sum_of_squares: float, perform: Any = None) -> None:
+    def act(self, client: Client, sum_of_squares: float, perform: Any = None) -> None:
         name = client.next_step()
         if name is None:
             return
-        client.spoken = (generation, step) = name
+        client.acted = (generation, step) = name
         if client.peer.role is Role.WORKER:
             client.votes.add(name)
-            word: Vote | Ready = Vote(generation=generation, step=step)
+            message: Vote | Ready = Vote(generation=generation, step=step)
         else:
-            word = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
-        assert client.memory.say(word) == []
-        self.say(client, word, perform)
+            message = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
+        assert client.delivery.record(message) == []
+        self.record(client, message, perform)
 
     @rule(data=st.data(), sum_of_squares=st.sampled_from([1.0, 1.0, float("nan")]))
-    def somebody_speaks(self, data: Any, sum_of_squares: float) -> None:
+    def one_member_acts(self, data: Any, sum_of_squares: float) -> None:
         if (client := self.pick(data)) is not None:
-            self.speak(client, sum_of_squares)
+            self.act(client, sum_of_squares)
 
     @rule(steps=st.integers(1, 3), sum_of_squares=st.sampled_from([1.0, 1.0, 1.0, float("inf")]))
-    def everybody_speaks(self, steps: int, sum_of_squares: float) -> None:
+    def all_members_act(self, steps: int, sum_of_squares: float) -> None:
         for _ in range(steps):
             for client in list(self.clients):
                 if not client.deaf and client.peer.open:
                     client.drain()
-                    self.speak(client, sum_of_squares)
+                    self.act(client, sum_of_squares)
 
     @rule()
     def everybody_comes_back(self) -> None:
@@ -218,8 +218,8 @@ class Coordinator(RuleBasedStateMachine):
                 self.attach(client)
 
     @rule(data=st.data(), written=st.booleans())
-    def the_coordinator_crashes_over_a_word(self, data: Any, written: bool) -> None:
-        """It dies after what it decided is written, or even before; nobody is told either way."""
+    def the_coordinator_crashes_over_a_message(self, data: Any, written: bool) -> None:
+        """It dies after its decision is written, or before that; nobody receives the decision either way."""
 
         def crash(actions: list[Action]) -> None:
             if written and actions and isinstance(actions[0], Persist):
@@ -230,8 +230,8 @@ class Coordinator(RuleBasedStateMachine):
             for other in self.clients:
                 if other is not client and not other.deaf and other.peer.open:
                     other.drain()
-                    self.speak(other, 1.0)
-            self.speak(client, 1.0, crash)
+                    self.act(other, 1.0)
+            self.act(client, 1.0, crash)
             self.the_coordinator_restarts()
             self.everybody_comes_back()
 
@@ -253,7 +253,7 @@ class Coordinator(RuleBasedStateMachine):
             self.d.advance(1.0)
 
     def teardown(self) -> None:
-        """Everybody comes back; whoever voted in a step that is over has heard of it, once, and what was decided."""
+        """All members reconnect; each has received the decision of every step that it voted in, once."""
         if not hasattr(self, "d"):
             return
         for client in list(self.clients):
@@ -264,12 +264,12 @@ class Coordinator(RuleBasedStateMachine):
         status = self.d.state.status()
         for client in self.clients:
             for generation, step in client.votes:
-                said = client.heard.get(step, [])
+                decisions = client.received_by_step.get(step, [])
                 over = step < status.step or generation < status.membership.generation
-                assert len(said) == (1 if over else 0), (step, said)
+                assert len(decisions) == (1 if over else 0), (step, decisions)
                 truth = self.decisions.get(step)
-                if said and truth is not None and status.step - step <= records.HISTORY:
-                    assert repr(said[0]) == repr(truth), "what is heard is what was decided"
+                if decisions and truth is not None and status.step - step <= records.HISTORY:
+                    assert repr(decisions[0]) == repr(truth), "the decision received is the one made"
 
 
 TestCoordinatorStateful = pytest.mark.timeout(300)(Coordinator.TestCase)

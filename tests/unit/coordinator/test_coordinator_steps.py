@@ -42,13 +42,13 @@ def step(workers: list[Peer], shards: list[Peer], sums: Any = (4.0,), **vote: An
     return decided(workers[0])
 
 
-def test_a_step_commits_when_all_have_spoken() -> None:
+def test_a_step_commits_when_all_have_reported() -> None:
     d = Driver()
     workers, shards = d.assembled()
     generation = workers[0].membership.generation
     workers[0].vote(max_norm=1.0, hyper=({"lr": 0.2},))
     shards[0].ready(4.0)
-    assert not workers[0].told(Decision)
+    assert not workers[0].received(Decision)
     workers[1].vote(max_norm=1.0, hyper=({"lr": 0.2},))
     expected = Decision(
         step=1,
@@ -141,7 +141,7 @@ def test_votes_that_disagree_or_cannot_be_abort_the_step(votes: list[dict[str, A
     decision = decided(workers[1])
     assert (decision.outcome, decision.version) == (Outcome.ABORT, 0)
     assert re.search(reason, decision.reason), decision.reason
-    assert len(workers[1].told(Membership)) == len({m.generation for m in workers[1].told(Membership)})
+    assert len(workers[1].received(Membership)) == len({m.generation for m in workers[1].received(Membership)})
     assert step(workers, shards).outcome is Outcome.COMMIT
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_of_the_current_attempt_is_ignored() -> None:
     assert d.state.status().pending == ()
 
 
-def test_the_first_word_counts_and_repeating_it_is_harmless() -> None:
+def test_the_first_message_counts_and_repeating_it_is_harmless() -> None:
     d = Driver()
     workers, shards = d.assembled()
     shards[0].ready(4.0)
@@ -166,7 +166,7 @@ def test_the_first_word_counts_and_repeating_it_is_harmless() -> None:
     workers[1].vote(max_norm=1.0)
     workers[1].vote(max_norm=1.0)
     assert decided(workers[0]).grad_norm == 2.0
-    assert len(workers[0].told(Decision)) == 1
+    assert len(workers[0].received(Decision)) == 1
 
 
 def test_only_workers_vote_and_only_shard_servers_are_ready() -> None:
@@ -187,7 +187,7 @@ def test_nothing_is_decided_while_members_are_missing() -> None:
     s.initialized()
     s.ready()
     w.vote()
-    assert not w.told(Decision)
+    assert not w.received(Decision)
 
 
 def test_after_a_commit_a_death_changes_nothing() -> None:
@@ -195,11 +195,11 @@ def test_after_a_commit_a_death_changes_nothing() -> None:
     workers, shards = d.assembled()
     step(workers, shards)
     workers[0].lose()
-    assert [x.outcome for x in workers[1].told(Decision)] == [Outcome.COMMIT, Outcome.ABORT]
+    assert [x.outcome for x in workers[1].received(Decision)] == [Outcome.COMMIT, Outcome.ABORT]
     assert workers[1].membership.version == 1
 
 
-def test_a_member_that_missed_decisions_is_told_before_it_is_told_who_is_there() -> None:
+def test_a_member_gets_missed_decisions_before_the_membership() -> None:
     d = Driver()
     workers, shards = d.assembled()
     shards[0].ready()
@@ -225,7 +225,7 @@ def test_decisions_survive_a_restart() -> None:
     workers[0].inbox.clear()
     workers[0].join()
     assert decided(workers[0]) == last
-    assert math.isinf(workers[0].told(Decision)[0].grad_norm)
+    assert math.isinf(workers[0].received(Decision)[0].grad_norm)
     assert (d.state.status().version, d.state.status().step) == (1, 3)
     for p in (workers[1], *shards):
         p.join()
@@ -246,7 +246,7 @@ def test_a_vote_given_before_a_restart_is_given_again_after_it() -> None:
     assert decided(workers[0]).outcome is Outcome.COMMIT
 
 
-def test_only_the_newest_decisions_are_kept() -> None:
+def test_only_the_newest_decisions_are_retained() -> None:
     d = Driver()
     workers, shards = d.assembled()
     for _ in range(40):
@@ -254,7 +254,7 @@ def test_only_the_newest_decisions_are_kept() -> None:
     assert len([k for k in d.store.load() if k.startswith("decision/")]) == 16
     workers[0].inbox.clear()
     workers[0].join()
-    assert [x.step for x in workers[0].told(Decision)] == list(range(25, 41))
+    assert [x.step for x in workers[0].received(Decision)] == list(range(25, 41))
 
 
 def test_a_tally_names_at_most_eight_ranks() -> None:

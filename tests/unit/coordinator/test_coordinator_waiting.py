@@ -18,7 +18,7 @@ KEYS = st.integers(0, 5)
 
 
 @given(st.lists(st.one_of(st.tuples(KEYS, st.floats(0, 100)), st.tuples(KEYS, st.none()), st.floats(0, 100))))
-def test_it_says_what_a_dictionary_says(events: list[tuple[int, float | None] | float]) -> None:
+def test_it_agrees_with_a_dictionary(events: list[tuple[int, float | None] | float]) -> None:
     deadlines: Deadlines[int] = Deadlines()
     model: dict[int, float] = {}
     for event in events:

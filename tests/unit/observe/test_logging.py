@@ -67,7 +67,7 @@ def test_auto_is_plain_where_there_is_no_terminal() -> None:
     assert " INFO run room.module: hello" in stream.getvalue()
 
 
-def test_rich_names_who_speaks() -> None:
+def test_rich_names_role_and_rank() -> None:
     stream = io.StringIO()
     configure("shard", rank=0, style=LogStyle.RICH, stream=stream)
     logger.warning("hello")

@@ -70,7 +70,7 @@ def test_broken_layouts_are_refused(units: tuple[Unit, ...], words: str) -> None
         (layout(two().units[0], build_unit("b", [("b.w", (5,), DType.BF16)])), "frozen here and trainable"),
     ],
 )
-def test_the_first_difference_is_told_in_words(other: Layout, words: str) -> None:
+def test_the_first_difference_is_named(other: Layout, words: str) -> None:
     difference = first_difference(two(), other)
     assert bool(difference) == bool(words)
     if words:

@@ -77,7 +77,7 @@ def test_nonsense_is_refused() -> None:
         JobSpec(layout=layout, precision=WirePrecision(grad=DType.I64))
 
 
-def test_job_specs_differ_in_words() -> None:
+def test_the_difference_of_job_specs_is_text() -> None:
     layout = Layout(units=(build_unit("u", [("w", (4,), F32)]),))
     spec = JobSpec(layout=layout)
     assert spec.difference(JobSpec(layout=layout)) == ""

@@ -90,6 +90,6 @@ def test_decisions_of_one_replica_are_kept_however_many_others_there_were() -> N
     for step in range(1, 100):
         turn = None if step % 3 == 0 else Turn(replica=0 if step == 1 else 1, clock=step, slowest_clock=0)
         decision = Decision(step=step, generation=1, outcome=Outcome.COMMIT, version=step, turn=turn)
-        kept = records.kept(kept, decision)
+        kept = records.retained(kept, decision)
     assert [d.step for d in kept if d.turn is not None] == [1, 98]
     assert [d.step for d in kept if d.turn is None] == list(range(99 - 3 * 15, 100, 3))

@@ -86,12 +86,12 @@ def test_round_trip_in_pieces_of_any_size(numels: dict[str, int], piece: int) ->
     rng = np.random.default_rng(0)
     values = {n: rng.standard_normal(k).astype(np.float32) for n, k in numels.items() if n != "__metadata__"}
     store = open_store(f"memory://{uuid.uuid4().hex}")
-    whole, checkpoint.PIECE_BYTES = checkpoint.PIECE_BYTES, piece
+    original, checkpoint.BLOCK_BYTES = checkpoint.BLOCK_BYTES, piece
     try:
         write(store, "f", values)
         assert_equal(read(store, "f"), values)
     finally:
-        checkpoint.PIECE_BYTES = whole
+        checkpoint.BLOCK_BYTES = original
 
 
 def test_a_tensor_may_come_in_parts(tmp_path: Path) -> None:

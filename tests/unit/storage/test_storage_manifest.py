@@ -176,7 +176,7 @@ def test_a_manifest_of_several_models_has_a_section_of_each(tmp_path: Path) -> N
         ("policy", 3, LAYOUT),
         ("critic", 8, Layout(units=LAYOUT.units[:1])),
     ]
-    assert read.section("critic", alone=False).version == read.section("critic").version == 8
+    assert read.section("critic", only=False).version == read.section("critic").version == 8
     assert read.extra == manifest().extra
     assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == 2
     with pytest.raises(InvalidRequest, match="has no model 'nobody': it has 'policy', 'critic'"):
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_one_model_is_of_the_format_that_it_always_was(tmp_path:
     read = read_manifest(str(tmp_path))
     assert (read.name, read.section("whatever").version) == ("", 5)
     with pytest.raises(InvalidRequest, match="has no model 'whatever'"):
-        read.section("whatever", alone=False)
+        read.section("whatever", only=False)
 
 
 def test_files_of_every_model_are_checked_and_kept(tmp_path: Path) -> None:

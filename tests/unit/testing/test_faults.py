@@ -78,7 +78,7 @@ def test_what_is_late_arrives_in_order_and_whole(ends: Ends, kind: Kind) -> None
     assert Disturbance(kind=kind, seconds=0.2).heals_after_s == (0.2 if kind is Kind.BLACK_HOLE else 0.4)
 
 
-def test_connections_that_are_not_meant_are_left_alone(ends: Ends) -> None:
+def test_other_connections_are_not_disturbed(ends: Ends) -> None:
     ends.proxy.disturb(Disturbance(kind=Kind.RESET), {os.getpid() + 1})
     ends.client.sendall(b"still")
     assert ends.server.recv(5) == b"still"
@@ -180,7 +180,7 @@ def test_a_process_gives_back_what_it_only_keeps() -> None:
     assert int(run.stdout) > 35 << 10
 
 
-def test_a_process_says_where_it_is() -> None:
+def test_a_process_writes_its_stacks() -> None:
     command = [sys.executable, "-c", _WAITING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

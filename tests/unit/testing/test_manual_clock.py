@@ -11,7 +11,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.testing.clock import ManualClock
 
 
-def test_it_stands_still_until_it_is_told_to_go_on() -> None:
+def test_its_time_changes_only_by_advance() -> None:
     clock = ManualClock(5.0)
     deadline = Deadline(2.0, clock)
     assert clock() == clock() == 5.0

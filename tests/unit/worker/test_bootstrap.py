@@ -15,11 +15,11 @@ from axon_ps.errors import AxonError, Broken, ConfigurationError, Timeout, Unrea
 from axon_ps.observe import reminders
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.worker.bootstrap import job as job_module
-from axon_ps.worker.bootstrap.job import Formed, find_job, form_job
+from axon_ps.worker.bootstrap.job import FormedJob, find_job, form_job
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
 from axon_ps.worker.bootstrap.stores import first_host, master_of, open_store
-from axon_ps.worker.environment import place_of
+from axon_ps.worker.environment import launch_info
 
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"test-{os.getpid()}"}
 SRUN = {
@@ -78,11 +78,11 @@ def services(monkeypatch: pytest.MonkeyPatch) -> type[Services]:
 
 def form(
     environments: list[dict[str, str]], *, store: Dict | None = None, timeout_s: float = 5.0
-) -> list[Formed | AxonError]:
+) -> list[FormedJob | AxonError]:
     """Form a job with a thread for every worker."""
     at = store or Dict()
 
-    def one(rank: int) -> Formed | AxonError:
+    def one(rank: int) -> FormedJob | AxonError:
         try:
             return form_job(at, environments[rank], rank, len(environments), Deadline(timeout_s))
         except AxonError as error:
@@ -104,23 +104,23 @@ def test_rank_0_starts_the_coordinator_and_every_node_its_shard_servers(services
     assert second["coordinator"] == "127.0.0.1:7"
     assert {asked["num_shards"] for asked in services.asked} == {3}
     for rank, one in enumerate(formed):
-        assert isinstance(one, Formed)
+        assert isinstance(one, FormedJob)
         assert (one.config.coordinator, one.config.rank, one.config.world_size) == ("127.0.0.1:7", rank, 4)
         assert (one.services is not None) == (rank in (0, 2))  # the first of each node
 
 
-def test_there_is_one_shard_server_a_node_unless_told_otherwise(services: type[Services]) -> None:
+def test_there_is_one_shard_server_a_node_by_default(services: type[Services]) -> None:
     form([{"AXON_PS_NODE": name, "AXON_PS_TOKEN": "t"} for name in "aab"])
     assert sorted(asked["shards"] for asked in services.asked) == [[0], [1]]
 
 
-def test_what_keeps_rank_0_from_it_all_are_told(services: type[Services]) -> None:
+def test_an_error_of_rank_0_is_announced_to_all(services: type[Services]) -> None:
     services.broken = "no room"
     errors = form([{}, {}])
     assert [str(error) for error in errors] == ["no room", "rank 0 could not start the job's services: no room"]
 
 
-def test_services_for_several_hosts_need_tls_or_a_word_that_they_do_not(
+def test_services_for_several_hosts_need_tls_or_insecure(
     services: type[Services], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     networks = iter("ab" * 2)
@@ -129,7 +129,7 @@ def test_services_for_several_hosts_need_tls_or_a_word_that_they_do_not(
     assert isinstance(errors[0], ConfigurationError)
     assert all("AXON_PS_TLS_CERT" in str(error) and "AXON_PS_INSECURE=1" in str(error) for error in errors)
     own = {"AXON_PS_INSECURE": "1", "AXON_PS_TOKEN": "t", "AXON_PS_ADVERTISE": "me"}
-    assert all(isinstance(one, Formed) for one in form([{**own, "AXON_PS_NODE": name} for name in "ab"]))
+    assert all(isinstance(one, FormedJob) for one in form([{**own, "AXON_PS_NODE": name} for name in "ab"]))
     assert {(asked["host"], asked["advertise"]) for asked in services.asked} == {("0.0.0.0", "me")}
 
 
@@ -140,14 +140,14 @@ def test_the_name_that_others_reach_us_by_is_the_one_towards_the_store() -> None
     assert job_module._own_name({**place, "MASTER_ADDR": "localhost", "AXON_PS_ADVERTISE": "me"}) == "me"
 
 
-def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_before(services: type[Services]) -> None:
+def test_workers_that_are_restarted_on_the_same_store_ignore_earlier_ones(services: type[Services]) -> None:
     store = Dict()
     services.broken = "no room"
     assert all("no room" in str(error) for error in form([{}, {}], store=store))
     services.broken = ""
     for token in ("first", "second"):
         formed = form([{"AXON_PS_TOKEN": token, "AXON_PS_NODE": name} for name in "ab"], store=store)
-        assert [one.config.security.token for one in formed if isinstance(one, Formed)] == [token, token]
+        assert [one.config.security.token for one in formed if isinstance(one, FormedJob)] == [token, token]
     with pytest.raises(Timeout, match="rank 1 is waiting"):  # its own rank 0 never begins
         form_job(store, {}, 1, 2, Deadline(0.2))
     with pytest.raises(Timeout, match="rank 0 is waiting for the worker of rank 1"):
@@ -157,7 +157,7 @@ def test_workers_that_are_started_again_on_the_same_store_believe_nobody_of_befo
 @pytest.mark.parametrize(
     ("rank", "words"), [(0, "waiting for the worker of rank 1"), (1, "waiting for the worker of rank 0 to start")]
 )
-def test_whoever_waits_for_others_says_so_and_not_for_ever(
+def test_waiting_for_others_is_logged_and_times_out(
     rank: int, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert reminders.FIRST_REMINDER_S <= 2.0
@@ -204,8 +204,8 @@ def test_workers_of_mpirun_on_one_host_find_each_other(services: type[Services])
         one.close()
 
 
-def _find_the_same(env: Mapping[str, str]) -> Formed:
-    place = place_of(env)
+def _find_the_same(env: Mapping[str, str]) -> FormedJob:
+    place = launch_info(env)
     return form_job(open_store(env, place, 0, 5.0), env, place.rank, place.world_size, Deadline(5.0))
 
 
@@ -221,7 +221,7 @@ def _find_the_same(env: Mapping[str, str]) -> Formed:
     ],
 )
 def test_the_store_is_torchs_where_there_is_one(env: dict[str, str], address: str) -> None:
-    assert master_of(env, place_of(env)) == address
+    assert master_of(env, launch_info(env)) == address
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
         ({"AXON_PS_STANDBY": "1"}, "AXON_PS_COORDINATOR=host:port"),
     ],
 )
-def test_an_environment_that_says_too_little_is_told_what_to_say(env: dict[str, str], words: str) -> None:
+def test_the_error_of_an_incomplete_environment_names_what_to_set(env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         find_job(env, 1.0)
 
@@ -254,7 +254,7 @@ def test_an_environment_that_says_too_little_is_told_what_to_say(env: dict[str, 
 # ---------------------------------------------------------------------- the services
 
 
-def test_they_do_not_open_themselves_to_the_network_without_being_told() -> None:
+def test_they_do_not_listen_on_the_network_by_default() -> None:
     with pytest.raises(ConfigurationError, match="a certificate and key"):
         EmbeddedServices(2, job="j", host="0.0.0.0", environment=os.environ)
 

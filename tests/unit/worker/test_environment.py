@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps.errors import ConfigurationError
-from axon_ps.worker.environment import node_of, place_of, worker_config
+from axon_ps.worker.environment import launch_info, node_of, worker_config
 
 AT = {"AXON_PS_COORDINATOR": "there:7077"}
 
@@ -46,8 +46,8 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
-def test_every_launcher_says_which_worker_this_is(launcher: str) -> None:
-    place = place_of(LAUNCHED[launcher])
+def test_every_launcher_gives_the_rank_of_this_worker(launcher: str) -> None:
+    place = launch_info(LAUNCHED[launcher])
     assert place.launcher is not None
     assert place.launcher.name == launcher
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
@@ -58,18 +58,18 @@ def test_every_launcher_says_which_worker_this_is(launcher: str) -> None:
 
 def test_the_launcher_closest_to_the_worker_is_believed() -> None:
     both = {**LAUNCHED["srun"], "RANK": "0", "WORLD_SIZE": "1"}
-    assert (place_of(both).rank, place_of(both).world_size) == (0, 1)
+    assert (launch_info(both).rank, launch_info(both).world_size) == (0, 1)
     of_axon_ps_run = {**LAUNCHED["srun"], "WORLD_SIZE": "2", "LOCAL_RANK": "0"}  # which says no rank
-    assert (place_of(of_axon_ps_run).rank, place_of(of_axon_ps_run).world_size) == (-1, 2)
+    assert (launch_info(of_axon_ps_run).rank, launch_info(of_axon_ps_run).world_size) == (-1, 2)
     batch_script = {k: v for k, v in LAUNCHED["srun"].items() if "STEP" not in k}
-    assert place_of(batch_script).launcher is None
-    assert place_of({}).rank == -1
+    assert launch_info(batch_script).launcher is None
+    assert launch_info({}).rank == -1
 
 
 def test_only_what_names_one_run_names_it() -> None:
-    assert place_of(LAUNCHED["mpirun"]).run == "mpirun/1321074689"
-    assert place_of(LAUNCHED["srun"]).run == "srun/8/0"
-    assert place_of(LAUNCHED["torchrun"]).run == place_of(LAUNCHED["mpiexec"]).run == ""
+    assert launch_info(LAUNCHED["mpirun"]).run == "mpirun/1321074689"
+    assert launch_info(LAUNCHED["srun"]).run == "srun/8/0"
+    assert launch_info(LAUNCHED["torchrun"]).run == launch_info(LAUNCHED["mpiexec"]).run == ""
 
 
 def test_agents_of_torchrun_on_one_host_are_nodes() -> None:

@@ -145,7 +145,7 @@ def test_members_that_missed_a_loss_agree_with_those_who_saw_it(workers: Workers
         seen.are("a", "b")
     workers.are("a")
     workers.are("a", "b")
-    others._joined["b"] = 3  # told of the newest membership only
+    others._joined["b"] = 3  # it has received the newest membership only
     others._generation = 2
     others.are("a", "b")
     assert workers.groups.default().name == others.groups.default().name

@@ -134,7 +134,7 @@ def test_who_leaves_is_missed() -> None:
     run_threads(one, 2)
 
 
-def test_threads_that_do_not_end_are_told() -> None:
+def test_threads_that_do_not_end_are_reported() -> None:
     release = threading.Event()
 
     def one(world: World) -> None:
@@ -282,7 +282,7 @@ def test_what_is_received_without_a_place_for_it_is_returned(async_op: bool) -> 
     run_threads(one, 2)
 
 
-def test_a_receive_says_what_it_needs() -> None:
+def test_the_error_of_a_receive_names_what_it_needs() -> None:
     group = ProcessGroup.mock()
     with pytest.raises(InvalidRequest, match="neither was given"):
         group.recv()

@@ -55,7 +55,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("report", "line"),
     [
         ({"step": 3}, "step 3"),
         (
@@ -69,8 +69,8 @@ def test_what_is_no_number_is_refused() -> None:
         ({"step": 3, "steps": 9, "steps_per_s": 1.0, "at": -75.0}, "step 3 of 9 (33 %), 1 steps/s, reported 1m15s ago"),
     ],
 )
-def test_it_is_shown_in_words(said: dict[str, Any], line: str) -> None:
-    assert progress_line({"at": 0.0, **said}, 0.0) == line
+def test_it_is_shown_as_text(report: dict[str, Any], line: str) -> None:
+    assert progress_line({"at": 0.0, **report}, 0.0) == line
 
 
 def test_a_store_without_it_or_with_nonsense_has_none() -> None:

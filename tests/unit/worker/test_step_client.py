@@ -1,4 +1,4 @@
-"""`StepClient` between a coordinator and servers that hear of things at different times."""
+"""`StepClient` between a coordinator and servers that receive events at different times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from axon_ps.worker.step_client import StepClient
 
 
 class Restored:
-    """Servers that have been restored to an older version, of which the worker has not heard."""
+    """Servers that have been restored to an older version, which the worker does not know yet."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -34,7 +34,7 @@ class Restored:
 
 
 @pytest.mark.parametrize("ask", ["gather", "map"])
-def test_what_a_server_hears_first_is_no_error_before_the_worker_has_heard_it(ask: str) -> None:
+def test_an_event_that_a_server_gets_first_is_no_error_before_the_worker_has_it(ask: str) -> None:
     loop, servers = BackgroundLoop("test"), Restored()
     try:
         membership = SimpleNamespace(generation=1)

@@ -1,8 +1,7 @@
-"""Replacing the parameters of models: the orders to the shard servers, their reports, the answer to who asked. Pure.
+"""Replacing the parameters of models: orders to the shard servers, their reports, the reply to the caller. Pure.
 
-A restore makes a new generation, since every copy of a parameter is stale from then on. Several models go back in one
-event, so there is no moment at which one has and another has not. If one of them cannot be loaded the job waits for
-another restore, as it does when the only one cannot.
+A restore makes a new generation, since every copy of a parameter is stale from then on. Several models are restored by
+one event, so all change together. If one of them cannot be loaded, the job waits for another restore.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from axon_ps.coordinator.core.events import CheckpointInfo
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.registration import RESTORE_HINT
-from axon_ps.coordinator.core.roster import Seat
+from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import AxonError, CheckpointError, InvalidRequest
 from axon_ps.types import Role
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A checkpoint that a model is to begin with, or go back to: what its manifest says.
+    """The checkpoint that a model begins with or is restored from, by its manifest.
 
     Attributes:
         uri: the checkpoint.
@@ -41,14 +40,14 @@ class Resume:
 
 
 class Restores:
-    """The restore under way, and who holds what.
+    """The restore in progress, and which servers hold which parameters.
 
     Args:
         assembly: generations and steps.
         models: the models of the job.
-        members: who comes and goes.
+        members: joins, leaves and losses.
         snapshots: the checkpoint being written.
-        out: gets what is to be written and said.
+        out: gets the records to write and the events to send.
     """
 
     def __init__(self, assembly: Assembly, models: Models, members: Members, snapshots: Snapshots, out: Outbox) -> None:
@@ -72,7 +71,7 @@ class Restores:
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
         reason = f"checkpoint {resumes[0].uri} is restored"
-        self._answer(CheckpointError(f"given up: {reason} instead"))
+        self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
         for model, resume in found:
@@ -91,8 +90,8 @@ class Restores:
             raise InvalidRequest(f"the job has no model {resume.model!r}; it was released, or is not wrapped yet")
         return model
 
-    def initialized(self, seat: Seat, number: int, version: int, epoch: int) -> None:
-        """A shard server holds all its parameters of a model; of one that was released meanwhile it means nothing.
+    def initialized(self, entry: RosterEntry, number: int, version: int, epoch: int) -> None:
+        """A shard server holds all its parameters of a model; ignored if the model has been released meanwhile.
 
         Raises:
             InvalidRequest: the version is not the job's.
@@ -101,7 +100,7 @@ class Restores:
         if model is None:
             return
         r = model.registration
-        if r.initialized_by(seat.member, version, epoch, model.version):
+        if r.initialized_by(entry.member, version, epoch, model.version):
             if r.all_hold(a.shards()):
                 order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
                 a.announce(model)
@@ -113,12 +112,12 @@ class Restores:
         """The models of the newest order that are not loaded yet."""
         return [m for m in self._models if m.number in self._together and m.registration.parameters.restore is not None]
 
-    def failed(self, seat: Seat, number: int, epoch: int, error: AxonError, now: float) -> None:
-        """A shard server could not restore a model: those that go back with it are not waited for either."""
+    def failed(self, entry: RosterEntry, number: int, epoch: int, error: AxonError, now: float) -> None:
+        """A shard server could not restore a model: the models restored together with it fail, too."""
         model = self._models.get(number)
         order = None if model is None else model.registration.parameters.restore
         if model is not None and order is not None and order.epoch == epoch:
-            what = f"shard server {seat.member.rank} could not restore {order.uri}: {error}"
+            what = f"shard server {entry.member.rank} could not restore {order.uri}: {error}"
             for other in self._loading() or [model]:
                 other.registration.fail_restore(f"{what}; {RESTORE_HINT}")
             self.persist()
@@ -126,17 +125,17 @@ class Restores:
             self._members.change(what, now=now)
 
     def cancel(self, call: int) -> None:
-        """Nobody waits for this call any more."""
+        """The caller of this call does not wait any more."""
         if self._call == call:
             self._call = -1
 
     def pending(self) -> Sequence[str]:
-        """What is waited for, in words."""
-        orders = [(self._models.words(m), m.registration.parameters.restore) for m in self._models]
-        return [f"{words}the restore of {o.uri} waits for the shard servers" for words, o in orders if o is not None]
+        """What restores wait for, as text."""
+        orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
+        return [f"{prefix}the restore of {o.uri} waits for the shard servers" for prefix, o in orders if o is not None]
 
     def persist(self) -> None:
-        """Write who holds what, where that has changed."""
+        """Persist which servers hold which parameters, where that has changed."""
         for model in self._models:
             record = records.parameters_record(model.number, model.registration.parameters)
             if record != self._stored.get(model.number):
@@ -144,7 +143,7 @@ class Restores:
                 self._out.persist([record])
 
     def released(self, model: Model) -> None:
-        """A model is gone."""
+        """A model has been released."""
         self._stored.pop(model.number, None)
         if model.number in self._together:
             self._together -= {model.number}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import SnapshotFile, SnapshotOrder, SnapshotReport
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import AxonError, Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import ModelProgress, OptimizerSpec
@@ -37,14 +37,14 @@ class SavedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A checkpoint whose files are all written, but for the manifest; or what there is of one that failed.
+    """A checkpoint whose files are all written, except for the manifest; or the files of one that failed.
 
     Attributes:
         uri: where.
         files: of all shard servers, in rank order.
         models: what is in it, by number.
         num_servers: how many shard servers wrote it.
-        error: why it is not whole; then `files` are to be removed.
+        error: why it is incomplete; then `files` are to be removed.
     """
 
     uri: str
@@ -65,7 +65,7 @@ class _Save:
 
 
 class Snapshots:
-    """The order under way.
+    """The order in progress.
 
     Args:
         last_id: number of the newest order before the coordinator's restart.
@@ -81,7 +81,7 @@ class Snapshots:
         """Refuse a second order.
 
         Raises:
-            Busy: one is under way.
+            Busy: one is in progress.
         """
         if self._save is not None:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
@@ -96,9 +96,9 @@ class Snapshots:
         return order
 
     def report(self, rank: int, report: SnapshotReport) -> None:
-        """A shard server's answer; of an order that is not under way any more it means nothing.
+        """A shard server's reply; ignored if the order is not the current one.
 
-        When one fails the others are waited for all the same, so that what they wrote can be removed.
+        When one server fails, the others are waited for all the same, so that their files can be removed.
         """
         save = self._save
         if save is None or report.id != save.order.id or rank not in save.waits_for:
@@ -110,7 +110,7 @@ class Snapshots:
         self._settle({rank})
 
     def _settle(self, ranks: set[int]) -> None:
-        """These servers will write nothing more; answer when no other one will."""
+        """These servers will write nothing more; reply once no other server is awaited."""
         save = self._save
         assert save is not None
         save.waits_for -= ranks
@@ -128,30 +128,28 @@ class Snapshots:
             )
 
     def lost(self, ranks: Sequence[int], reason: str) -> None:
-        """Shard servers are gone: what they were writing will not be whole."""
+        """Shard servers are lost: the checkpoint that they were writing stays incomplete."""
         save = self._save
         if save is not None and save.waits_for & set(ranks):
             save.error = save.error or MemberLost(f"the checkpoint at {save.order.uri} was not written: {reason}")
             self._settle(set(ranks))
 
     def abandon(self, error: AxonError) -> None:
-        """The parameters are being replaced: give up what is under way."""
+        """The parameters are being replaced: fail the order in progress."""
         if self._save is not None:
             self._out.reply(self._save.call, error)
             self._save = None
 
     def cancel(self, call: int) -> None:
-        """Nobody waits for this call any more; what is written will have no manifest."""
+        """The caller does not wait any more; the files written get no manifest."""
         if self._save is not None and self._save.call == call:
             self._save = None
 
     def pending(self) -> list[str]:
-        """What is waited for, in words."""
+        """What a checkpoint waits for, as text."""
         if self._save is None:
             return []
-        return [
-            f"the checkpoint at {self._save.order.uri} waits for shard server {ranks_in_words(self._save.waits_for)}"
-        ]
+        return [f"the checkpoint at {self._save.order.uri} waits for shard server {format_ranks(self._save.waits_for)}"]
 
 
 def _at(rank: int, error: AxonError) -> AxonError:

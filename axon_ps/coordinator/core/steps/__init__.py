@@ -1,1 +1,1 @@
-"""The steps of every model: attempts, votes, decisions, and whom the others wait for. Pure."""
+"""The steps of every model: attempts, votes, decisions and stragglers. Pure."""

@@ -1,14 +1,16 @@
-"""The step attempts under way in a generation: one of all replicas, or one of each replica alone. Pure.
+"""The step attempts in progress in a generation: one of all replicas, or an asynchronous one of each. Pure.
+
+An attempt has an index: 0 where replicas step together, else the number of its replica.
 
 Note: [Clocks]
-    Where replicas step alone (`sharding.policy`), a replica's *clock* counts its decided steps in this generation,
-    whatever came of them; a new generation starts all clocks at 0. Its next attempt is named by its clock. An attempt
-    is *admitted* when the slowest clock is at most `most_behind` behind it (Ho et al. 2013); votes of one that is not
-    wait. Workers do not begin such an attempt in the first place, since each decision tells them the slowest clock, so
-    that also what they read is no staler than the bound; here it is made certain, whatever a worker does.
+    Where replicas step asynchronously (`sharding.policy`), a replica's *clock* counts its decided steps in this
+    generation, whatever their outcome; a new generation starts all clocks at 0. Its next attempt is named by its clock.
+    An attempt is *admitted* when the slowest clock is at most `most_behind` behind it (Ho et al. 2013); votes of one
+    that is not are held until it is. Workers do not even begin such an attempt, since each decision has the slowest
+    clock; so the parameters that they read are no staler than the bound, either. Here the bound is enforced.
 
     Which of several complete attempts is decided first: that of the lowest clock, among equals that of the lowest
-    replica. So decisions are a function of the order of events, and the slowest is never held up.
+    replica. So decisions are a function of the order of events, and the slowest never waits.
 
 Bound: between the moment a replica at clock c begins and the moment its step is decided, another replica's clock goes
 from c - s at least to c + s + 1 at most. So at most (n - 1)(2s + 1) steps of others are between what a gradient was
@@ -26,16 +28,16 @@ from axon_ps.types import Decision, Membership, Turn
 
 
 class Attempts:
-    """Who has spoken in which attempt.
+    """The votes and reports of each attempt.
 
     Attributes:
-        alone: whether each replica's gradient is a step of its own.
-        clocks: per replica, its decided steps in this generation; not kept where all step together.
+        asynchronous: whether each replica's gradient is a step of its own.
+        clocks: per replica, its decided steps in this generation; empty where all step together.
         slowest: the lowest clock.
     """
 
     def __init__(self) -> None:
-        self.alone = False
+        self.asynchronous = False
         self.clocks: list[int] = []
         self.slowest = 0
         self._fastest = 0
@@ -47,13 +49,13 @@ class Attempts:
     def begin(self, policy: Policy | None, membership: Membership) -> None:
         """The attempts of a new generation, or of a job whose policy has just become known."""
         policy = policy or Synchronous()
-        self.alone = policy.asynchronous
+        self.asynchronous = policy.asynchronous
         self._most_behind = policy.most_behind
-        count = membership.num_replicas if self.alone else 1
-        self._replica_of = {m.rank: m.replica if self.alone else 0 for m in membership.workers}
-        self._workers = [tuple(rank for rank, r in self._replica_of.items() if r == lane) for lane in range(count)]
+        count = membership.num_replicas if self.asynchronous else 1
+        self._replica_of = {m.rank: m.replica if self.asynchronous else 0 for m in membership.workers}
+        self._workers = [tuple(rank for rank, r in self._replica_of.items() if r == a) for a in range(count)]
         self._tallies = [Tally() for _ in range(count)]
-        self.clocks = [0] * count if self.alone else []
+        self.clocks = [0] * count if self.asynchronous else []
         self._clocks_moved()
 
     def resume(self, decisions: Sequence[Decision], generation: int) -> None:
@@ -65,111 +67,113 @@ class Attempts:
         self._clocks_moved()
 
     @property
-    def somebody_waits(self) -> bool:
-        """Whether a worker has done its part and waits for others."""
-        if not self.alone:
+    def has_waiters(self) -> bool:
+        """Whether a worker has finished its work in the step and waits for others."""
+        if not self.asynchronous:
             return bool(self._tallies[0].votes or self._tallies[0].arrived)
         return self._most_behind is not None and self._fastest - self.slowest > self._most_behind
 
     def missing(self) -> tuple[int, ...]:
-        """The workers that it would wait for: those that take no part, or the slowest."""
-        lanes = [lane for lane in range(len(self._tallies)) if not self.alone or self.clocks[lane] == self.slowest]
-        return tuple(rank for lane in lanes for rank in self._tallies[lane].missing(self._workers[lane]))
+        """The workers that the others wait for: those that take no part, or the slowest."""
+        slowest = [a for a in range(len(self._tallies)) if not self.asynchronous or self.clocks[a] == self.slowest]
+        return tuple(rank for a in slowest for rank in self._tallies[a].missing(self._workers[a]))
 
-    def workers(self, lane: int) -> Sequence[int]:
-        """Who takes part in an attempt."""
-        return self._workers[lane]
+    def workers(self, attempt: int) -> Sequence[int]:
+        """The workers that take part in an attempt."""
+        return self._workers[attempt]
 
     def blocked(self) -> Collection[int]:
-        """The workers that wait for others in the step under way and go on with nothing else; see `stepping`.
+        """The workers that wait for others in the current step and do nothing else meanwhile; see `stepping`.
 
-        Nobody where the attempt is complete, so that it waits for shard servers alone, or where replicas step alone.
+        None where all have voted, so that only shard servers are missing, or where replicas step asynchronously.
         """
         tally = self._tallies[0]
-        if self.alone or all(w in tally.votes or w in tally.arrived for w in self._workers[0]):
+        if self.asynchronous or all(w in tally.votes or w in tally.arrived for w in self._workers[0]):
             return ()
         return set(tally.blocked)
 
     def arrived(self, rank: int, name: int, step: int, *, blocked: bool = False) -> None:
         """A worker has computed everything of an attempt; see `coordinator.core.steps.stragglers`."""
-        lane = self._replica_of.get(rank)
-        if lane is not None and name == self._name(lane, step):
-            self._tallies[lane].arrived.add(rank)
+        attempt = self._replica_of.get(rank)
+        if attempt is not None and name == self._name(attempt, step):
+            self._tallies[attempt].arrived.add(rank)
             if blocked:
-                self._tallies[lane].blocked.add(rank)
+                self._tallies[attempt].blocked.add(rank)
 
     def vote(self, rank: int, vote: Vote, step: int) -> bool:
         """Count a worker's vote; False for one of another attempt, or a second.
 
         Args:
             rank: the worker.
-            vote: what it said.
-            step: the step under way.
+            vote: its vote.
+            step: the current step.
         """
-        lane = self._replica_of.get(rank)
-        return lane is not None and vote.step == self._name(lane, step) and self._tallies[lane].vote(rank, vote)
+        attempt = self._replica_of.get(rank)
+        return (
+            attempt is not None and vote.step == self._name(attempt, step) and self._tallies[attempt].vote(rank, vote)
+        )
 
     def voted(self) -> Collection[int]:
-        """Who has voted and waits for the other workers; nobody where replicas step alone."""
-        return () if self.alone else self._tallies[0].votes
+        """The workers that have voted and wait for the others; none where replicas step asynchronously."""
+        return () if self.asynchronous else self._tallies[0].votes
 
     def ready(self, rank: int, ready: Ready, step: int) -> bool:
         """Count a shard server's sum; False for one of another attempt, or a second."""
-        lane = ready.replica if self.alone else 0
-        there = 0 <= lane < len(self._tallies)
-        return there and ready.step == self._name(lane, step) and self._tallies[lane].ready(rank, ready)
+        attempt = ready.replica if self.asynchronous else 0
+        there = 0 <= attempt < len(self._tallies)
+        return there and ready.step == self._name(attempt, step) and self._tallies[attempt].ready(rank, ready)
 
-    def next_full(self, owners: Sequence[int]) -> int | None:
-        """Number of the attempt to decide next; None when none is complete and admitted. See Note: [Clocks]."""
-        full = [
-            lane
-            for lane, tally in enumerate(self._tallies)
-            if self._admitted(lane) and tally.is_full(self._workers[lane], owners)
+    def next_complete(self, owners: Sequence[int]) -> int | None:
+        """Index of the attempt to decide next; None when none is complete and admitted. See Note: [Clocks]."""
+        complete = [
+            attempt
+            for attempt, tally in enumerate(self._tallies)
+            if self._admitted(attempt) and tally.is_complete(self._workers[attempt], owners)
         ]
-        return min(full, key=lambda lane: (self._clock(lane), lane), default=None)
+        return min(complete, key=lambda attempt: (self._clock(attempt), attempt), default=None)
 
-    def tally(self, lane: int) -> Tally:
-        """Who has said what in an attempt."""
-        return self._tallies[lane]
+    def tally(self, attempt: int) -> Tally:
+        """The votes and reports of an attempt."""
+        return self._tallies[attempt]
 
-    def end(self, lane: int) -> Turn | None:
-        """An attempt is decided: whose turn it was; None where all replicas step together."""
-        self._tallies[lane].clear()
-        if not self.alone:
+    def end(self, attempt: int) -> Turn | None:
+        """An attempt is decided; returns its replica and clock, None where all replicas step together."""
+        self._tallies[attempt].clear()
+        if not self.asynchronous:
             return None
-        clock = self.clocks[lane]
-        self.clocks[lane] += 1
+        clock = self.clocks[attempt]
+        self.clocks[attempt] += 1
         self._clocks_moved()
-        return Turn(replica=lane, clock=clock, slowest_clock=self.slowest)
+        return Turn(replica=attempt, clock=clock, slowest_clock=self.slowest)
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Drop all votes and reports."""
         for tally in self._tallies:
             tally.clear()
 
     def pending(self, owners: Iterable[int]) -> list[str]:
-        """What is waited for, in words; nothing while nobody has spoken."""
+        """What the attempts wait for, as text; nothing before the first vote or report."""
         owners = tuple(owners)
-        if not self.alone:
+        if not self.asynchronous:
             return self._tallies[0].pending(self._workers[0], owners)
-        return list(self._pending_alone(owners))
+        return list(self._pending_asynchronous(owners))
 
-    def _pending_alone(self, owners: Sequence[int]) -> Iterator[str]:
-        for lane, tally in enumerate(self._tallies):
-            for words in tally.pending(self._workers[lane], owners):
-                yield f"replica {lane} at clock {self.clocks[lane]}: {words}"
-            if not self._admitted(lane):
+    def _pending_asynchronous(self, owners: Sequence[int]) -> Iterator[str]:
+        for attempt, tally in enumerate(self._tallies):
+            for text in tally.pending(self._workers[attempt], owners):
+                yield f"replica {attempt} at clock {self.clocks[attempt]}: {text}"
+            if not self._admitted(attempt):
                 slowest = self.clocks.index(self.slowest)
-                yield f"replica {lane} at clock {self.clocks[lane]} waits for replica {slowest} at {self.slowest}"
+                yield f"replica {attempt} at clock {self.clocks[attempt]} waits for replica {slowest} at {self.slowest}"
 
     def _clocks_moved(self) -> None:
         self.slowest, self._fastest = min(self.clocks, default=0), max(self.clocks, default=0)
 
-    def _admitted(self, lane: int) -> bool:
-        return self._most_behind is None or self._clock(lane) - self.slowest <= self._most_behind
+    def _admitted(self, attempt: int) -> bool:
+        return self._most_behind is None or self._clock(attempt) - self.slowest <= self._most_behind
 
-    def _clock(self, lane: int) -> int:
-        return self.clocks[lane] if self.alone else 0
+    def _clock(self, attempt: int) -> int:
+        return self.clocks[attempt] if self.asynchronous else 0
 
-    def _name(self, lane: int, step: int) -> int:
-        return self.clocks[lane] if self.alone else step
+    def _name(self, attempt: int, step: int) -> int:
+        return self.clocks[attempt] if self.asynchronous else step

@@ -1,9 +1,9 @@
 """How a step is decided: votes of workers and sums of shard servers in, one decision out. Pure.
 
 Note: [One decider]
-    A step commits if and only if the coordinator says so in a decision that is on disk. Workers have pushed everything
-    when they vote; shard servers hold everything when they are ready; so when all have spoken nothing can be missing,
-    and what is decided is the same for everybody. A non-finite gradient skips the step, disagreeing votes abort it.
+    A step commits if and only if the coordinator has written a decision that says so. Workers have pushed everything
+    when they vote; shard servers hold everything when they are ready; so when all have reported nothing can be missing,
+    and the decision is the same for all members. A non-finite gradient skips the step, disagreeing votes abort it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MOST_RANKS = 8
 
 
 class Tally:
-    """Who has spoken in the current step: votes by worker rank, sums by shard server rank, workers that arrived.
+    """The votes by worker rank, the sums by shard server rank, and the workers that arrived, of the current step.
 
-    `blocked` are those of the workers that voted or arrived and go on with nothing else meanwhile.
+    `blocked` are those of the workers that voted or arrived and do nothing else meanwhile.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Tally:
 
     @property
     def copies(self) -> bool:
-        """Whether a worker takes it to be a step that takes another model's values."""
+        """Whether a worker voted for a step that takes another model's values."""
         return any(vote.copy is not None for vote in self.votes.values())
 
     def ready(self, rank: int, ready: Ready) -> bool:
@@ -59,10 +59,10 @@ class Tally:
         self.sums[rank] = ready.sum_of_squares
         return True
 
-    def is_full(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
+    def is_complete(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
         """Whether every worker has voted and every owner is ready.
 
-        Of another model's values no owner has anything to say; workers that push gradients beside them wait in vain.
+        Owners do not report on a step that takes another model's values; it aborts if a worker pushes gradients.
         """
         if self.copies:
             return all(w in self.votes or w in self.arrived for w in workers)
@@ -73,29 +73,29 @@ class Tally:
         return [w for w in workers if w not in self.votes and w not in self.arrived]
 
     def pending(self, workers: Sequence[int], owners: Iterable[int]) -> list[str]:
-        """What the step waits for, in words; nothing while nobody has spoken."""
+        """What the step waits for, as text; nothing before the first vote or report."""
         if not self.votes and not self.sums and not self.arrived:
             return []
         silent = self.missing(workers) or [w for w in workers if w not in self.votes]
         missing = silent, [o for o in owners if o not in self.sums]
-        words = []
+        waits = []
         if missing[0]:
-            words.append(f"votes of worker {ranks_in_words(missing[0])}")
+            waits.append(f"votes of worker {format_ranks(missing[0])}")
         if missing[1]:
-            words.append(f"gradients at shard server {ranks_in_words(missing[1])}")
-        return words
+            waits.append(f"gradients at shard server {format_ranks(missing[1])}")
+        return waits
 
     def decide(
         self, *, step: int, generation: int, version: int, optimizer: OptimizerSpec | None, workers: Iterable[int] = ()
     ) -> Decision:
-        """The decision of a full tally.
+        """The decision of a complete tally.
 
         Args:
             step: the attempt.
             generation: the generation it ran in.
             version: the version before it.
             optimizer: registered hyperparameters, which votes may leave out; None when nothing is trainable.
-            workers: who takes part.
+            workers: those that take part.
         """
 
         def ended(outcome: Outcome, *, reason: str = "", norm: float = 0.0) -> Decision:
@@ -115,7 +115,7 @@ class Tally:
         norm = _norm(self.sums[rank] for rank in sorted(self.sums))
         if not math.isfinite(norm):
             guilty = [rank for rank, s in self.sums.items() if not math.isfinite(s)] or list(self.sums)
-            where = f"shard server {ranks_in_words(guilty)}"
+            where = f"shard server {format_ranks(guilty)}"
             return ended(Outcome.SKIP, norm=norm, reason=f"the gradients are not finite (seen at {where})")
         try:
             factor = clip_factor(norm, vote.max_norm) if vote.max_norm else 1.0
@@ -132,7 +132,7 @@ class Tally:
         )
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """ "3" or "0, 1, 5"; a long list is cut."""
     ranks = sorted(ranks)
     shown = ", ".join(str(r) for r in ranks[:_MOST_RANKS])
@@ -148,13 +148,13 @@ def _norm(sums: Iterable[float]) -> float:
 
 def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
     return (
-        f"worker {ranks_in_words(votes)} copies from another model and worker {ranks_in_words(pushing)} pushes "
+        f"worker {format_ranks(votes)} copies from another model and worker {format_ranks(pushing)} pushes "
         "gradients in the same step; every worker must do the same"
     )
 
 
 def _disagreement(votes: Mapping[int, Vote]) -> str:
-    """Where the votes differ, in words; empty when they agree."""
+    """Where the votes differ, as text; empty when they agree."""
     first = next(iter(votes.values()))
     if all((v.max_norm, v.hyper, v.copy) == (first.max_norm, first.hyper, first.copy) for v in votes.values()):
         return ""
@@ -163,8 +163,8 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
         for rank, vote in votes.items():
             ranks_by_value[value_of(vote)].append(rank)
         if len(ranks_by_value) > 1:
-            said = "; ".join(f"rank {ranks_in_words(ranks)}: {value}" for value, ranks in ranks_by_value.items())
-            return f"the votes disagree on {field}: {said}; every worker must step with the same values"
+            values = "; ".join(f"rank {format_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+            return f"the votes disagree on {field}: {values}; every worker must step with the same values"
     return ""
 
 
@@ -174,19 +174,19 @@ def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], s
     yield "the number of parameter groups", lambda v: str(len(v.hyper))
     for group in range(min(len(v.hyper) for v in votes.values())):
         for name in sorted({n for v in votes.values() for n in v.hyper[group]}):
-            yield f"{name} of group {group}", partial(_said, group, name)
+            yield f"{name} of group {group}", partial(_value_in, group, name)
 
 
 def _taken(vote: Vote) -> str:
     return "gradients" if vote.copy is None else f"{vote.copy.weight:g} of model number {vote.copy.source}"
 
 
-def _said(group: int, name: str, vote: Vote) -> str:
+def _value_in(group: int, name: str, vote: Vote) -> str:
     return repr(vote.hyper[group].get(name, "absent"))
 
 
 def _problem(vote: Vote, optimizer: OptimizerSpec | None) -> str:
-    """Why votes that agree cannot be carried out, in words; empty when they can."""
+    """Why votes that agree cannot be carried out, as text; empty when they can."""
     registered = optimizer.groups if optimizer is not None else ()
     if vote.hyper and len(vote.hyper) != len(registered):
         return f"the votes have {len(vote.hyper)} parameter groups; the registered optimizer has {len(registered)}"

@@ -1,19 +1,20 @@
-"""The steps of every model in a generation: who has spoken, what is decided. Pure.
+"""The steps of every model in a generation: votes and reports in, decisions out. Pure.
 
 Note: [Copies]
     A step may take another model's values instead of gradients (`CopyFrom`). Every worker votes for it as for any step,
-    so nobody reads what changes; no shard server has anything to say first, so it is decided when all have voted, every
-    server has a stream (it could miss too many decisions otherwise) and the other model's version is what it is at that
-    moment. Servers take decisions in this order, so all of them copy the same version.
+    so nobody reads what changes. Shard servers do not report on it: it is decided when all workers have voted and every
+    server has a stream (it could miss too many decisions otherwise), and takes the version that the other model has at
+    that moment. Servers apply decisions in this order, so all of them copy the same version.
 
-Note: [Crossed steps]
-    Where models train in turns, a worker that waits in a step of one model cannot come to the step of another. After a
-    change of members that can happen: a joiner begins at the beginning of the program, and of the survivors one may
-    have been in the step that was aborted and another just before it. When every worker waits, and not all in a step of
-    one model, nobody would ever go on. Then all attempts but one are aborted, as for a change of members: who is in
-    them goes on with its program, and comes to the one that was left. It is the one in which most wait, among equals
-    that of the lowest number; who waits there stays, so the others have to come to it. Before the first change the
-    workers of a correct program cannot cross; and who makes steps in several threads is not waiting (`Vote.blocked`).
+Note: [Deadlocked steps]
+    Where models train in turns, a worker that waits in a step of one model cannot reach the step of another. After a
+    change of members workers may be at different places of the program: a joiner begins at its beginning, and of the
+    survivors one may have been in the step that was aborted and another just before it. When every worker waits, but
+    not all in a step of the same model, they are deadlocked. Then all attempts but one are aborted, as for a change of
+    members: the workers in them continue with their program until they reach the attempt that was left. That is the one
+    in which most workers wait, among equals the one of the lowest model number. Before the first change of members the
+    workers of a correct program cannot deadlock; and a worker that makes steps in several threads does not count as
+    waiting (`Vote.blocked`).
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import Roster
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome, Role
 
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
 
 
 class Stepping:
-    """The attempts under way.
+    """The attempts in progress.
 
     Args:
         models: whose.
-        roster: who is told.
-        out: gets what is to be written and said.
+        roster: the members that get the decisions.
+        out: gets the records to write and the events to send.
         disturbed: whether the members have changed since the job was complete for the first time.
 
     Attributes:
@@ -73,7 +74,7 @@ class Stepping:
         model.open = membership.complete
 
     def abort_all(self, reason: str) -> None:
-        """End the attempt of every model that is in one, and start no other before the next generation."""
+        """Abort the attempt of every model, and start no other before the next generation."""
         for model in self._models:
             self.abort(model, reason, next_generation=self.membership.generation + 1)
 
@@ -95,42 +96,42 @@ class Stepping:
             )
 
     def arrived(self, rank: int, number: int, generation: int, step: int, *, blocked: bool) -> None:
-        """A worker has computed everything of an attempt and waits; of another attempt it means nothing."""
+        """A worker has computed everything of an attempt and waits; ignored for another attempt."""
         model = self._attempting(number, generation)
         if model is not None:
             model.attempts.arrived(rank, step, model.step, blocked=blocked)
-            self._decide_what_is_full(model)
-            self._uncross()
+            self._decide_complete(model)
+            self._break_deadlock()
 
     def vote(self, rank: int, vote: Vote) -> None:
         """A worker has pushed everything of an attempt; one of another attempt, or a second, is ignored."""
         model = self._attempting(vote.model, vote.generation)
         if model is not None and model.attempts.vote(rank, vote, model.step):
-            self._decide_what_is_full(model)
-            self._uncross()
+            self._decide_complete(model)
+            self._break_deadlock()
 
     def ready(self, rank: int, ready: Ready) -> None:
         """A shard server has every gradient of an attempt; one of another attempt, or a second, is ignored."""
         model = self._attempting(ready.model, ready.generation)
         if model is not None and model.attempts.ready(rank, ready, model.step):
-            self._decide_what_is_full(model)
+            self._decide_complete(model)
 
-    def look_again(self) -> None:
-        """A shard server has a stream again: copies may have waited for that."""
+    def recheck_copies(self) -> None:
+        """A shard server has a stream again: decide the copies that waited for it."""
         for model in self._models:
             if model.open:
-                self._decide_what_is_full(model)
+                self._decide_complete(model)
 
     def voted(self) -> Collection[int]:
-        """The workers that wait for the others' votes in a step under way."""
+        """The workers that have voted in a current step and wait for the others."""
         return {rank for model in self._models if model.open for rank in model.attempts.voted()}
 
     def pending(self) -> list[str]:
-        """What is waited for, in words."""
+        """What steps wait for, as text."""
         return [
-            self._models.words(model) + words
+            self._models.message_prefix(model) + text
             for model in self._models
-            for words in model.attempts.pending(model.registration.owners)
+            for text in model.attempts.pending(model.registration.owners)
         ]
 
     # ------------------------------------------------------------------ inside
@@ -140,11 +141,11 @@ class Stepping:
         there = model is not None and model.open and generation == self.membership.generation
         return model if there else None
 
-    def _decide_what_is_full(self, model: Model) -> None:
-        """Decide the attempts in which everybody has spoken, one after the other."""
+    def _decide_complete(self, model: Model) -> None:
+        """Decide the attempts that are complete, one after the other."""
         attempts = model.attempts
-        while (lane := attempts.next_full(model.registration.owners)) is not None:
-            tally = attempts.tally(lane)
+        while (attempt := attempts.next_complete(model.registration.owners)) is not None:
+            tally = attempts.tally(attempt)
             copies = tally.copies
             if copies and not self._all_connected():
                 return
@@ -153,24 +154,24 @@ class Stepping:
                 generation=self.membership.generation,
                 version=model.version,
                 optimizer=model.registration.optimizer,
-                workers=attempts.workers(lane),
+                workers=attempts.workers(attempt),
             )
             if copies and decision.outcome is Outcome.COMMIT:
                 decision = self._copied(model, decision)
-            if attempts.alone and decision.outcome is Outcome.COMMIT:
+            if attempts.asynchronous and decision.outcome is Outcome.COMMIT:
                 self._count_staleness(decision, min(vote.version for vote in tally.votes.values()))
             model.version = decision.version
             if decision.outcome is Outcome.COMMIT and decision.copy is None:
                 model.last_norm = decision.grad_norm
-            self._decided(model, dataclasses.replace(decision, turn=attempts.end(lane), model=model.number))
-            if not attempts.alone:
+            self._decided(model, dataclasses.replace(decision, turn=attempts.end(attempt), model=model.number))
+            if not attempts.asynchronous:
                 return
 
     def _all_connected(self) -> bool:
-        return all(seat.session is not None for seat in self._roster.of_role(Role.SHARD))
+        return all(entry.session is not None for entry in self._roster.of_role(Role.SHARD))
 
     def _copied(self, model: Model, decision: Decision) -> Decision:
-        """A copy that all voted for, of the version that there is; an abort if it cannot be."""
+        """The decision on a copy that all voted for, with the source's version; an abort if it is impossible."""
         assert decision.copy is not None
         source = self._models.get(decision.copy.source)
         if problem := self._problem(model, source):
@@ -189,17 +190,17 @@ class Stepping:
         return dataclasses.replace(decision, copy=copy)
 
     def _problem(self, model: Model, source: Model | None) -> str:
-        """Why a model cannot take another's values, in words; empty when it can."""
+        """Why a model cannot take another's values, as text; empty when it can."""
         if source is None or source.registration.spec is None or model.registration.spec is None:
             return f"model {model.name!r} cannot take the values of a model that the job does not have"
         if source is model:
             return f"model {model.name!r} cannot take values of itself"
-        shards = [seat.member for seat in self._roster.of_role(Role.SHARD)]
+        shards = [entry.member for entry in self._roster.of_role(Role.SHARD)]
         for one in (model, source):
             if not one.state(shards).initialized:
                 return f"the shard servers do not hold the parameters of model {one.name!r}"
-            if one.attempts.alone:
-                return f"replicas of model {one.name!r} step alone, so there is no version that all agree on"
+            if one.attempts.asynchronous:
+                return f"replicas of model {one.name!r} step asynchronously, so there is no version that all agree on"
         return model.registration.spec.cut_difference(source.registration.spec)
 
     def _count_staleness(self, decision: Decision, read: int) -> None:
@@ -208,8 +209,8 @@ class Stepping:
         self.counters["staleness_sum"] += stale
         self.counters["staleness_max"] = max(self.counters["staleness_max"], stale)
 
-    def _uncross(self) -> None:
-        """See Note: [Crossed steps]."""
+    def _break_deadlock(self) -> None:
+        """See Note: [Deadlocked steps]."""
         if not self._disturbed or len(self._models) < 2:
             return
         workers = {m.rank for m in self.membership.workers}
@@ -217,17 +218,17 @@ class Stepping:
         waiting = {model: ranks for model, ranks in waiting.items() if ranks}
         if len(waiting) < 2 or set().union(*waiting.values()) != workers:
             return
-        kept = max(waiting, key=lambda m: (len(waiting[m]), -m.number))
+        left = max(waiting, key=lambda m: (len(waiting[m]), -m.number))
         for model in waiting:
-            if model is not kept:
-                self.abort(model, _crossed(model, kept, waiting[model], waiting[kept]))
-        self.counters["steps_crossed"] += 1
+            if model is not left:
+                self.abort(model, _deadlock_reason(model, left, waiting[model], waiting[left]))
+        self.counters["steps_deadlocked"] += 1
 
     def _decided(self, model: Model, decision: Decision) -> None:
         model.step = decision.step + 1
         if decision.turn is None:
             model.attempts.clear()
-        model.decisions = records.kept(model.decisions, decision)
+        model.decisions = records.retained(model.decisions, decision)
         self.counters[_COUNTER[decision.outcome]] += 1
         self._out.persist(
             [records.decision_record(decision), records.progress_record(model.number, model.step, model.version)]
@@ -235,8 +236,8 @@ class Stepping:
         self._out.push(self._roster.sessions(), decision)
 
 
-def _crossed(model: Model, kept: Model, here: Iterable[int], there: Iterable[int]) -> str:
+def _deadlock_reason(model: Model, left: Model, here: Iterable[int], there: Iterable[int]) -> str:
     return (
-        f"worker {ranks_in_words(here)} waits in a step of model {model.name!r} and worker {ranks_in_words(there)} in "
-        f"one of model {kept.name!r}: since the members changed they are at different places of the program"
+        f"worker {format_ranks(here)} waits in a step of model {model.name!r} and worker {format_ranks(there)} in "
+        f"one of model {left.name!r}: since the members changed they are at different places of the program"
     )

@@ -1,12 +1,12 @@
-"""For whom the others wait in a step, and since when. Pure.
+"""Stragglers: the workers that the others wait for in a step, and since when. Pure.
 
 The time of a step begins with the first worker that waits in it. Where all replicas step together that is the first
-that has voted, or says that it *arrived*: it has computed all its gradients, and waits until the servers take them
-(they sum in replica order, so who comes after a straggler cannot push, and so not vote). Where each steps alone, it is
-the first that may not go on before the slowest. Each model has its own step.
+that has voted, or has reported that it *arrived*: it has computed all its gradients, and waits until the servers take
+them (they sum in replica order, so a worker that comes after a straggler can neither push nor vote). Where replicas
+step asynchronously, it is the first that has to wait for the slowest. Each model has its own step.
 
-Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is looked
-through before the time is over.
+Invariants: a straggler is named only while at least as many others as the job needs take part; nothing is computed
+before the time is over.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.steps.decision import ranks_in_words
+from axon_ps.coordinator.core.steps.decision import format_ranks
 
 RECHECK_S = 1.0
-"""How often it is looked whether enough others take part, once the time is over."""
+"""How often to check whether enough others take part, once the time is over."""
 
 
 class _Wait:
@@ -47,22 +47,22 @@ class Stragglers:
         self._waits: dict[int, _Wait] = {}
 
     def look(self, now: float) -> None:
-        """Somebody has spoken in a step, or one was decided."""
+        """A vote or report has come in a step, or one was decided."""
         self._waits = {m.number: self._waits.get(m.number) or _Wait() for m in self._models}
         for model in self._models:
             wait, name = self._waits[model.number], self._present(model)
             if name != wait.name:
                 wait.name, wait.since, wait.recheck = name, math.inf, -math.inf
-            if wait.since == math.inf and model.attempts.somebody_waits:
+            if wait.since == math.inf and model.attempts.has_waiters:
                 wait.since = now
 
     def what(self) -> str:
-        """What the wait is in that has lasted longest, in words."""
+        """The step of the longest wait, as text."""
         longest = self._longest()
         return "" if longest is None else self._name(longest)
 
     def late(self, now: float) -> Sequence[int]:
-        """The workers to go on without; none while it is not time, or too few others take part."""
+        """The workers to set aside; none before the time is over, or while too few others take part."""
         for model in self._waiting():
             if now < self._deadline(model):
                 continue
@@ -74,26 +74,26 @@ class Stragglers:
         return ()
 
     def next_deadline(self) -> float:
-        """When `late` is to be asked."""
+        """When to call `late`."""
         return min((self._deadline(model) for model in self._waiting()), default=math.inf)
 
-    def held_up(self, now: float) -> tuple[float, str]:
-        """How long the others have waited, in seconds, and for whom, in words; (0, "") when they do not."""
+    def longest_wait(self, now: float) -> tuple[float, str]:
+        """How long the others have waited, in seconds, and for whom, as text; (0, "") when they do not."""
         longest = self._longest()
         missing = () if longest is None else longest.attempts.missing()
         if longest is None or not missing:
             return 0.0, ""
         waited_s = now - self._waits[longest.number].since
         without = "" if math.isinf(self._step_timeout_s) else f"; they are set aside after {self._step_timeout_s:g} s"
-        words = f"{self._name(longest)} has waited {waited_s:.0f} s for worker {ranks_in_words(missing)}{without}"
-        return waited_s, words
+        text = f"{self._name(longest)} has waited {waited_s:.0f} s for worker {format_ranks(missing)}{without}"
+        return waited_s, text
 
     def _longest(self) -> Model | None:
         return min(self._waiting(), key=lambda m: (self._waits[m.number].since, m.number), default=None)
 
     def _name(self, model: Model) -> str:
         number = self._waits[model.number].name[1]
-        step = f"clock {number}" if model.attempts.alone else f"step {number}"
+        step = f"clock {number}" if model.attempts.asynchronous else f"step {number}"
         return f"{step} of model {model.name!r}" if len(self._models) > 1 else step
 
     def _deadline(self, model: Model) -> float:
@@ -101,15 +101,15 @@ class Stragglers:
         return max(wait.since + self._step_timeout_s, wait.recheck)
 
     def _waiting(self) -> list[Model]:
-        """The models in whose present step somebody waits."""
+        """The models in whose current step a worker waits."""
         found = []
         for model in self._models:
             wait = self._waits.get(model.number)
             there = wait is not None and wait.since < math.inf and wait.name == self._present(model)
-            if there and model.attempts.somebody_waits:
+            if there and model.attempts.has_waiters:
                 found.append(model)
         return found
 
     def _present(self, model: Model) -> tuple[int, int]:
         attempts = model.attempts
-        return self._assembly.generation, attempts.slowest if attempts.alone else model.step
+        return self._assembly.generation, attempts.slowest if attempts.asynchronous else model.step

@@ -1,4 +1,4 @@
-"""Replicas that step alone, in any order of events: coordinator, shard servers and workers as pure machines.
+"""Replicas that step asynchronously, in any order of events: coordinator, shard servers and workers as pure machines.
 
 Events travel late, gradients arrive in pieces and twice, applying takes time, members die and join, the coordinator
 restarts. Each gradient is made of integers of its own and the optimizer is plain SGD, so the parameters are exactly
@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.coordinator.client.memory import Memory
+from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core.actions import Action, Push
 from axon_ps.coordinator.core.events import JobState, Ready, Vote
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
@@ -27,7 +27,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy
 from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
-from axon_ps.worker.staleness import Pace, View
+from axon_ps.worker.staleness import Staleness, View
 from coordinator_driver import Driver, Peer
 
 LAYOUT = Layout(units=(build_unit("a", [("a", (12,), DType.F32)]), build_unit("b", [("b", (8,), DType.F32)])))
@@ -36,42 +36,42 @@ SERVERS = 2
 
 
 class Client:
-    """A member: its session's memory, and what the coordinator has said and it has not heard yet."""
+    """A member: the delivery state of its session, and the events sent to it that it has not received yet."""
 
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         self.sim, self.peer = sim, peer
-        self.memory = Memory()
+        self.delivery = Delivery()
 
     def deliver(self) -> bool:
-        """Hear the next thing."""
+        """Receive the next event."""
         if not self.peer.inbox:
             return False
-        for event in self.memory.hear(self.peer.inbox.pop(0)):
-            self.hear(event)
+        for event in self.delivery.receive(self.peer.inbox.pop(0)):
+            self.receive(event)
         return True
 
-    def hear(self, event: Any) -> None:
+    def receive(self, event: Any) -> None:
         raise NotImplementedError
 
-    def say(self, word: Vote | Ready, replica: int) -> None:
-        for event in self.memory.say(word, replica):
-            self.hear(event)
-        if not self.memory.to_repeat() or not self.peer.open:
+    def record(self, message: Vote | Ready, replica: int) -> None:
+        for event in self.delivery.record(message, replica):
+            self.receive(event)
+        if not self.delivery.to_resend() or not self.peer.open:
             return
-        self.send(word)
+        self.send(message)
 
-    def send(self, word: Vote | Ready) -> None:
+    def send(self, message: Vote | Ready) -> None:
         d = self.sim.d
-        say = d.state.vote if isinstance(word, Vote) else d.state.ready
-        d.perform(say(self.peer.session, word, d.clock()))  # type: ignore[arg-type]
+        record = d.state.vote if isinstance(message, Vote) else d.state.ready
+        d.perform(record(self.peer.session, message, d.clock()))  # type: ignore[arg-type]
 
     def come_back(self) -> None:
-        """A new stream: hear what was missed, say again what is not settled."""
+        """A new stream: receive what was missed, send again what is not settled."""
         self.peer.inbox.clear()
         self.peer.join()
         while self.deliver():
             pass
-        for message in self.memory.to_repeat():
+        for message in self.delivery.to_resend():
             if message.HasField("vote"):
                 self.send(vote_from_proto(message.vote))
             elif message.HasField("ready"):
@@ -88,7 +88,7 @@ class Server(Client):
         self.units: list[int] = []
         self.reported: dict[int, tuple[int, int]] = {}
 
-    def hear(self, event: Any) -> None:
+    def receive(self, event: Any) -> None:
         if self.units:
             self.waiting.append(event)
         else:
@@ -112,7 +112,7 @@ class Server(Client):
             total = self.engine.ready(replica)
             if self.reported.get(replica) != name and total is not None:
                 self.reported[replica] = name
-                self.say(Ready(generation=name[0], step=clock, sum_of_squares=total, replica=replica), replica)
+                self.record(Ready(generation=name[0], step=clock, sum_of_squares=total, replica=replica), replica)
 
     def apply(self) -> bool:
         """Finish one unit of the step that is being applied."""
@@ -134,8 +134,8 @@ class Worker(Client):
 
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         super().__init__(sim, peer)
-        self.pace = Pace()
-        self.pace.policy = sim.policy
+        self.staleness = Staleness()
+        self.staleness.policy = sim.policy
         self.version = 0
         self.generation = 0
         self.view: View | None = None
@@ -144,33 +144,33 @@ class Worker(Client):
         self.voted = False
         self.waits: int | None = None
 
-    def hear(self, event: Any) -> None:
+    def receive(self, event: Any) -> None:
         if isinstance(event, Membership):
             self.generation, self.version = event.generation, event.version
             ours = [m.replica for m in event.workers if m.incarnation == self.peer.incarnation]
-            self.pace.begin(event.generation, ours[0] if ours else -1)
+            self.staleness.begin(event.generation, ours[0] if ours else -1)
             if self.view is not None and self.name[0] != event.generation:
                 self.end(Outcome.ABORT)
         elif isinstance(event, Decision):
             self.version = event.version
             turn = event.turn
             name = None if turn is None else (event.generation, turn.replica, turn.clock)
-            self.pace.decided(event)
+            self.staleness.decided(event)
             if self.voted and name == self.name:
                 self.end(event.outcome)
 
     def end(self, outcome: Outcome) -> None:
-        self.sim.told[self.name] = outcome
+        self.sim.received[self.name] = outcome
         self.view, self.left, self.voted = None, [], False
         self.waits = self.name[0]
-        self.pace.look_again()
+        self.staleness.end_step()
 
     def act(self, rng: random.Random) -> bool:
         """Begin a step, push a piece of it, or vote."""
-        if self.generation == 0 or not self.memory.membership.complete:  # type: ignore[union-attr]
+        if self.generation == 0 or not self.delivery.membership.complete:  # type: ignore[union-attr]
             return False
         if self.view is None:
-            if self.waits is not None and not self.pace.may_go_on(self.waits):
+            if self.waits is not None and not self.staleness.may_proceed(self.waits):
                 return False
             return self.begin(rng)
         if not self.left:
@@ -178,11 +178,11 @@ class Worker(Client):
                 return False
             self.voted = True
             generation, replica, clock = self.name
-            self.say(Vote(generation=generation, step=clock, version=self.view.version), replica)
+            self.record(Vote(generation=generation, step=clock, version=self.view.version), replica)
             return True
         at = rng.randrange(len(self.left))
         server, unit, begin, end = self.left[at]
-        if server.engine.generation != self.name[0]:  # a fence: it has not heard of it yet, or it is over
+        if server.engine.generation != self.name[0]:  # a fence: it has not received it yet, or it is over
             return False
         grad = self.sim.grads[self.name][unit][begin:end]
         try:
@@ -197,9 +197,9 @@ class Worker(Client):
         return True
 
     def begin(self, rng: random.Random) -> bool:
-        self.view = self.pace.view(self.version)
+        self.view = self.staleness.view(self.version)
         sim = self.sim
-        self.name = (self.view.generation, self.pace._replica, self.pace.clock)
+        self.name = (self.view.generation, self.staleness._replica, self.staleness.clock)
         sim.grads[self.name] = [rng_integers(rng, u.numel) for u in LAYOUT.units]
         sim.read[self.name] = self.view.version
         self.left = [
@@ -223,7 +223,7 @@ class Simulation:
         self.decisions: dict[int, Decision] = {}
         self.grads: dict[tuple[int, int, int], list[Array]] = {}
         self.read: dict[tuple[int, int, int], int] = {}
-        self.told: dict[tuple[int, int, int], Outcome] = {}
+        self.received: dict[tuple[int, int, int], Outcome] = {}
         perform = self.d.perform
 
         def watched(actions: list[Action]) -> None:
@@ -259,7 +259,7 @@ class Simulation:
         self.d.restart()
 
     def drain(self) -> None:
-        """Everything said is heard, everything decided is applied."""
+        """All messages are received, all decisions applied."""
         for client in (*self.servers, *self.workers):
             if not client.peer.open:
                 client.come_back()
@@ -268,7 +268,7 @@ class Simulation:
             pass
 
     def check(self) -> None:
-        """What must hold at any moment of every server, and of what workers were told."""
+        """What must hold at any moment of every server, and of the decisions that workers received."""
         commits = [d for d in sorted(self.decisions.values(), key=lambda d: d.step) if d.outcome is Outcome.COMMIT]
         assert [d.version for d in commits] == list(range(1, len(commits) + 1))
         names = [(d.generation, d.turn.replica, d.turn.clock) for d in commits if d.turn is not None]
@@ -279,8 +279,8 @@ class Simulation:
             for unit, owned in server.engine.slices.items():
                 parts = [self.grads[n][unit][owned.begin : owned.end] for n in names[: server.engine.version]]
                 np.testing.assert_array_equal(owned.master, -sum(parts, np.zeros(owned.numel, np.float32)))
-        for name, outcome in self.told.items():
-            assert (outcome is Outcome.COMMIT) == (name in names), "a worker is told what has become of its gradient"
+        for name, outcome in self.received.items():
+            assert (outcome is Outcome.COMMIT) == (name in names), "a worker gets the outcome of its gradient"
         by_generation: dict[int, dict[int, int]] = {}
         for generation, replica, clock in names:
             clocks = by_generation.setdefault(generation, {})
@@ -297,7 +297,7 @@ class Simulation:
             assert clock - decision.turn.slowest_clock <= bound
             others = {n[1] for n in names if n[0] == generation} - {replica}
             stale = decision.version - 1 - self.read[(generation, replica, clock)]
-            assert stale <= len(others) * (2 * bound + 1), "no gradient is staler than the bound says"
+            assert stale <= len(others) * (2 * bound + 1), "no gradient is staler than the bound"
 
 
 @given(
@@ -315,7 +315,7 @@ def test_every_gradient_counts_once_everywhere_in_one_order(policy: Policy, work
             sim.join()
         elif what < 0.016 and len(sim.workers) > 1:
             victim = sim.workers.pop(rng.randrange(len(sim.workers)))
-            sim.told.pop(victim.name, None)
+            sim.received.pop(victim.name, None)
             if victim.peer.open:
                 victim.peer.lose()
         elif what < 0.022:
@@ -335,12 +335,12 @@ def test_every_gradient_counts_once_everywhere_in_one_order(policy: Policy, work
     sim.d.advance(6.0, beat=True)  # who died while there was no coordinator is missed
     sim.drain()
     sim.check()
-    before = set(sim.told)
+    before = set(sim.received)
     for _ in range(200):  # undisturbed, everybody gets on
         for worker in sim.workers:
             worker.act(rng)
         sim.drain()
     sim.check()
     assert {s.engine.version for s in sim.servers} == {sim.d.state.status().version}
-    went_on = {replica for _, replica, _ in set(sim.told) - before}
+    went_on = {replica for _, replica, _ in set(sim.received) - before}
     assert went_on == set(range(sim.d.state.status().membership.num_replicas))

@@ -1,4 +1,4 @@
-"""Steps of one replica alone: who is decided when, how far a clock may run ahead, and what a restart remembers."""
+"""Asynchronous steps: which is decided when, how far a clock may be ahead, and the state after a restart."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def step(d: Driver, worker: Peer, servers: list[Peer], clock: int, replica: int,
 
 
 def turns(peer: Peer) -> list[tuple[int, int, int]]:
-    """What was decided on one replica alone: (replica, clock, slowest clock)."""
-    decided = [x.turn for x in peer.told(Decision) if x.turn is not None]
+    """The asynchronous decisions: (replica, clock, slowest clock)."""
+    decided = [x.turn for x in peer.received(Decision) if x.turn is not None]
     return [(t.replica, t.clock, t.slowest_clock) for t in decided]
 
 
-def test_a_replica_commits_without_the_others_and_everybody_is_told() -> None:
+def test_a_replica_commits_without_the_others_and_all_get_the_decision() -> None:
     d, (a, b), servers = assembled(Asynchronous())
     for clock in range(3):
         step(d, b, servers, clock, replica=1)
     assert turns(a) == turns(b) == turns(servers[0]) == [(1, 0, 0), (1, 1, 0), (1, 2, 0)]
-    assert [x.version for x in a.told(Decision)] == [1, 2, 3]
-    assert [x.step for x in a.told(Decision)] == [1, 2, 3]
+    assert [x.version for x in a.received(Decision)] == [1, 2, 3]
+    assert [x.step for x in a.received(Decision)] == [1, 2, 3]
     step(d, a, servers, 0, replica=0)
     assert turns(a)[-1] == (0, 0, 1)
     assert d.state.status().version == 4
 
 
-def test_a_word_on_another_clock_or_a_second_one_changes_nothing() -> None:
+def test_a_message_on_another_clock_or_a_second_one_changes_nothing() -> None:
     d, (a, _), servers = assembled(Asynchronous())
     step(d, a, servers, 1, replica=0)  # it is at clock 0
     assert turns(a) == []
@@ -84,7 +84,7 @@ def test_votes_of_different_replicas_need_not_agree() -> None:
     d, (a, b), servers = assembled(Asynchronous())
     step(d, a, servers, 0, replica=0, hyper=({"lr": 0.5},), max_norm=1.0)
     step(d, b, servers, 0, replica=1, hyper=({"lr": 0.25},))
-    first, second = a.told(Decision)[-2:]
+    first, second = a.received(Decision)[-2:]
     assert first.hyper[0]["lr"] == 0.5
     assert first.clip_factor == pytest.approx(0.5, rel=1e-5)
     assert second.hyper[0]["lr"] == 0.25
@@ -117,18 +117,18 @@ def test_a_death_voids_every_attempt_and_starts_the_clocks_again() -> None:
     assert turns(a)[-2:] == [(0, 0, 0), (1, 0, 1)]
 
 
-def test_a_restarted_coordinator_goes_on_with_the_same_clocks_and_can_say_everybodys_last_decision() -> None:
+def test_a_restarted_coordinator_goes_on_with_the_same_clocks_and_resends_the_last_decisions() -> None:
     d, (a, b), servers = assembled(Asynchronous())
     for clock in range(40):  # more than the decisions that are kept of steps of all
         step(d, b, servers, clock, replica=1)
     step(d, a, servers, 0, replica=0)
-    b_first = a.told(Decision)[0]
+    b_first = a.received(Decision)[0]
     d.restart()
     for peer in (*servers, a, b):
         peer.inbox.clear()
         peer.join()
     assert turns(a) == [(1, 39, 0), (0, 0, 1)]
-    assert b_first not in a.told(Decision)
+    assert b_first not in a.received(Decision)
     step(d, a, servers, 0, replica=0)
     assert d.state.status().version == 41
     step(d, a, servers, 1, replica=0)
@@ -137,7 +137,7 @@ def test_a_restarted_coordinator_goes_on_with_the_same_clocks_and_can_say_everyb
 
 
 @pytest.mark.parametrize("ours", [Asynchronous(), BoundedStaleness(max_staleness=2), LocalSteps(inner_steps=3)])
-def test_a_worker_with_another_policy_is_told(ours: Policy) -> None:
+def test_a_worker_with_another_policy_is_refused(ours: Policy) -> None:
     d, (a, _), _ = assembled(Synchronous())
     with pytest.raises(LayoutMismatch, match="policy is .* here and Synchronous\\(\\) in the job"):
         d.register(a, JobSpec(layout=LAYOUT, policy=ours))

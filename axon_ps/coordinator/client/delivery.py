@@ -1,0 +1,194 @@
+"""Exactly-once delivery over a session: a broken stream loses no message and repeats no event. Pure.
+
+Note: [Once, in order]
+    After a reconnect the coordinator first sends the events that may have been missed, then the membership; those that
+    this member already has are dropped here. A message of *ours* may have been lost with the stream: it is sent again
+    while it is current. A vote of a generation that ended without a decision can get none any more, so it is an abort;
+    for shard servers this cannot happen, since every step that they report on is decided before its generation ends,
+    and they miss at most the two newest decisions (a step cannot be decided without them), or the newest one of each
+    replica where replicas step asynchronously.
+
+Note: [Several models]
+    Each model has its own decisions, restores and messages. A model that was released while the stream was broken is
+    named in the Welcome; nothing is sent about it any more.
+
+Note: [Asynchronous steps]
+    Where each replica's gradient is a step of its own, a shard server may have reported several of them, so messages
+    are kept per replica. Their `step` is the replica's clock. They are settled by a decision on that replica, or by one
+    that ends the generation for all.
+"""
+
+from __future__ import annotations
+
+from axon_ps.coordinator.core.events import (
+    Event,
+    JobState,
+    Ready,
+    RestoreOrder,
+    ServerEvent,
+    SnapshotOrder,
+    Vote,
+    Welcome,
+)
+from axon_ps.coordinator.messages import ready_to_proto, vote_to_proto
+from axon_ps.errors import InternalError
+from axon_ps.types import Decision, Membership, Outcome, Turn
+from axon_ps.wire.v1 import session_pb2
+
+
+class _ModelDelivery:
+    """The delivery state of one model.
+
+    Attributes:
+        state: the newest one; None before the first.
+        initialized: our newest report that we hold its parameters.
+        restore_report: our newest report that we could not restore it.
+        messages: our newest vote or report, by replica; None: of all replicas together.
+        step: the newest decided.
+        epoch: of the newest restore order.
+    """
+
+    def __init__(self) -> None:
+        self.state: JobState | None = None
+        self.initialized: session_pb2.SessionRequest | None = None
+        self.restore_report: session_pb2.SessionRequest | None = None
+        self.messages: dict[int | None, Vote | Ready] = {}
+        self.step = -1
+        self.epoch = 0
+
+
+class Delivery:
+    """The delivery state of one member's session.
+
+    Attributes:
+        membership: the newest one; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.membership: Membership | None = None
+        self._models: dict[int, _ModelDelivery] = {}
+        self._released: set[int] = set()
+        self._state_id = ""
+        self._snapshot_id = 0
+
+    def _of(self, model: int) -> _ModelDelivery:
+        return self._models.setdefault(model, _ModelDelivery())
+
+    @property
+    def job_state(self) -> JobState | None:
+        """The newest one of the first model; None before the first."""
+        return self._of(0).state
+
+    def receive(self, event: ServerEvent) -> list[Event]:
+        """Take an event; returns what is new in it, in order.
+
+        Raises:
+            InternalError: the coordinator has lost its state.
+        """
+        if isinstance(event, Membership):
+            return self._receive_membership(event)
+        if isinstance(event, JobState) and event.released:
+            is_new = event.model not in self._released
+            self._released.add(event.model)
+            self._models.pop(event.model, None)
+        elif isinstance(event, JobState):
+            is_new = event != self._of(event.model).state
+            self._of(event.model).state = event
+        elif isinstance(event, Decision):
+            # Without a membership this is a new process, which ignores earlier decisions.
+            is_new = self.membership is not None and event.step > self._of(event.model).step
+            if is_new:
+                self._decided(event)
+        elif isinstance(event, SnapshotOrder):
+            is_new, self._snapshot_id = event.id > self._snapshot_id, max(event.id, self._snapshot_id)
+        elif isinstance(event, RestoreOrder):
+            model = self._of(event.model)
+            is_new, model.epoch = event.epoch > model.epoch, max(event.epoch, model.epoch)
+        else:
+            assert isinstance(event, Welcome)
+            if self._state_id not in ("", event.state_id):
+                raise InternalError(
+                    "the coordinator came back without the state it had, so the job cannot go on with it (was it "
+                    "restarted with another state file, or with none?)"
+                )
+            self._state_id = event.state_id
+            gone = [JobState(model=number, released=True) for number in event.released]
+            return [each for state in gone for each in self.receive(state)]
+        return [event] if is_new else []
+
+    def record_initialized(self, message: session_pb2.SessionRequest) -> None:
+        """Record our report that we hold the parameters of a model."""
+        self._of(message.initialized.model).initialized = message
+
+    def record_restore_failure(self, message: session_pb2.SessionRequest) -> None:
+        """Record our report that we could not restore a model."""
+        self._of(message.restore.model).restore_report = message
+
+    def record(self, message: Vote | Ready, replica: int | None = None) -> list[Event]:
+        """Record our vote or report, of one `replica` or of all; returns an abort if its generation is over."""
+        self._of(message.model).messages[replica] = message
+        return [] if self.membership is None else self._settle(self.membership)
+
+    def to_resend(self) -> list[session_pb2.SessionRequest]:
+        """The messages to send again on a new stream, once the membership has been received."""
+        models = self._models.values()
+        reports = [m for model in models for m in (model.initialized, model.restore_report) if m is not None]
+        return [*reports, *(step_message_to_proto(message) for model in models for message in model.messages.values())]
+
+    def _receive_membership(self, event: Membership) -> list[Event]:
+        known = self.membership
+        if known is not None and event.generation < known.generation:
+            raise InternalError(f"the coordinator announces generation {event.generation} after {known.generation}")
+        events = self._settle(event)
+        self.membership = event
+        return events if event == known else [*events, event]
+
+    def _settle(self, membership: Membership) -> list[Event]:
+        """Drop the messages of generations that are over; returns an abort for every vote among them."""
+        return [abort for number in self._models for abort in self._settle_model(number, membership)]
+
+    def _settle_model(self, number: int, membership: Membership) -> list[Event]:
+        model, (first_step, version) = self._models[number], membership.progress(number)
+        aborts: list[Event] = []
+        for replica, message in list(model.messages.items()):
+            if message.generation >= membership.generation:
+                continue
+            del model.messages[replica]
+            if not isinstance(message, Vote) or (replica is None and message.step <= model.step):
+                continue
+            turn = None if replica is None else Turn(replica=replica, clock=message.step, slowest_clock=0)
+            abort = Decision(
+                step=message.step if turn is None else model.step,
+                generation=message.generation,
+                outcome=Outcome.ABORT,
+                version=version,
+                reason=f"generation {message.generation} ended before the step was decided",
+                next_generation=membership.generation,
+                turn=turn,
+                model=number,
+            )
+            # It counts as a step only if the membership says so: a vote while members were missing is of none.
+            model.step = max(model.step, min(abort.step, first_step - 1))
+            aborts.append(abort)
+        return aborts
+
+    def _decided(self, decision: Decision) -> None:
+        """Drop the messages that a decision settles."""
+        model = self._of(decision.model)
+        model.step = decision.step
+        turn = decision.turn
+        for replica, message in list(model.messages.items()):
+            if replica is None:
+                settled = message.step <= decision.step
+            elif turn is None:
+                settled = message.generation <= decision.generation
+            else:
+                same = (message.generation, replica) == (decision.generation, turn.replica)
+                settled = same and message.step <= turn.clock
+            if settled:
+                del model.messages[replica]
+
+
+def step_message_to_proto(message: Vote | Ready) -> session_pb2.SessionRequest:
+    """A vote or a report of a shard server as a protobuf message."""
+    return vote_to_proto(message) if isinstance(message, Vote) else ready_to_proto(message)
