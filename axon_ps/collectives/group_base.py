@@ -17,11 +17,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
-from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, Request
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
 from axon_ps.collectives.work import Work, WorkQueue
@@ -279,68 +280,88 @@ class GroupBase:
     def _collective(
         self,
         operation: Operation,
-        flat: Flat | None,
-        counts: tuple[int, ...],
-        perform: Callable[[Backend, Call, float], Any],
-        timeout_s: float | None,
+        data: Flat | None,
+        output: Flat | None,
+        result: Any,
+        limit_s: float,
         async_op: bool,
-        *,
-        op: ReduceOp | None = None,
-        root: int = -1,
+        **details: Any,
     ) -> Any:
-        """Number a call and perform it after the calls before it."""
-        run = self._numbered_call(operation, flat, counts, perform, timeout_s, async_op, op=op, root=root)
-        return self._dispatch(self._work_queue, run, operation.value, async_op)
+        """Make a call after the calls before it; arguments as for `_perform`."""
+        perform = partial(self._perform, operation, data, output, result, limit_s, **details)
+        return self._dispatch(self._work_queue, perform, operation.value, async_op)
 
-    def _numbered_call(
+    def _perform(
         self,
         operation: Operation,
-        flat: Flat | None,
-        counts: tuple[int, ...],
-        perform: Callable[[Backend, Call, float], Any],
-        timeout_s: float | None,
-        async_op: bool,
+        data: Flat | None,
+        output: Flat | None,
+        result: Any,
+        limit_s: float,
         *,
+        counts: tuple[int, ...] = (),
         op: ReduceOp | None = None,
         root: int = -1,
-    ) -> Callable[[], Any]:
-        """A function that numbers a call and performs it, for `_dispatch`."""
+        output_counts: tuple[int, ...] = (),
+        input_counts: tuple[int, ...] = (),
+        copied: Flat | None = None,
+    ) -> Any:
+        """Number a call and make it. One at a time, on the group's queue.
+
+        Args:
+            operation: which collective.
+            data: see `Request`.
+            output: see `Request`.
+            result: what to return.
+            limit_s: how long it may take.
+            counts: see `Call`.
+            op: see `Call`.
+            root: see `Call`.
+            output_counts: see `Request`.
+            input_counts: see `Request`.
+            copied: an array that is copied to `data` first.
+        """
+        if self._error is None and self._finished_error is not None:
+            raise self._finished_error
+        flat = data or output
         dtype = flat.dtype if flat is not None else DType.U8
-        device = flat is not None and flat.device
-        with self.preparing(operation.value, device, timeout_s, async_op):
-            limit_s = self._limit(timeout_s)
-        backend_for = self._device_backend if device else self._host_backend
-
-        def run() -> Any:
-            if self._error is None and self._finished_error is not None:
-                raise self._finished_error
-            call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
-            self._sequence += 1
-            made = False
-            entry = self._recorder.begin(self.name, self.ranks, call)
-            try:
-                if self._error is not None:
-                    raise self._error
-                backend = backend_for(limit_s)
-                made = True
-                with arrays.on_stream(flat):
-                    result = perform(backend, call, limit_s)
-            except BaseException as error:
-                self._recorder.end(entry, f"{type(error).__name__}: {error}")
-                self._failed(error)
-                if made and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
-                    self._refuse(backend_for, call.refused(error), limit_s)
-                raise
-            self._recorder.end(entry)
-            return result
-
-        return run
+        backend_for = self._device_backend if flat is not None and flat.device else self._host_backend
+        call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
+        self._sequence += 1
+        backend: Backend | None = None
+        entry = self._recorder.begin(self.name, self.ranks, call)
+        try:
+            if self._error is not None:
+                raise self._error
+            backend = backend_for(limit_s)
+            request = Request(
+                call=call,
+                data=None if data is None else data.array,
+                output=None if output is None else output.array,
+                output_counts=output_counts,
+                input_counts=input_counts,
+            )
+            with arrays.on_stream(flat):
+                if copied is not None and data is not None:
+                    data.array[...] = copied.array
+                backend.run(request, limit_s)
+                target = output or data
+                if target is not None and request.target(backend.rank) is not None:
+                    target.finish()
+        except BaseException as error:
+            self._recorder.end(entry, f"{type(error).__name__}: {error}")
+            self._failed(error)
+            if backend is not None and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
+                self._refuse(backend_for, call.refused(error), limit_s)
+            raise
+        self._recorder.end(entry)
+        return result
 
     @contextlib.contextmanager
-    def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[None]:
+    def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[float]:
         """A context for the checks before a collective: an error in it is also reported to the other ranks.
 
-        This rank then makes a refusal in place of its call.
+        This rank then makes a refusal in place of its call. The context's value is the seconds that the call may take.
 
         Args:
             what: the collective.
@@ -349,7 +370,7 @@ class GroupBase:
             async_op: do not wait for them.
         """
         try:
-            yield
+            yield self._limit(timeout_s)
         except Exception as error:
             if not self._member or self._error is not None or self._finished_error is not None:  # no rank makes it
                 raise
@@ -370,7 +391,7 @@ class GroupBase:
         """Make a refusal in place of a call. See Note: [Agreement] of `collectives.backends.base`."""
         entry = self._recorder.begin(self.name, self.ranks, refusal)
         try:
-            backend_for(limit_s).barrier(refusal, limit_s)
+            backend_for(limit_s).run(Request(call=refusal), limit_s)
         except BaseException as error:
             self._recorder.end(entry, f"{type(error).__name__}: {error}")
             self._failed(error)

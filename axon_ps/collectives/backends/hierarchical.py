@@ -29,7 +29,7 @@ import numpy as np
 
 from axon_ps.collectives.backends import header
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.backends.request import Request, RequestBackend
+from axon_ps.collectives.backends.request import Request, required
 from axon_ps.collectives.backends.stage import Stage, on_device
 from axon_ps.collectives.backends.topology import Topology, rearranged
 from axon_ps.collectives.staging import Staging
@@ -44,7 +44,7 @@ Make = Callable[[GroupContext], Backend]
 _MAX_NAME = 200
 
 
-class HierarchicalBackend(RequestBackend):
+class HierarchicalBackend(Backend):
     """See this module's notes. All ranks of the group must make it together. `create` also makes its backends.
 
     Args:
@@ -169,7 +169,9 @@ class HierarchicalBackend(RequestBackend):
 
     # ------------------------------------------------------------------ agreement
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size, self.dtypes)
         if self._single is not None:
             self._single.perform(request, timeout_s)
             return
@@ -270,7 +272,7 @@ class HierarchicalBackend(RequestBackend):
         return stripe
 
     def _all_reduce(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _required(request.data)
+        call, data = request.call, required(request.data)
         stripe_counts = self._stripe_counts(data.size)
         stripe = self._reduce_in_node(request, data, stripe_counts, deadline)
         if self._in_rail:
@@ -281,7 +283,7 @@ class HierarchicalBackend(RequestBackend):
         self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=data)
 
     def _reduce(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _required(request.data)
+        call, data = request.call, required(request.data)
         stripe_counts = self._stripe_counts(data.size)
         stripe = self._reduce_in_node(request, data, stripe_counts, deadline)
         root_node = self._topology.node_of(call.root)
@@ -303,7 +305,7 @@ class HierarchicalBackend(RequestBackend):
     def _reduce_scatter(self, request: Request, _: Any, deadline: float) -> None:
         call, topology = request.call, self._topology
         counts = dict(enumerate(call.counts))
-        arranged = rearranged(_required(request.data), counts, range(self.world_size), topology.rail_order)
+        arranged = rearranged(required(request.data), counts, range(self.world_size), topology.rail_order)
         stripe = self._reduce_in_node(request, arranged, self._rail_totals(counts), deadline)
         mine = _empty(arranged, self._served_total(counts))
         if self._in_rail:
@@ -318,12 +320,12 @@ class HierarchicalBackend(RequestBackend):
                 op=op,
                 prepare=weigh,
             )
-        self._deliver_in_node(call, mine, _required(request.output), counts, deadline)
+        self._deliver_in_node(call, mine, required(request.output), counts, deadline)
 
     # ------------------------------------------------------------------ moves
 
     def _broadcast(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _required(request.data)
+        call, data = request.call, required(request.data)
         stripe_counts = self._stripe_counts(data.size)
         stripe = _empty(data, stripe_counts[self._local_rank])
         root_node = self._topology.node_of(call.root)
@@ -337,10 +339,10 @@ class HierarchicalBackend(RequestBackend):
         self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=data)
 
     def _all_gather(self, request: Request, _: Any, deadline: float) -> None:
-        call, output = request.call, _required(request.output)
+        call, output = request.call, required(request.output)
         counts = dict(enumerate(call.counts))
         stripe_counts = self._rail_totals(counts)
-        mine = self._collect_in_node(call, _required(request.data), counts, deadline)
+        mine = self._collect_in_node(call, required(request.data), counts, deadline)
         stripe = _empty(output, stripe_counts[self._local_rank])
         if self._in_rail:
             totals = self._node_totals(counts)
@@ -352,7 +354,7 @@ class HierarchicalBackend(RequestBackend):
             output[:] = rearranged(full, counts, self._topology.rail_order, range(self.world_size))
 
     def _gather(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _required(request.data)
+        call, data = request.call, required(request.data)
         counts = dict(enumerate(call.counts))
         stripe_counts = self._rail_totals(counts)
         root_node = self._topology.node_of(call.root)
@@ -367,11 +369,11 @@ class HierarchicalBackend(RequestBackend):
             full = _empty(data, sum(stripe_counts)) if self.rank == call.root else None
             self._gather_in_node(call, stripe, full, stripe_counts, deadline)
             if full is not None:
-                output = _required(request.output)
+                output = required(request.output)
                 output[:] = rearranged(full, counts, self._topology.rail_order, range(self.world_size))
 
     def _scatter(self, request: Request, _: Any, deadline: float) -> None:
-        call, output = request.call, _required(request.output)
+        call, output = request.call, required(request.output)
         counts = dict(enumerate(call.counts))
         stripe_counts = self._rail_totals(counts)
         root_node = self._topology.node_of(call.root)
@@ -379,7 +381,7 @@ class HierarchicalBackend(RequestBackend):
         if self._node_index == root_node:
             full: Array | None = None
             if self.rank == call.root:
-                full = rearranged(_required(request.data), counts, range(self.world_size), self._topology.rail_order)
+                full = rearranged(required(request.data), counts, range(self.world_size), self._topology.rail_order)
             stripe = _empty(output, stripe_counts[self._local_rank])
             self._scatter_in_node(call, stripe, full, stripe_counts, deadline)
         mine = _empty(output, self._served_total(counts))
@@ -395,7 +397,7 @@ class HierarchicalBackend(RequestBackend):
         call, topology, all_ranks = request.call, self._topology, range(self.world_size)
         counts = {(i, j): matrix[i][j] for i in all_ranks for j in all_ranks}
         by_rail = [[(self.rank, j) for j in topology.served_everywhere(q)] for q in range(topology.num_rails)]
-        data = rearranged(_required(request.data), counts, [(self.rank, j) for j in all_ranks], list(chain(*by_rail)))
+        data = rearranged(required(request.data), counts, [(self.rank, j) for j in all_ranks], list(chain(*by_rail)))
         sent = [_total(counts, keys) for keys in by_rail] + [0] * (len(self._node_ranks) - topology.num_rails)
         here: list[tuple[int, int]] = []
         received = [0] * len(self._node_ranks)
@@ -426,7 +428,7 @@ class HierarchicalBackend(RequestBackend):
             )
             arrived = rearranged(arrived, counts, list(chain(*back)), [(i, j) for j in served for i in all_ranks])
         totals = {j: _total(counts, [(i, j) for i in all_ranks]) for j in all_ranks}
-        self._deliver_in_node(call, arrived, _required(request.output), totals, deadline)
+        self._deliver_in_node(call, arrived, required(request.output), totals, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:
         """Nothing is left to do: the ranks have exchanged headers."""
@@ -551,11 +553,6 @@ def name_of_subgroup(group: str, what: str) -> str:
     """The name of a sub-group of a group; hashed if it would be longer than a name may be."""
     name = f"{group}/{what}"
     return name if len(name) <= _MAX_NAME else hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-
-
-def _required(array: Array | None) -> Array:
-    assert array is not None, "Request.check has checked this"
-    return array
 
 
 def _empty(like: Array, numel: int) -> Array:

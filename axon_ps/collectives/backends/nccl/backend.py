@@ -27,12 +27,12 @@ import numpy as np
 
 from axon_ps.collectives import reason
 from axon_ps.collectives.backends import header
-from axon_ps.collectives.backends.base import GroupContext, Operation
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation
 from axon_ps.collectives.backends.mock import mock_contexts
 from axon_ps.collectives.backends.nccl.messages import Messages
 from axon_ps.collectives.backends.nccl.symbols import MAX, NCCL_DTYPES, NcclUniqueId, nccl_op, version_of
 from axon_ps.collectives.backends.nccl.watchdog import Watchdog
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message
+from axon_ps.collectives.backends.request import Request, check_message, required
 from axon_ps.collectives.cuda import load, load_nccl
 from axon_ps.errors import AxonError, Closed, InvalidRequest, Misuse, NcclError, Timeout
 from axon_ps.types import NUMBERS, Array, DType, ReduceOp
@@ -50,7 +50,7 @@ class _Late(Timeout):
     """The watchdog's error, until it is known which rank is missing."""
 
 
-class NcclBackend(RequestBackend):
+class NcclBackend(Backend):
     """The collectives of a group of GPUs, one for each rank.
 
     Args:
@@ -200,7 +200,9 @@ class NcclBackend(RequestBackend):
 
     # ------------------------------------------------------------------ collectives
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size, self.dtypes)
         self._sequence = request.call.sequence
         with self._watched(timeout_s, str(request.call)):
             self._wait()  # for the data
@@ -292,7 +294,7 @@ class NcclBackend(RequestBackend):
 
     def _reduced(self, request: Request, target: Array | None = None, root: int = -1) -> Array:
         """The reduction of all ranks' data, in `target` or a new array; with a root, there only."""
-        call, data = request.call, _required(request.data)
+        call, data = request.call, required(request.data)
         assert call.op is not None
         result: Array = self._cupy.empty(data.size, data.dtype) if target is None else target
         if not data.size:
@@ -317,14 +319,14 @@ class NcclBackend(RequestBackend):
         return result
 
     def _all_reduce(self, request: Request, _: Any) -> None:
-        self._reduced(request, _required(request.data))
+        self._reduced(request, required(request.data))
 
     def _reduce(self, request: Request, _: Any) -> None:
         is_root = self.rank == request.call.root
-        self._reduced(request, _required(request.data) if is_root else None, request.call.root)
+        self._reduced(request, required(request.data) if is_root else None, request.call.root)
 
     def _reduce_scatter(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _required(request.data), _required(request.output)
+        call, data, output = request.call, required(request.data), required(request.output)
         assert call.op is not None
         op = nccl_op(call.op, call.dtype)
         if op is None or call.op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -344,7 +346,7 @@ class NcclBackend(RequestBackend):
                     )
 
     def _broadcast(self, request: Request, _: Any) -> None:
-        self._broadcast_one(_required(request.data), request.call.dtype, request.call.root)
+        self._broadcast_one(required(request.data), request.call.dtype, request.call.root)
 
     def _broadcast_one(self, array: Array, dtype: DType, root: int) -> None:
         if array.size:
@@ -352,7 +354,7 @@ class NcclBackend(RequestBackend):
             self._comm.broadcast(address, address, array.size, NCCL_DTYPES[dtype], root, self._stream)
 
     def _all_gather(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _required(request.data), _required(request.output)
+        call, data, output = request.call, required(request.data), required(request.output)
         if len(set(call.counts)) == 1:
             if data.size:
                 dtype = NCCL_DTYPES[call.dtype]
@@ -396,8 +398,8 @@ class NcclBackend(RequestBackend):
         self._exchange(outputs, inputs, call.dtype)
 
     def _all_to_all(self, request: Request, _: Any) -> None:
-        outputs = self._partitions(_required(request.output), request.output_counts)
-        inputs = self._partitions(_required(request.data), request.input_counts)
+        outputs = self._partitions(required(request.output), request.output_counts)
+        inputs = self._partitions(required(request.data), request.input_counts)
         self._exchange([*outputs], [*inputs], request.call.dtype)
 
     def _barrier(self, request: Request, _: Any) -> None:
@@ -407,21 +409,21 @@ class NcclBackend(RequestBackend):
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns when the receiver has the message."""
-        self._check_message(data, dtype, to, tag, any_source=False)
+        self._check_message(data, dtype, to, tag, receiving=False)
         with self._watched(timeout_s, f"a message with tag {tag}", to):
             self._messages.send(data, dtype, to, tag, timeout_s)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        self._check_message(data, dtype, source, tag, any_source=True)
+        self._check_message(data, dtype, source, tag, receiving=True)
         with self._watched(timeout_s, f"a message with tag {tag}", source):
             sender = self._messages.recv(data, dtype, source, tag, timeout_s)
         return sender
 
-    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, any_source: bool) -> None:
+    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, receiving: bool) -> None:
         if dtype not in self.dtypes:
             raise InvalidRequest(f"nccl does not send {dtype.value}; use a backend for host memory")
-        check_message(data, dtype, peer, tag, self.context, any_source=any_source)
+        check_message(data, dtype, peer, tag, self.world_size, receiving=receiving)
         if peer == self.rank or self.world_size == 1:
             raise InvalidRequest(f"rank {self.rank} cannot exchange messages with itself")
         if not self._has_store:
@@ -557,11 +559,6 @@ def _id_key(context: GroupContext) -> str:
 def _is_nan(data: Array, dtype: DType) -> Array:
     found: Array = (data & 0x7FFF) > 0x7F80 if dtype is DType.BF16 else np.isnan(data)
     return found
-
-
-def _required(array: Array | None) -> Array:
-    assert array is not None, "Request.check has checked this"
-    return array
 
 
 def _address(array: Any) -> int:
