@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Request
-from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.testing.conformance import Report, run_conformance, run_in_threads
 

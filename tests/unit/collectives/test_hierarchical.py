@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, Request
-from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.errors import Disagreement, MemberLost, Timeout, Unreachable
 from axon_ps.testing.device import DeviceArray, StandIn, asarray, stand_in
