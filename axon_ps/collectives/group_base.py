@@ -16,7 +16,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, Request
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.store import AbortableStore
+from axon_ps.collectives.group_backends import GroupBackends
+from axon_ps.collectives.group_backends import MakeBackend as MakeBackend
 from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.host import fork
@@ -43,9 +43,6 @@ _logger = logging.getLogger(__name__)
 
 WORLD_PREFIX = "world@"
 """The begin of the name of a group of all workers; the generation follows."""
-
-MakeBackend = Callable[[GroupContext, str], Backend]
-"""Makes the backend of a group by its name; collective."""
 
 
 class GroupBase:
@@ -78,19 +75,16 @@ class GroupBase:
         self._make = make
         self._timeout_s = timeout_s
         self._recorder = recorder
-        self._backend_name = backend
         self._member = member
         self._world: JobWorld | None = None if callable(world) else world
         self._find_world: Callable[[], JobWorld] | None = world if callable(world) else None
-        self._store = AbortableStore(context.store)
-        self._host: Backend | None = None
-        self._device: Backend | None = None
+        self._backends = GroupBackends(context, make, backend)
+        self._store = self._backends.store
         self._work_queue = WorkQueue(f"axon-ps-{context.name}"[:60])
         self._p2p_queues: dict[tuple[str, int, int], WorkQueue] = {}
         self._sequence = 0
         self._children: list[GroupBase] = []
         self._num_sub_groups = 0
-        self._error: AxonError | None = None
         self._finished_error: AxonError | None = None
 
     # ------------------------------------------------------------------ who is in it
@@ -138,6 +132,11 @@ class GroupBase:
         return rank in self.ranks
 
     @property
+    def _error(self) -> AxonError | None:
+        """What ended the group; None while it can be used."""
+        return self._backends.error
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The members, by position."""
         return self._context.members
@@ -167,7 +166,7 @@ class GroupBase:
         if self._error is not None:
             raise self._error
         device = data is not None and arrays.flatten(data, writable=False).device
-        return self._device_backend(self._timeout_s) if device else self._host_backend(self._timeout_s)
+        return self._backends.get(device, self._timeout_s)
 
     # ------------------------------------------------------------------ the end
 
@@ -178,7 +177,7 @@ class GroupBase:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
         """
         fork.check()
-        self._end(error)
+        self._backends.end(error)
         for child in self._children:
             child.abort(error)
 
@@ -190,7 +189,7 @@ class GroupBase:
             error: raised by pending and later calls.
         """
         if any(m.id in lost for m in self._context.members):
-            self._end(error)
+            self._backends.end(error)
         for child in self._children:
             child.member_lost(lost, error)
 
@@ -205,21 +204,9 @@ class GroupBase:
         """
         if any(m.id in finished for m in self._context.members):
             self._finished_error = self._finished_error or error
-            self._store.expect_no_more(error)
-            for backend in (self._host, self._device):
-                if backend is not None and not backend.buffers_messages:
-                    backend.abort(error)
+            self._backends.end_unbuffered(error)
         for child in self._children:
             child.member_finished(finished, error)
-
-    def _end(self, error: AxonError) -> None:
-        """End pending and later calls of this group, without sub-groups; the first error counts."""
-        if self._error is None:
-            self._error = error
-        self._store.abort(error)
-        for backend in (self._host, self._device):
-            if backend is not None:
-                backend.abort(error)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Free the group on this worker, sub-groups first; pending calls are aborted. May be repeated.
@@ -235,9 +222,8 @@ class GroupBase:
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))
         error = Closed(f"group {self.name!r} was closed")
-        if self._error is None and self._wait_idle(deadline) and all(b.buffers_messages for b in self._backends()):
-            self._error = error  # no call is pending, and messages that are not received yet stay available
-            self._store.abort(error)
+        if self._error is None and self._wait_idle(deadline):
+            self._backends.end_after_messages(error)
         else:
             self.abort(error)
         self._free()
@@ -249,9 +235,6 @@ class GroupBase:
             if direction == "send" and not queue.wait_idle(left_s) and left_s:
                 _logger.warning("group %s: rank %d did not receive a message in time; it is lost", self.name, peer)
         return all(queue.wait_idle(0.0) for queue in (self._work_queue, *self._p2p_queues.values()))
-
-    def _backends(self) -> list[Backend]:
-        return [b for b in (self._device, self._host) if b is not None]
 
     def release(self) -> bool:
         """Free this group and its sub-groups where they have ended; returns whether all of them had.
@@ -267,13 +250,11 @@ class GroupBase:
     def _free(self) -> None:
         for queue in (self._work_queue, *self._p2p_queues.values()):
             queue.close(CLOSE_TIMEOUT_S)
-        for backend in self._backends():
-            backend.close()
-        self._host = self._device = None
+        self._backends.close()
 
     def statistics(self) -> dict[str, float]:
         """Counters of its backends."""
-        return {k: v for b in (self._host, self._device) if b is not None for k, v in b.statistics().items()}
+        return self._backends.statistics()
 
     # ------------------------------------------------------------------ how calls are made
 
@@ -306,26 +287,15 @@ class GroupBase:
         input_counts: tuple[int, ...] = (),
         copied: Flat | None = None,
     ) -> Any:
-        """Number a call and make it. One at a time, on the group's queue.
+        """Number a call and make it; returns `result`. One at a time, on the group's queue.
 
-        Args:
-            operation: which collective.
-            data: see `Request`.
-            output: see `Request`.
-            result: what to return.
-            limit_s: how long it may take.
-            counts: see `Call`.
-            op: see `Call`.
-            root: see `Call`.
-            output_counts: see `Request`.
-            input_counts: see `Request`.
-            copied: an array that is copied to `data` first.
+        See `Request` and `Call` for the arguments; `copied` is an array that is copied to `data` first.
         """
         if self._error is None and self._finished_error is not None:
             raise self._finished_error
         flat = data or output
         dtype = flat.dtype if flat is not None else DType.U8
-        backend_for = self._device_backend if flat is not None and flat.device else self._host_backend
+        device = flat is not None and flat.device
         call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
         self._sequence += 1
         backend: Backend | None = None
@@ -333,7 +303,7 @@ class GroupBase:
         try:
             if self._error is not None:
                 raise self._error
-            backend = backend_for(limit_s)
+            backend = self._backends.get(device, limit_s)
             request = Request(
                 call=call,
                 data=None if data is None else data.array,
@@ -352,7 +322,7 @@ class GroupBase:
             self._recorder.end(entry, f"{type(error).__name__}: {error}")
             self._failed(error)
             if backend is not None and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
-                self._refuse(backend_for, call.refused(error), limit_s)
+                self._refuse(device, call.refused(error), limit_s)
             raise
         self._recorder.end(entry)
         return result
@@ -381,17 +351,17 @@ class GroupBase:
             def run() -> None:
                 refusal = Call.refusal(self._sequence, what, text)
                 self._sequence += 1
-                self._refuse(self._device_backend if device else self._host_backend, refusal, limit_s)
+                self._refuse(device, refusal, limit_s)
 
             with contextlib.suppress(AxonError):  # the caller's own mistake says more
                 self._dispatch(self._work_queue, run, what, async_op)
             raise
 
-    def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
+    def _refuse(self, device: bool, refusal: Call, limit_s: float) -> None:
         """Make a refusal in place of a call. See Note: [Agreement] of `collectives.backends.base`."""
         entry = self._recorder.begin(self.name, self.ranks, refusal)
         try:
-            backend_for(limit_s).run(Request(call=refusal), limit_s)
+            self._backends.get(device, limit_s).run(Request(call=refusal), limit_s)
         except BaseException as error:
             self._recorder.end(entry, f"{type(error).__name__}: {error}")
             self._failed(error)
@@ -422,31 +392,10 @@ class GroupBase:
 
     def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
         """The backend for a send or receive; if it must be made, that is queued with the collectives."""
-        if self._error is not None:
-            raise self._error
-        known = self._device if flat.device else self._host
-        make = self._device_backend if flat.device else self._host_backend
-        return known or self._work_queue.run(lambda: make(limit_s))
-
-    def _host_backend(self, limit_s: float) -> Backend:
-        if self._host is None:
-            self._host = self._new_backend(self._backend_name, limit_s)
-        return self._host
-
-    def _device_backend(self, limit_s: float) -> Backend:
-        if self._device is None:
-            self._device = self._new_backend("nccl" if self._backend_name == "nccl" else "device", limit_s)
-        return self._device
-
-    def _new_backend(self, name: str, limit_s: float) -> Backend:
-        """Make a backend. A rank that takes part may die, which ends waits on `self._store`, or not come in time."""
-        limit_s = min(limit_s, self._context.timeout_s)
-        backend = self._make(
-            replace(self._context, store=self._store, timeout_s=limit_s, ended=lambda: self._error), name
-        )
-        if self._error is not None:  # aborted meanwhile, when there was no backend to abort
-            backend.abort(self._error)
-        return backend
+        backends = self._backends
+        if backends.error is not None:
+            raise backends.error
+        return backends.made(flat.device) or self._work_queue.run(lambda: backends.get(flat.device, limit_s))
 
     # ------------------------------------------------------------------ checks
 
