@@ -132,11 +132,6 @@ class GroupBase:
         return rank in self.ranks
 
     @property
-    def _error(self) -> AxonError | None:
-        """What ended the group; None while it can be used."""
-        return self._backends.error
-
-    @property
     def members(self) -> tuple[Member, ...]:
         """The members, by position."""
         return self._context.members
@@ -163,8 +158,8 @@ class GroupBase:
             AxonError: it cannot be made.
         """
         self._check_member()
-        if self._error is not None:
-            raise self._error
+        if self._backends.error is not None:
+            raise self._backends.error
         device = data is not None and arrays.flatten(data, writable=False).device
         return self._backends.get(device, self._timeout_s)
 
@@ -222,7 +217,7 @@ class GroupBase:
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))
         error = Closed(f"group {self.name!r} was closed")
-        if self._error is None and self._wait_idle(deadline):
+        if self._backends.error is None and self._wait_idle(deadline):
             self._backends.end_after_messages(error)
         else:
             self.abort(error)
@@ -242,7 +237,7 @@ class GroupBase:
         A group that ended with the loss of a member may have sub-groups without that member, which go on.
         """
         self._children = [child for child in self._children if not child.release()]
-        if self._error is None:
+        if self._backends.error is None:
             return False
         self._free()
         return not self._children
@@ -291,7 +286,7 @@ class GroupBase:
 
         See `Request` and `Call` for the arguments; `copied` is an array that is copied to `data` first.
         """
-        if self._error is None and self._finished_error is not None:
+        if self._backends.error is None and self._finished_error is not None:
             raise self._finished_error
         flat = data or output
         dtype = flat.dtype if flat is not None else DType.U8
@@ -301,8 +296,8 @@ class GroupBase:
         backend: Backend | None = None
         entry = self._recorder.begin(self.name, self.ranks, call)
         try:
-            if self._error is not None:
-                raise self._error
+            if self._backends.error is not None:
+                raise self._backends.error
             backend = self._backends.get(device, limit_s)
             request = Request(
                 call=call,
@@ -316,7 +311,7 @@ class GroupBase:
                     data.array[...] = copied.array
                 backend.run(request, limit_s)
                 target = output or data
-                if target is not None and request.target(backend.rank) is not None:
+                if target is not None and request.target(self._context.rank) is not None:
                     target.finish()
         except BaseException as error:
             self._recorder.end(entry, f"{type(error).__name__}: {error}")
@@ -342,7 +337,9 @@ class GroupBase:
         try:
             yield self._limit(timeout_s)
         except Exception as error:
-            if not self._member or self._error is not None or self._finished_error is not None:  # no rank makes it
+            if (
+                not self._member or self._backends.error is not None or self._finished_error is not None
+            ):  # no rank makes it
                 raise
             text, limit_s = str(error) or type(error).__name__, self._timeout_s
             with contextlib.suppress(AxonError, TypeError):
@@ -374,11 +371,11 @@ class GroupBase:
         try:
             return Work(queue.submit(run), what) if async_op else queue.run(run)
         except Closed as error:
-            raise self._error or error from None
+            raise self._backends.error or error from None
 
     def _failed(self, error: BaseException) -> None:
         """See Note: [After an error] of `collectives.backends.base`."""
-        if isinstance(error, (Disagreement, InvalidRequest)) or self._error is not None:
+        if isinstance(error, (Disagreement, InvalidRequest)) or self._backends.error is not None:
             return
         cause = error if isinstance(error, AxonError) else Broken(f"a call was interrupted: {type(error).__name__}")
         self.abort(cause)

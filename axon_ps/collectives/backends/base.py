@@ -83,6 +83,9 @@ class Backend(ABC):
         name: under which it is selected ("shm").
         buffers_messages: whether messages are still received after their sender has closed its backend and exited.
         dtypes: the element types that it supports.
+        context: the group.
+        rank: our position in the group.
+        world_size: number of ranks.
     """
 
     name: ClassVar[str]
@@ -91,6 +94,8 @@ class Backend(ABC):
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
+        self.rank = context.rank
+        self.world_size = len(context.ranks)
 
     def sibling(self, context: GroupContext) -> Backend:
         """Another backend of this kind, for a group of some of our ranks; all of those make it together.
@@ -99,16 +104,6 @@ class Backend(ABC):
             AxonError: it cannot be made.
         """
         return type(self)(context)
-
-    @property
-    def rank(self) -> int:
-        """Our position in the group."""
-        return self.context.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.context.ranks)
 
     @abstractmethod
     def run(self, request: Request, timeout_s: float) -> None:

@@ -117,11 +117,14 @@ class Request:
                 raise InvalidRequest(f"{operation.value} needs an op")
             ops.check(call.op, dtype)
         data_numel, output_numel = self.lengths(rank)
-        _check_array("data", self.data, data_numel, call)
-        _check_array("output", self.output, output_numel, call)
         target = self.target(rank)
-        if target is not None:
-            _check_writable(target, call)
+        for what, array, numel in (("data", self.data, data_numel), ("output", self.output, output_numel)):
+            if array is not None and numel is not None:
+                _check_array(what, array, dtype, numel, array is target)
+            elif array is not None:
+                raise InvalidRequest(f"{call} takes no {what} on this rank")
+            elif numel is not None:
+                raise InvalidRequest(f"{call} needs {what} of {numel} {dtype.value} on this rank; it got None")
 
     def mismatch(self, others: Sequence[Request], rank: int) -> bool:
         """ALL_TO_ALL: whether some rank does not send us, `rank`, as many elements as we expect."""
@@ -154,9 +157,7 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, world_size: in
         raise InvalidRequest(f"there is no rank {peer} in a group of {world_size}")
     if tag < 0:
         raise InvalidRequest(f"the tag is {tag}; it must not be negative")
-    _check_form("data", data, dtype)
-    if receiving:
-        _check_writable(data, "a message")
+    _check_array("data", data, dtype, data.size, receiving)
 
 
 def partition_starts(counts: Sequence[int]) -> list[int]:
@@ -164,29 +165,16 @@ def partition_starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def _check_array(what: str, array: Array | None, numel: int | None, call: Call) -> None:
-    if array is None:
-        if numel is not None:
-            raise InvalidRequest(f"{call} needs {what} of {numel} {call.dtype.value} on this rank; it got None")
-        return
-    if numel is None:
-        raise InvalidRequest(f"{call} takes no {what} on this rank")
-    _check_form(what, array, call.dtype)
-    if array.size != numel:
-        raise InvalidRequest(f"{what} of {call} has {array.size} elements; needed are {numel}")
-
-
-def _check_form(what: str, array: Array, dtype: DType) -> None:
+def _check_array(what: str, array: Array, dtype: DType, numel: int, written: bool) -> None:
     if array.dtype != dtype.numpy or array.ndim != 1 or not array.flags.c_contiguous:
         raise InvalidRequest(
             f"{what} has shape {list(array.shape)}, element type {array.dtype} and strides {array.strides}; needed is "
             f"a contiguous 1-D array of {dtype.value}"
         )
-
-
-def _check_writable(array: Array, what: object) -> None:
-    if not getattr(array.flags, "writeable", True):  # cupy's arrays always are, and do not say so
-        raise InvalidRequest(f"{what} would be written to an array that is read-only; pass one that can be written")
+    if array.size != numel:
+        raise InvalidRequest(f"{what} has {array.size} elements; needed are {numel}")
+    if written and not getattr(array.flags, "writeable", True):  # cupy's arrays always are, and do not say so
+        raise InvalidRequest(f"{what} is read-only, and the result goes there; pass an array that can be written")
 
 
 def _listed(counts: Sequence[int]) -> str:
