@@ -165,6 +165,7 @@ def trains(uri: str, strategies: dict[str, str]) -> Any:
             job.models["teacher"](torch.zeros(1, 4))
         world.barrier("released")
         freed = before - world.server_statistics(0)["master_bytes"]
+        world.barrier("weighed")  # before the other worker makes another
         made = parallel.FSDP(twin(), world, name="teacher")
         made.load_state_dict(discriminator().state_dict())
         versions = {name: model.version for name, model in job.models.items() if name != "teacher"}
