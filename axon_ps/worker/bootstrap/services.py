@@ -149,7 +149,7 @@ class EmbeddedServices:
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
     def _line(self, pipe: LinePipe, deadline: float, what: str) -> str:
-        """The address on which a child listens."""
+        """The address that a child listens on."""
         line = pipe.read(deadline)
         if not line:
             raise Broken(f"the embedded {what} ended, or did not listen in time; what it wrote is on standard error")
