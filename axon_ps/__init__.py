@@ -15,6 +15,12 @@ from axon_ps.types import BackendName as Backend
 from axon_ps.types import ReduceOp, StepResult
 
 if TYPE_CHECKING:
+    from axon_ps.collectives.backends.gloo import GlooBackend as GlooBackend
+    from axon_ps.collectives.backends.grpc import GrpcBackend as GrpcBackend
+    from axon_ps.collectives.backends.hierarchical import HierarchicalBackend as HierarchicalBackend
+    from axon_ps.collectives.backends.mock import MockBackend as MockBackend
+    from axon_ps.collectives.backends.nccl.backend import NcclBackend as NcclBackend
+    from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend as SharedMemoryBackend
     from axon_ps.collectives.functional import all_gather as all_gather
     from axon_ps.collectives.functional import all_reduce_max as all_reduce_max
     from axon_ps.collectives.functional import all_reduce_mean as all_reduce_mean
@@ -71,24 +77,12 @@ if TYPE_CHECKING:
     from axon_ps.collectives.p2p import (
         sendrecv as sendrecv,
     )
-    from axon_ps.collectives.process_group import ProcessGroup
-    from axon_ps.collectives.work import Work
-    from axon_ps.worker.checkpoints import CheckpointInfo
-    from axon_ps.worker.world import World
+    from axon_ps.collectives.process_group import ProcessGroup as ProcessGroup
+    from axon_ps.collectives.work import Work as Work
+    from axon_ps.worker.checkpoints import CheckpointInfo as CheckpointInfo
+    from axon_ps.worker.world import World as World
 
 __version__ = "0.1.0"
-__all__ = [
-    "Backend",
-    "CheckpointInfo",
-    "ProcessGroup",
-    "ReduceOp",
-    "StepResult",
-    "Work",
-    "World",
-    "__version__",
-    "errors",
-]
-
 _COLLECTIVES = (
     "all_gather",
     "all_reduce_max",
@@ -123,7 +117,16 @@ _OBJECTS = (
     "send_object_list",
 )
 _MESSAGES = ("P2POp", "batch_isend_irecv", "irecv", "isend", "sendrecv")
+_BACKENDS = {
+    "GlooBackend": "gloo",
+    "GrpcBackend": "grpc",
+    "HierarchicalBackend": "hierarchical",
+    "MockBackend": "mock",
+    "NcclBackend": "nccl.backend",
+    "SharedMemoryBackend": "shm.backend",
+}
 _LAZY = {
+    **{name: f"axon_ps.collectives.backends.{module}" for name, module in _BACKENDS.items()},
     "World": "axon_ps.worker.world",
     "ProcessGroup": "axon_ps.collectives.process_group",
     "CheckpointInfo": "axon_ps.worker.checkpoints",
@@ -132,7 +135,10 @@ _LAZY = {
     **dict.fromkeys(_OBJECTS, "axon_ps.collectives.objects"),
     **dict.fromkeys(_MESSAGES, "axon_ps.collectives.p2p"),
 }
+_PACKAGES = ("data", "parallel", "testing")
 
+__all__ = ["Backend", "ReduceOp", "StepResult", "__version__", "errors", *_LAZY]
+__all__.remove("GlooBackend")  # `from axon_ps import *` needs no torch
 
 turn_grpc_handlers_off()
 
@@ -140,6 +146,10 @@ turn_grpc_handlers_off()
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in ("data", "parallel", "testing"):
+    if name in _PACKAGES:
         return importlib.import_module(f"axon_ps.{name}")
     raise AttributeError(f"module 'axon_ps' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, "GlooBackend", *_PACKAGES))

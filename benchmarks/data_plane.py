@@ -109,7 +109,7 @@ def ours(numel: int, dtype: DType, chunk_numel: int, *, direct_memory: bool) -> 
 def raw(total_bytes: int, chunk_bytes: int, *, tuned: bool) -> Iterator[dict[str, Measure]]:
     """A raw server and a raw client, two processes of their own; `tuned`: with our setting of malloc."""
     sizes = ["--total-bytes", str(total_bytes), "--chunk-bytes", str(chunk_bytes)]
-    command = [sys.executable, str(HERE / "raw_stream.py"), *sizes, *(["--keep-message-memory"] if tuned else [])]
+    command = [sys.executable, str(HERE / "raw_stream.py"), *sizes, *(["--retain-message-memory"] if tuned else [])]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
     server = subprocess.Popen(command, **pipes)
     assert server.stdout is not None

@@ -86,7 +86,7 @@ def staging(options: argparse.Namespace) -> None:
         tensor = torch.ones(numel, device=device())
         theirs = host_empty(numel, torch.float32, pinned=True)
         flat = arrays.flatten(tensor).array
-        host = crossing.take(flat)
+        host = crossing.allocate(flat)
         times = median_s(
             {
                 "download": lambda a=flat, h=host: crossing.download(a, h),  # type: ignore[misc]
@@ -96,7 +96,7 @@ def staging(options: argparse.Namespace) -> None:
             },
             options.rounds,
         )
-        crossing.give(host)
+        crossing.free(host)
         for way in ("download", "upload"):
             rows.append(
                 {

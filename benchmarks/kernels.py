@@ -35,7 +35,7 @@ import torch
 
 import _report
 from axon_ps.compress import cast
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import create
 from axon_ps.shard.server.apply import RUN_NUMEL
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL
@@ -274,7 +274,7 @@ def main() -> None:
     quick, piece_numel = options.quick, options.piece_numel
     numel, repetitions = (4 * 2**20, 3) if quick else (64 * 2**20, 15)
     torch.set_num_threads(THREADS)
-    keep_message_memory()
+    retain_message_memory()
 
     pieces = Pieces(numel, piece_numel)
     steps = optimizers(numel, pieces, repetitions)

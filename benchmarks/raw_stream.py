@@ -6,7 +6,7 @@ As a program, a `grpc.aio` server with identity serializers, one process, that k
 
 With `--client PORT` it is a client of such a server: one channel, the same channel options as the data plane's. For
 each line "pull", "pull copy", "push" or "push copy" that it reads it does that and prints the seconds it took. With
-`--keep-message-memory` malloc keeps freed messages, as our processes have it; nothing else knows of axon_ps.
+`--retain-message-memory` malloc retains freed messages, as our processes have it; nothing else knows of axon_ps.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ def main() -> None:
     parser.add_argument("--total-bytes", type=int, required=True)
     parser.add_argument("--chunk-bytes", type=int, required=True)
     parser.add_argument("--client", type=int, metavar="PORT")
-    parser.add_argument("--keep-message-memory", action="store_true")
+    parser.add_argument("--retain-message-memory", action="store_true")
     arguments = parser.parse_args()
-    if arguments.keep_message_memory:
-        from axon_ps.host.malloc import keep_message_memory
+    if arguments.retain_message_memory:
+        from axon_ps.host.malloc import retain_message_memory
 
-        keep_message_memory()
+        retain_message_memory()
     sizes = arguments.total_bytes, arguments.chunk_bytes
     asyncio.run(serve(*sizes) if arguments.client is None else obey(arguments.client, *sizes))
 

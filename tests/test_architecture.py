@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,3 +139,14 @@ def test_without_torch_the_extra_is_named() -> None:
     assert run.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'"
     )
+
+
+def test_the_page_on_architecture_names_what_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`([a-z_]+/[a-z_/.]*)`", page)) - {"core/", "server/", "client/"}
+    assert len(paths) > 40
+    assert [p for p in sorted(paths) if not (ROOT / "axon_ps" / p).exists() and not (ROOT / p).exists()] == []
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_their_contract() -> None:
+    subprocess.run([sys.executable, "docs/architecture.py", "--check"], cwd=ROOT, check=True)

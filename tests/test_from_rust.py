@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "from_rust.md").read_text()
 
 MOCK_TRAINING = "unit/parallel/test_mock_training.py"
-MOCK_WORLD = "unit/collectives/test_mock_world.py"
+MOCK_WORLD = "unit/worker/test_mock_world.py"
 FIRST_TRIES = "unit/parallel/test_first_tries.py"
 ON_PARAMETERS = "unit/parallel/test_torch_functions_on_parameters.py"
 STRATEGIES = "unit/parallel/test_fsdp_strategies_faked.py"
@@ -65,7 +65,7 @@ TESTED = {
         "unit/collectives/test_objects.py",
         "test_a_rank_that_cannot_send_its_value_tells_the_others",
     ),
-    "`MASTER_ADDR` and": ("unit/collectives/test_bootstrap.py", "test_the_store_is_torchs_where_there_is_one"),
+    "`MASTER_ADDR` and": ("unit/worker/test_bootstrap.py", "test_the_store_is_torchs_where_there_is_one"),
     "`torchrun`, `mpirun`": (
         "e2e/test_launched_workers.py",
         "test_workers_of_mpirun_form_a_job_which_lives_until_the_last_of_them_is_done",

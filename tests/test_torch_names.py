@@ -17,8 +17,14 @@ import torch.distributed as dist
 from test_features import resolve, said_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "torch_names.md").read_text()
-IMPORTED = {"logging", "sys", "timedelta", "torch", "traceback", "typing"}
+IMPORTED = {"contextlib", "logging", "sys", "timedelta", "torch", "traceback", "typing"}
 """What torch's module has imported from elsewhere."""
+ELSEWHERE = {
+    "2.15": {"ProcessGroupNCCL2", "ProcessGroupNCCLLazy", "gather_into_tensor", "gather_single", "get_backend_impl"}
+    | {"set_timeout"},
+    "CUDA": {"ProcessGroupNCCL"},
+}
+"""Names on the page that the torch of our tests lacks, by the version or build that has them."""
 
 
 def rows() -> list[list[str]]:
@@ -46,7 +52,7 @@ def test_every_name_of_torch_is_here_or_it_is_said_why_not() -> None:
         f"torch {torch.__version__} has {sorted(missing)}: say in docs/torch_names.md what they are here"
     )
     if "2.13" in torch.__version__:  # others lack some, or have had more
-        assert set(listed) == theirs()
+        assert set(listed) - set().union(*ELSEWHERE.values()) == theirs()
 
 
 def test_what_was_left_out_was_imported() -> None:

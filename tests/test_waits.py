@@ -109,7 +109,7 @@ ENDING = {
     "a call": "async def f(stub, request): return await stub.Gather(request, timeout=5.0)",
     "tasks": "async def f(tasks, timeout_s: float): await asyncio.wait(tasks, timeout=timeout_s)",
     "a retry": (
-        "async def f(deadline):\n    while True:\n        await g()\n        if deadline.passed: raise Timeout\n"
+        "async def f(deadline):\n    while True:\n        await g()\n        if deadline.expired: raise Timeout\n"
         "async def g(): pass"
     ),
     "a poll": "def f(done, ends):\n    while not done() and time.monotonic() < ends:\n        time.sleep(0.1)",

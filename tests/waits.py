@@ -67,7 +67,7 @@ _LOCKS = re.compile(r"(lock|mutex|semaphore|condition|changed|writing|registerin
 _TIME = re.compile(r"(_s|_S|timeout|deadline|remaining|grace|left|limit|patience|TIMEOUT|WAIT)$")
 """The last word of a number of seconds, or of what has some left."""
 
-_ENDS_LOOP = re.compile(r"(deadline|until|remaining|left_s|limit_s|timeout_s|ends|monotonic|passed)$")
+_ENDS_LOOP = re.compile(r"(deadline|until|remaining|left_s|limit_s|timeout_s|ends|monotonic|expired)$")
 """What a loop that watches the time mentions."""
 
 

@@ -55,7 +55,7 @@ async def _connect_until(address: str, timeout_s: float) -> None:
         writer.close()
 
     try:
-        await retry(connect, until=deadline, on=(OSError, TimeoutError), most_s=1.0)
+        await retry(connect, until=deadline, on=(OSError, TimeoutError), max_s=1.0)
     except (OSError, TimeoutError) as error:
         reason = (
             "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)

@@ -53,9 +53,9 @@ def _prepare(script: str) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(ImportError):  # a job without torch
-        from axon_ps.parallel.rehearsal import rehearse
+        from axon_ps.parallel.warm_up import warm_up
 
-        rehearse()
+        warm_up()
 
 
 def imports_of(script: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""The arrays that users have, as the flat arrays that backends take, without a copy if possible: numpy, torch and cupy,
-and whatever else gives its host memory by the buffer protocol (`array.array`, `memoryview`) or by DLPack (JAX).
+"""Users' arrays as the flat arrays that backends take, without a copy if possible: numpy, torch and cupy, and all
+others that give their host memory by the buffer protocol (`array.array`, `memoryview`) or by DLPack (JAX).
 
-torch is never imported here: whoever passes a tensor has done so. A bf16 array is a `uint16` one to us, whether it is
+torch is never imported here: whoever passes a tensor has done so. A bf16 array becomes a `uint16` one, whether it is
 torch's bfloat16 or ml_dtypes'; blocks of int8 are numpy arrays of `DType.INT8_BLOCK.numpy`. Device memory becomes a
 flat cupy array (see `collectives.cuda.flat_view`).
 """
@@ -34,7 +34,7 @@ _BY_NAME = {
 
 @dataclass(frozen=True)
 class Flat:
-    """An array of the user's as a backend takes it.
+    """A user's array in the form that a backend takes.
 
     Attributes:
         array: T[numel], contiguous: the user's memory, or a copy of it.
@@ -53,22 +53,22 @@ class Flat:
     stream: int = 0
 
     def finish(self) -> None:
-        """The backend has written `array`: see that the user's array has it."""
+        """Copy the result that a backend has written to `array` to the user's array, if it is another."""
         if self.write_back is not None:
             self.write_back()
 
 
 def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
-    """Take an array.
+    """The flat array for a user's array.
 
     Args:
-        data: numpy, torch or cupy array of any shape and layout, or what gives such memory by the buffer protocol or
-            DLPack; or a `Flat`, as it is.
+        data: numpy, torch or cupy array of any shape and layout, or an object with the buffer protocol or DLPack; a
+            `Flat` is returned as it is.
         writable: whether results will be written to it.
-        what: what messages call it.
+        what: its name in messages.
 
     Raises:
-        InvalidRequest: it is no array, of a dtype that does not travel, or read-only though it must be written.
+        InvalidRequest: it is no array, of a dtype that does not travel, or read-only although it must be written.
     """
     if isinstance(data, Flat):
         return data
@@ -78,23 +78,23 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
         return _numpy(data, writable, what)
     if is_torch(data):
         return _torch(data, what)
-    return _numpy(_seen_by_numpy(data, what), writable, what)
+    return _numpy(_as_numpy(data, what), writable, what)
 
 
 def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
-    """An array of another shape, of the same kind and dtype and in the same place as `data`; numpy's, if of no kind."""
+    """A new array of another shape, of the library, dtype and device of `data`; numpy's for other libraries."""
     if is_torch(data):
         return data.new_empty(shape)
     if _is_cupy(data):
         return type(data)(shape, dtype=data.dtype)
-    return np.empty(shape, (data if isinstance(data, np.ndarray) else _seen_by_numpy(data, "data")).dtype)
+    return np.empty(shape, (data if isinstance(data, np.ndarray) else _as_numpy(data, "data")).dtype)
 
 
 def on_device(data: Any) -> bool:
-    """Whether this is an array in device memory; not an error of anything else."""
+    """Whether this is an array in device memory; False for what is no array."""
     if isinstance(data, Flat):
         return data.device
-    return cuda.memory().holds(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
+    return cuda.memory().is_on_device(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
 
 
 def is_torch(data: Any) -> bool:
@@ -107,8 +107,8 @@ def _is_cupy(data: Any) -> bool:
     return type(data).__module__.partition(".")[0] == "cupy"
 
 
-def _seen_by_numpy(data: Any, what: str) -> np.ndarray[Any, Any]:
-    """Somebody else's host memory as an array, which shares it.
+def _as_numpy(data: Any, what: str) -> np.ndarray[Any, Any]:
+    """Host memory of an object of another library, as an array that shares it.
 
     Raises:
         InvalidRequest: it gives none.
@@ -150,7 +150,7 @@ def _torch(data: Any, what: str) -> Flat:
             tensor.copy_(dense)
 
     shape = tuple(data.shape)
-    if cuda.memory().holds(tensor):
+    if cuda.memory().is_on_device(tensor):
         return _device(dense, shape, dtype, write_back)
     flat = dense.reshape(-1)
     array = flat.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else flat.numpy()

@@ -1,10 +1,10 @@
-"""Device memory as collectives see it: cupy, loaded when it is first needed, and the seam that tests stand in at.
+"""Device memory for collectives: cupy, loaded when it is first needed, and the interface that tests replace.
 
 Owns: which tensors and devices are the GPU's, page-locked host memory, streams, and views of tensors as cupy arrays.
-The only module that imports cupy. Refuses: collectives (`nccl` has those) and what crosses when (`staging` has that).
+The only module that imports cupy. Refuses: collectives (see `nccl`), and copies between device and host (`staging`).
 
-`memory()` answers what torch alone knows of its tensors. It is CUDA's unless a stand-in was put in its place with
-`use`, as `axon_ps.testing.device` does for tests without a GPU; a stand-in also gives its own module in cupy's place.
+`memory()` answers questions about tensors that only torch can answer. It is CUDA's unless `use` replaced it by a
+stand-in, as `axon_ps.testing.device` does for tests without a GPU; a stand-in also replaces cupy's module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from axon_ps.types import Array, DType
 
 
 class DeviceMemory(Protocol):
-    """What there is beside a host's ordinary memory. Tensors are torch's, which this room does not import."""
+    """Device memory and page-locked host memory. Tensors are torch's, which this package does not import."""
 
     def is_device(self, device: Any) -> bool:
         """Whether a `torch.device` is the GPU's."""
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """Whether a tensor's memory is the GPU's."""
 
     def pinned(self, size_bytes: int) -> Array:
@@ -48,7 +48,7 @@ class CudaMemory:
         """See `DeviceMemory`."""
         return bool(device.type == "cuda")
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """See `DeviceMemory`."""
         return self.is_device(tensor.device)
 
@@ -79,12 +79,12 @@ _memory: DeviceMemory = CudaMemory()
 
 
 def memory() -> DeviceMemory:
-    """What device memory there is: CUDA's, but for a stand-in."""
+    """The device memory: CUDA's, or a stand-in's."""
     return _memory
 
 
 def use(stand_in: DeviceMemory) -> DeviceMemory:
-    """Put a stand-in in the place of what `memory` gives; what it gave before."""
+    """Make `memory` return a stand-in; returns what it returned before."""
     global _memory
     before, _memory = _memory, stand_in
     return before

@@ -1,4 +1,4 @@
-"""Which world functions without a group mean, and what collectives need of one. `worker.World` says so when it joins.
+"""The current world, which functions without a group use, and what collectives need of one. `worker.World` sets it.
 
 A process has one current world; a thread that has entered a world of `World.mock` has its own.
 """
@@ -40,18 +40,18 @@ def current() -> JobWorld | None:
 
 
 def enter(world: JobWorld) -> None:
-    """It is the current one of this process."""
+    """Make it the current world of this process."""
     global _of_process
     _of_process = world
 
 
 def enter_thread(world: JobWorld) -> None:
-    """It is the current one of this thread, until nobody has it any more."""
+    """Make it the current world of this thread, as long as the world is referenced elsewhere."""
     _of_thread.world = weakref.ref(world)
 
 
 def leave(world: JobWorld) -> None:
-    """It is no more."""
+    """It is no longer the current world."""
     global _of_process
     if _of_process is world:
         _of_process = None
@@ -59,8 +59,8 @@ def leave(world: JobWorld) -> None:
         del _of_thread.world
 
 
-def find_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
-    """Say what gives the rank of a `MockBackend` its world, of a job that begins when the first of them asks."""
+def register_mock_worlds(find: Callable[[Backend], JobWorld]) -> None:
+    """Register the function that returns the world of a `MockBackend`'s rank; its first call starts the job."""
     global _mock_world
     _mock_world = find
 

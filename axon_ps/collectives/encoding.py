@@ -1,7 +1,7 @@
 """Values of Python as bytes, and back: what object collectives, `World.agree` and `World.gather_json` send.
 
-Owns: which values there are, and how each is written. It is JSON, so whoever reads it can make nothing but values: no
-class is looked up, no code runs, as pickle would have it. What JSON has is written as it is; the rest as an object with
+Owns: which types there are, and how each is written. It is JSON, so decoding makes nothing but values: unlike with
+pickle, no class is looked up and no code runs. JSON's own types are written as they are; the others as an object with
 one key that begins with "$":
 
     tuple                 {"$tuple": [...]}
@@ -9,7 +9,7 @@ one key that begins with "$":
     bytes                 {"$bytes": base64}
     numpy array, scalar   {"$array": [dtype, shape, base64]}, {"$scalar": [dtype, base64]}
 
-Invariant: what is decoded equals what was encoded, of the same types; what would not is refused.
+Invariant: a decoded value equals the encoded one and has the same types; other values are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode(value: Any, what: str) -> bytes:
 
     Args:
         value: one of `SENDABLE`, exactly: a subclass would come out as something else.
-        what: who was given it, for messages.
+        what: the function that was given it, for messages.
 
     Raises:
         InvalidRequest: it cannot be sent; the message names the type, and the place in the value.
@@ -60,7 +60,7 @@ def decode(data: bytes, what: str) -> Any:
 
     Args:
         data: what it returned, perhaps in another process.
-        what: who got it, for messages.
+        what: the function that received it, for messages.
 
     Raises:
         InvalidRequest: it is nothing that `encode` returns.
@@ -72,7 +72,7 @@ def decode(data: bytes, what: str) -> Any:
 
 
 def _plain(value: Any, what: str, place: str, depth: int) -> Any:
-    """The value in what JSON has."""
+    """The value in JSON's types."""
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"{what} was given lists or dicts more than {MAX_DEPTH} deep, or one that is in itself")
     kind = type(value)

@@ -1,6 +1,6 @@
-"""A flight recorder: the last collectives of this process, with their times, for when something hangs.
+"""A flight recorder: the last collectives of this process, with their times, to diagnose hangs.
 
-Owns: a ring of `Entry`, bounded, cheap enough to be always on. Refuses: to print; `axon-ps doctor` does that.
+Owns: a bounded ring buffer of `Entry`, cheap enough to be always on. Refuses: to print; `axon-ps doctor` does that.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from axon_ps.collectives.backends.base import Call, Operation
 
-KEPT = 512
-"""Entries kept; the oldest is forgotten first."""
+MAX_ENTRIES = 512
+"""How many entries it has; the oldest is dropped first."""
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class Entry:
     Attributes:
         group: name of the group.
         ranks: its world ranks.
-        call: what was asked for.
-        started: seconds since the epoch, when it was asked for.
-        ended: when it ended; 0 while it is under way.
-        outcome: "" while it is under way, "done", or the error in words.
+        call: the call.
+        started: when it was made, in seconds since the epoch.
+        ended: when it ended; 0 while it is pending.
+        outcome: "" while it is pending, "done", or the error as text.
     """
 
     group: str
@@ -38,7 +38,7 @@ class Entry:
     outcome: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For the doctor."""
+        """The entry as `axon-ps doctor` reads it."""
         return {
             "group": self.group,
             "ranks": self.ranks,
@@ -51,10 +51,10 @@ class Entry:
 
 
 class Recorder:
-    """The last `KEPT` collectives of this process. Thread-safe."""
+    """The last `MAX_ENTRIES` collectives of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self._lock = threading.Lock()
         self._counts: dict[Operation, int] = dict.fromkeys(Operation, 0)
         self._seconds: dict[Operation, float] = dict.fromkeys(Operation, 0.0)
@@ -74,11 +74,11 @@ class Recorder:
             self._seconds[entry.call.operation] += entry.ended - entry.started
 
     def entries(self) -> list[Entry]:
-        """What is kept, oldest first."""
+        """All entries, oldest first."""
         return list(self._entries)
 
     def pending(self) -> list[Entry]:
-        """What is under way."""
+        """The collectives that have not ended."""
         return [e for e in self.entries() if not e.ended]
 
     def statistics(self) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 Owns: the functional names. Every function that communicates takes
 
-    group: the ranks that take part, also by position, after what the function is about; a world stands for its default
-        group; None = all workers of the current world (`World.current()`)
+    group: the ranks that take part; may also be given by position, as in torch. A world stands for its default group;
+        None = all workers of the current world (`World.current()`)
     timeout_s: how long it may take, in seconds; None = the world's default
-    async_op: return a `Work` at once, whose `wait()` gives what the function would have returned
+    async_op: return a `Work` at once, whose `wait()` returns the function's result
 
 and raises what the methods of `ProcessGroup` raise, and `Misuse` without a group when there is no current world.
 After an error: see `ProcessGroup`. Ranks are positions in the group.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BUCKET_BYTES = 25 << 20
-"""How much `sync_gradients` puts into one all-reduce, as PyTorch's DDP does."""
+"""The bytes that `sync_gradients` puts into one all-reduce; PyTorch's DDP has the same default."""
 
 
 def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
@@ -49,8 +49,8 @@ def current_group(group: ProcessGroup | JobWorld | None = None) -> ProcessGroup:
     world = current_world.current()
     if world is None:
         raise Misuse("there is no current world; call axon_ps.World.init() first, or pass group=")
-    everybody: ProcessGroup = world.default_group
-    return everybody
+    default_group: ProcessGroup = world.default_group
+    return default_group
 
 
 def as_group(given: Any) -> ProcessGroup:
@@ -80,7 +80,7 @@ def is_main_process(group: ProcessGroup | JobWorld | None = None) -> bool:
     return current_group(group).rank == 0
 
 
-def _all_reduce(op: ReduceOp, words: str) -> Callable[..., Any]:
+def _all_reduce(op: ReduceOp, suffix: str) -> Callable[..., Any]:
     def all_reduce(
         data: Any,
         group: ProcessGroup | JobWorld | None = None,
@@ -91,7 +91,7 @@ def _all_reduce(op: ReduceOp, words: str) -> Callable[..., Any]:
     ) -> Any:
         return current_group(group).all_reduce(data, op, out=out, timeout_s=timeout_s, async_op=async_op)
 
-    all_reduce.__name__ = all_reduce.__qualname__ = f"all_reduce_{words}"
+    all_reduce.__name__ = all_reduce.__qualname__ = f"all_reduce_{suffix}"
     all_reduce.__doc__ = (
         f"`data` (or `out`, if given) becomes the {op.value} of all ranks' data, element by element; returns it."
     )
@@ -150,7 +150,7 @@ def all_gather(
     return chosen.all_gather(data, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
 
-def _reduce_scatter(op: ReduceOp, words: str) -> Callable[..., Any]:
+def _reduce_scatter(op: ReduceOp, suffix: str) -> Callable[..., Any]:
     def reduce_scatter(
         data: Any,
         group: ProcessGroup | JobWorld | None = None,
@@ -163,7 +163,7 @@ def _reduce_scatter(op: ReduceOp, words: str) -> Callable[..., Any]:
         chosen = current_group(group)
         return chosen.reduce_scatter(data, op, out=out, counts=counts, timeout_s=timeout_s, async_op=async_op)
 
-    reduce_scatter.__name__ = reduce_scatter.__qualname__ = f"reduce_scatter_{words}"
+    reduce_scatter.__name__ = reduce_scatter.__qualname__ = f"reduce_scatter_{suffix}"
     reduce_scatter.__doc__ = (
         f"This rank's rows of the {op.value} of all ranks' data; see `ProcessGroup.reduce_scatter`."
     )
@@ -214,7 +214,7 @@ def all_to_all(
     timeout_s: float | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Part i of the result is rank i's part for this rank; see `ProcessGroup.all_to_all`."""
+    """Partition i of the result is rank i's partition for this rank; see `ProcessGroup.all_to_all`."""
     return current_group(group).all_to_all(
         data,
         out=out,
@@ -285,8 +285,8 @@ def sync_gradients(
     """Average many gradients over the ranks, in place, `BUCKET_BYTES` at a time.
 
     Args:
-        gradients: arrays, or torch parameters, whose `.grad` is meant; None (and a parameter without one) is passed
-            over, so every rank must lack the same ones.
+        gradients: arrays, or torch parameters, of which the `.grad` is averaged; None, and a parameter without a
+            gradient, is skipped, so the same ones must be missing on every rank.
         group: see this module.
         timeout_s: see this module.
         async_op: see this module.
@@ -304,8 +304,8 @@ def sync_gradients(
 
     def finish() -> list[Any]:
         work.wait()
-        for bucket, whole in zip(buckets, packed, strict=True):
-            _unpack(bucket, whole)
+        for bucket, flat in zip(buckets, packed, strict=True):
+            _unpack(bucket, flat)
         return found
 
     return _after(work, finish) if async_op else finish()
@@ -314,7 +314,7 @@ def sync_gradients(
 def empty_shared(
     shape: int | Sequence[int], dtype: Any = np.float32, *, group: ProcessGroup | JobWorld | None = None
 ) -> Any:
-    """A numpy array that lies in memory which the ranks of one host share, so that collectives do not copy it.
+    """A numpy array in memory that the ranks of one host share, so that collectives do not copy it.
 
     Where the group has no shared memory it is an ordinary array; everything works, with the usual copies.
 
@@ -324,7 +324,7 @@ def empty_shared(
         group: whose collectives it is for.
 
     Raises:
-        Busy: there is not enough shared memory; the message says how much is needed and left.
+        Busy: there is not enough shared memory; the message has the bytes needed and available.
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     wanted = np.dtype(dtype)
@@ -354,18 +354,18 @@ def _buckets(flats: Sequence[Flat]) -> Iterable[list[Flat]]:
 
 
 def _packed(bucket: Sequence[Flat]) -> Flat:
-    """One array with all of a bucket."""
+    """One array with all gradients of a bucket."""
     if len(bucket) == 1:
         return bucket[0]
-    whole = np.concatenate([f.array for f in bucket])
-    return Flat(whole, bucket[0].dtype, whole.shape)
+    packed = np.concatenate([f.array for f in bucket])
+    return Flat(packed, bucket[0].dtype, packed.shape)
 
 
-def _unpack(bucket: Sequence[Flat], whole: Flat) -> None:
-    """The averages go back to the gradients."""
+def _unpack(bucket: Sequence[Flat], average: Flat) -> None:
+    """Copy the averages back to the gradients."""
     begin = 0
     for flat in bucket if len(bucket) > 1 else ():
-        flat.array[...] = whole.array[begin : begin + flat.array.size]
+        flat.array[...] = average.array[begin : begin + flat.array.size]
         begin += flat.array.size
         flat.finish()
 

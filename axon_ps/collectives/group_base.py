@@ -1,12 +1,12 @@
-"""What a group of workers is, under its collectives: members, backends, the order of calls, errors, the end.
+"""The base of a group of workers, without its collectives: members, backends, the order of calls, errors, the end.
 
-Owns: the order of a group's calls, their numbers, deadlines and handles. Refuses: to know what the calls are;
+Owns: the order of a group's calls, their numbers, deadlines and handles. Refuses: to know the collectives themselves;
 `ProcessGroup` has those.
 
 Invariants:
-- One collective of a group runs at a time, in the order of the calls; sends and receives run beside them.
-- Every collective has a number, also one that is refused; the n-th call of one rank meets the n-th of every other.
-- After an error other than `Disagreement` and `InvalidRequest` the group is over: every rank has aborted it or will
+- One collective of a group runs at a time, in the order of the calls; sends and receives run concurrently with them.
+- Every collective has a number, also one that is refused; the n-th call of one rank matches the n-th of every other.
+- After an error other than `Disagreement` and `InvalidRequest` the group has ended: every rank has aborted it or will
   (see `collectives.backends.base`, Note: [After an error]).
 """
 
@@ -24,7 +24,7 @@ from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.store import AbortableStore
-from axon_ps.collectives.work import Lane, Work
+from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.types import DType, Member, ReduceOp
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from axon_ps.collectives.current_world import JobWorld
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for calls under way, once they were ended."""
+"""How long `close` waits for pending calls after it has aborted them."""
 
 LINGER_S = 10.0
-"""How long a worker that has finished waits until what it sent in the background was taken."""
+"""How long a worker that has finished waits until its messages from asynchronous sends are received."""
 
 _logger = logging.getLogger(__name__)
 
-EVERYBODY = "world@"
-"""What the name of a group of all workers begins with; the generation follows."""
+WORLD_PREFIX = "world@"
+"""The begin of the name of a group of all workers; the generation follows."""
 
 MakeBackend = Callable[[GroupContext, str], Backend]
 """Makes the backend of a group by its name; collective."""
@@ -51,13 +51,13 @@ class GroupBase:
     """See `ProcessGroup`.
 
     Args:
-        context: who is in it.
+        context: the group and its members.
         make: makes backends.
         timeout_s: default deadline.
-        recorder: keeps what happened.
+        recorder: records its calls.
         backend: name of the backend for host memory, or "auto".
         member: whether this worker is one.
-        world: the world it belongs to, or what finds it; None = it has none.
+        world: the world it belongs to, or a function that returns it; None = it has none.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class GroupBase:
         self._make = make
         self._timeout_s = timeout_s
         self._recorder = recorder
-        self._wanted = backend
+        self._backend_name = backend
         self._member = member
         self._world: JobWorld | None = None if callable(world) else world
         self._find_world: Callable[[], JobWorld] | None = world if callable(world) else None
         self._store = AbortableStore(context.store)
         self._host: Backend | None = None
         self._device: Backend | None = None
-        self._lane = Lane(f"axon-ps-{context.name}"[:60])
-        self._p2p_lanes: dict[tuple[str, int, int], Lane] = {}
+        self._work_queue = WorkQueue(f"axon-ps-{context.name}"[:60])
+        self._p2p_queues: dict[tuple[str, int, int], WorkQueue] = {}
         self._sequence = 0
         self._children: list[GroupBase] = []
-        self._numbered = 0
+        self._num_sub_groups = 0
         self._error: AxonError | None = None
-        self._departed: AxonError | None = None
+        self._finished_error: AxonError | None = None
 
     # ------------------------------------------------------------------ who is in it
 
@@ -99,7 +99,7 @@ class GroupBase:
         """The world it belongs to.
 
         Raises:
-            Misuse: it has none, being made of a backend.
+            Misuse: it has none, since it was made of a backend.
         """
         if self._world is None and self._find_world is not None:
             self._world = self._find_world()
@@ -128,9 +128,9 @@ class GroupBase:
     size = world_size
 
     @property
-    def is_everybody(self) -> bool:
-        """Whether it was made of all workers that there were."""
-        return self.name.startswith(EVERYBODY) and "/" not in self.name  # which sub-groups' names have
+    def is_world(self) -> bool:
+        """Whether it is a group of all workers of the job."""
+        return self.name.startswith(WORLD_PREFIX) and "/" not in self.name  # sub-groups have a "/" in their names
 
     def contains(self, rank: int) -> bool:
         """Whether a world rank is a member."""
@@ -138,12 +138,12 @@ class GroupBase:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Who they are, by position."""
+        """The members, by position."""
         return self._context.members
 
     @property
     def sequence(self) -> int:
-        """How many collectives this worker has done in it."""
+        """How many collectives this worker has called in it."""
         return self._sequence
 
     @property
@@ -156,7 +156,7 @@ class GroupBase:
         return self.backend_of().name
 
     def backend_of(self, data: Any = None) -> Backend:
-        """The backend that serves an array; without one, that of host memory. Collective when it is the first time.
+        """The backend for an array; without one, that for host memory. The first call for either memory is collective.
 
         Raises:
             Misuse: this worker is not a member.
@@ -171,7 +171,7 @@ class GroupBase:
     # ------------------------------------------------------------------ the end
 
     def abort(self, error: AxonError) -> None:
-        """End everything that is pending or comes later, here and in sub-groups, with `error`. Any thread.
+        """End all pending and later calls, here and in sub-groups, with `error`. Any thread.
 
         Raises:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
@@ -182,11 +182,11 @@ class GroupBase:
             child.abort(error)
 
     def member_lost(self, lost: set[str], error: AxonError) -> None:
-        """Abort this group and its sub-groups as far as a lost member was in them.
+        """Abort this group and its sub-groups where a lost member was in them.
 
         Args:
             lost: ids of members.
-            error: what pending and later calls raise.
+            error: raised by pending and later calls.
         """
         if any(m.id in lost for m in self._context.members):
             self._end(error)
@@ -194,25 +194,25 @@ class GroupBase:
             child.member_lost(lost, error)
 
     def member_finished(self, finished: set[str], error: AxonError) -> None:
-        """Members have left because they had finished: no collective can begin any more, but what they sent is there.
+        """Members have finished and left: no collective can begin any more, but messages they sent are still received.
 
-        What waits for one of them ends with an error by itself: the backends see who is gone.
+        Calls that wait for one of them end with an error by themselves: the backends notice who is gone.
 
         Args:
             finished: ids of members.
-            error: what later collectives raise.
+            error: raised by later collectives.
         """
         if any(m.id in finished for m in self._context.members):
-            self._departed = self._departed or error
+            self._finished_error = self._finished_error or error
             self._store.expect_no_more(error)
             for backend in (self._host, self._device):
-                if backend is not None and not backend.keeps_messages:
+                if backend is not None and not backend.buffers_messages:
                     backend.abort(error)
         for child in self._children:
             child.member_finished(finished, error)
 
     def _end(self, error: AxonError) -> None:
-        """End what is pending or comes later in this group itself; the first error counts."""
+        """End pending and later calls of this group, without sub-groups; the first error counts."""
         if self._error is None:
             self._error = error
         self._store.abort(error)
@@ -221,10 +221,10 @@ class GroupBase:
                 backend.abort(error)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Free the group on this worker, sub-groups first; calls under way are ended. Harmless when repeated.
+        """Free the group on this worker, sub-groups first; pending calls are aborted. May be repeated.
 
         Args:
-            linger_s: how long what was sent in the background may take to be taken by its receivers first.
+            linger_s: how long to wait first until messages from asynchronous sends are received.
 
         Raises:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
@@ -234,28 +234,28 @@ class GroupBase:
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))
         error = Closed(f"group {self.name!r} was closed")
-        if self._error is None and self._wait_idle(deadline) and all(b.keeps_messages for b in self._backends()):
-            self._error = error  # nothing is to be ended, and what the others have not read yet stays
+        if self._error is None and self._wait_idle(deadline) and all(b.buffers_messages for b in self._backends()):
+            self._error = error  # no call is pending, and messages that are not received yet stay available
             self._store.abort(error)
         else:
             self.abort(error)
         self._free()
 
     def _wait_idle(self, deadline: float) -> bool:
-        """Wait for what was sent in the background; whether nothing is under way then."""
-        for (direction, peer, _), lane in list(self._p2p_lanes.items()):
+        """Wait for asynchronous sends; returns whether no call is pending then."""
+        for (direction, peer, _), queue in list(self._p2p_queues.items()):
             left_s = max(0.0, deadline - time.monotonic())
-            if direction == "send" and not lane.wait_idle(left_s) and left_s:
-                _logger.warning("group %s: rank %d did not take a message in time; it is lost", self.name, peer)
-        return all(lane.wait_idle(0.0) for lane in (self._lane, *self._p2p_lanes.values()))
+            if direction == "send" and not queue.wait_idle(left_s) and left_s:
+                _logger.warning("group %s: rank %d did not receive a message in time; it is lost", self.name, peer)
+        return all(queue.wait_idle(0.0) for queue in (self._work_queue, *self._p2p_queues.values()))
 
     def _backends(self) -> list[Backend]:
         return [b for b in (self._device, self._host) if b is not None]
 
     def release(self) -> bool:
-        """Free what this group and its sub-groups hold as far as they are over; whether nothing of them is in use.
+        """Free this group and its sub-groups where they have ended; returns whether all of them had.
 
-        A group that a death ended may have sub-groups without the dead member, which go on.
+        A group that ended with the loss of a member may have sub-groups without that member, which go on.
         """
         self._children = [child for child in self._children if not child.release()]
         if self._error is None:
@@ -264,8 +264,8 @@ class GroupBase:
         return not self._children
 
     def _free(self) -> None:
-        for lane in (self._lane, *self._p2p_lanes.values()):
-            lane.close(CLOSE_TIMEOUT_S)
+        for queue in (self._work_queue, *self._p2p_queues.values()):
+            queue.close(CLOSE_TIMEOUT_S)
         for backend in self._backends():
             backend.close()
         self._host = self._device = None
@@ -288,9 +288,9 @@ class GroupBase:
         op: ReduceOp | None = None,
         root: int = -1,
     ) -> Any:
-        """Number a call and have it performed after those before it."""
+        """Number a call and perform it after the calls before it."""
         run = self._numbered_call(operation, flat, counts, perform, timeout_s, async_op, op=op, root=root)
-        return self._dispatch(self._lane, run, operation.value, async_op)
+        return self._dispatch(self._work_queue, run, operation.value, async_op)
 
     def _numbered_call(
         self,
@@ -304,7 +304,7 @@ class GroupBase:
         op: ReduceOp | None = None,
         root: int = -1,
     ) -> Callable[[], Any]:
-        """What numbers a call and performs it, for `_dispatch`."""
+        """A function that numbers a call and performs it, for `_dispatch`."""
         dtype = flat.dtype if flat is not None else DType.U8
         device = flat is not None and flat.device
         with self.preparing(operation.value, device, timeout_s, async_op):
@@ -312,8 +312,8 @@ class GroupBase:
         backend_for = self._device_backend if device else self._host_backend
 
         def run() -> Any:
-            if self._error is None and self._departed is not None:
-                raise self._departed
+            if self._error is None and self._finished_error is not None:
+                raise self._finished_error
             call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
             self._sequence += 1
             made = False
@@ -338,34 +338,36 @@ class GroupBase:
 
     @contextlib.contextmanager
     def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[None]:
-        """For what a collective does before it is made: an error in there is told to the ranks that make theirs.
+        """A context for the checks before a collective: an error in it is also reported to the other ranks.
+
+        This rank then makes a refusal in place of its call.
 
         Args:
             what: the collective.
-            device: whether the others make it on the backend for device memory.
+            device: whether the others call it on the backend for device memory.
             timeout_s: how long to wait for them.
             async_op: do not wait for them.
         """
         try:
             yield
         except Exception as error:
-            if not self._member or self._error is not None or self._departed is not None:  # there is nobody to tell
+            if not self._member or self._error is not None or self._finished_error is not None:  # no rank makes it
                 raise
-            words, limit_s = str(error) or type(error).__name__, self._timeout_s
+            text, limit_s = str(error) or type(error).__name__, self._timeout_s
             with contextlib.suppress(AxonError, TypeError):
                 limit_s = self._limit(timeout_s)
 
             def run() -> None:
-                refusal = Call.refusal(self._sequence, what, words)
+                refusal = Call.refusal(self._sequence, what, text)
                 self._sequence += 1
                 self._refuse(self._device_backend if device else self._host_backend, refusal, limit_s)
 
-            with contextlib.suppress(AxonError):  # what the caller did wrong says more
-                self._dispatch(self._lane, run, what, async_op)
+            with contextlib.suppress(AxonError):  # the caller's own mistake says more
+                self._dispatch(self._work_queue, run, what, async_op)
             raise
 
     def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
-        """Take part in a call that this rank cannot make. See Note: [Agreement] of `collectives.backends.base`."""
+        """Make a refusal in place of a call. See Note: [Agreement] of `collectives.backends.base`."""
         entry = self._recorder.begin(self.name, self.ranks, refusal)
         try:
             backend_for(limit_s).barrier(refusal, limit_s)
@@ -377,9 +379,9 @@ class GroupBase:
         else:
             self._recorder.end(entry)
 
-    def _dispatch(self, lane: Lane, run: Callable[[], Any], what: str, async_op: bool) -> Any:
+    def _dispatch(self, queue: WorkQueue, run: Callable[[], Any], what: str, async_op: bool) -> Any:
         try:
-            return Work(lane.submit(run), what) if async_op else lane.run(run)
+            return Work(queue.submit(run), what) if async_op else queue.run(run)
         except Closed as error:
             raise self._error or error from None
 
@@ -387,41 +389,41 @@ class GroupBase:
         """See Note: [After an error] of `collectives.backends.base`."""
         if isinstance(error, (Disagreement, InvalidRequest)) or self._error is not None:
             return
-        cause = error if isinstance(error, AxonError) else Broken(f"a call was broken off: {type(error).__name__}")
+        cause = error if isinstance(error, AxonError) else Broken(f"a call was interrupted: {type(error).__name__}")
         self.abort(cause)
 
-    def _p2p_lane(self, direction: str, peer: int, tag: int) -> Lane:
-        lane = self._p2p_lanes.get((direction, peer, tag))
-        if lane is None:
+    def _p2p_queue(self, direction: str, peer: int, tag: int) -> WorkQueue:
+        queue = self._p2p_queues.get((direction, peer, tag))
+        if queue is None:
             name = f"axon-ps-{direction}-{peer}-{tag}"
-            lane = self._p2p_lanes.setdefault((direction, peer, tag), Lane(name))
-        return lane
+            queue = self._p2p_queues.setdefault((direction, peer, tag), WorkQueue(name))
+        return queue
 
     def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
-        """For sends and receives: the backend, made in turn with the collectives if it must be made."""
+        """The backend for a send or receive; if it must be made, that is queued with the collectives."""
         if self._error is not None:
             raise self._error
         known = self._device if flat.device else self._host
         make = self._device_backend if flat.device else self._host_backend
-        return known or self._lane.run(lambda: make(limit_s))
+        return known or self._work_queue.run(lambda: make(limit_s))
 
     def _host_backend(self, limit_s: float) -> Backend:
         if self._host is None:
-            self._host = self._made(self._wanted, limit_s)
+            self._host = self._new_backend(self._backend_name, limit_s)
         return self._host
 
     def _device_backend(self, limit_s: float) -> Backend:
         if self._device is None:
-            self._device = self._made("nccl" if self._wanted == "nccl" else "device", limit_s)
+            self._device = self._new_backend("nccl" if self._backend_name == "nccl" else "device", limit_s)
         return self._device
 
-    def _made(self, name: str, limit_s: float) -> Backend:
-        """A new backend. Who must be there for it may die, which `self._store` tells, or not come in time."""
+    def _new_backend(self, name: str, limit_s: float) -> Backend:
+        """Make a backend. A rank that takes part may die, which ends waits on `self._store`, or not come in time."""
         limit_s = min(limit_s, self._context.timeout_s)
         backend = self._make(
             replace(self._context, store=self._store, timeout_s=limit_s, ended=lambda: self._error), name
         )
-        if self._error is not None:  # aborted meanwhile, when there was no backend to tell
+        if self._error is not None:  # aborted meanwhile, when there was no backend to abort
             backend.abort(self._error)
         return backend
 

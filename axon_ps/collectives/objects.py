@@ -1,12 +1,12 @@
 """Object collectives: small values of Python instead of arrays. `axon_ps.all_gather_object(loss)`.
 
 Owns: the functions with torch.distributed's names. They are for settings, metrics and file names; arrays have
-collectives that copy less. What can be sent says `collectives.encoding`; nothing is ever pickled.
+collectives that copy less. `collectives.encoding` lists the types that can be sent; nothing is ever pickled.
 
 Every function takes `group` and `timeout_s` and raises as those of `collectives.functional`, and also
 
     InvalidRequest: a value cannot be sent, or is larger than `MAX_OBJECT_BYTES`; the other ranks of a collective get a
-        `Disagreement` that says so. The group can go on.
+        `Disagreement` with the reason. The group can go on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def all_gather_object(
     with chosen.preparing(what, False, timeout_s, False):
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
-    parts = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
-    return _decoded(parts, sizes, what)
+    payloads = chosen.all_gather(ours, counts=sizes, timeout_s=timeout_s)
+    return _decoded(payloads, sizes, what)
 
 
 def gather_object(
@@ -53,8 +53,8 @@ def gather_object(
         chosen.checked_rank(dst, f"dst of {what}")
         ours = _encoded(obj, what)
     sizes = _sizes(chosen, ours.size, timeout_s)
-    parts = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
-    return None if parts is None else _decoded(parts, sizes, what)
+    payloads = chosen.gather(ours, dst, counts=sizes, timeout_s=timeout_s)
+    return None if payloads is None else _decoded(payloads, sizes, what)
 
 
 def broadcast_object_list(
@@ -75,11 +75,11 @@ def broadcast_object_list(
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(src, f"src of {what}")
         ours = _encoded(list(object_list), what) if chosen.rank == src else np.empty(0, np.uint8)
-    told = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
-    lengths = told[:, 1].tolist()
+    announced = chosen.all_gather(np.array([[ours.size, len(object_list)]]), timeout_s=timeout_s)
+    lengths = announced[:, 1].tolist()
     if len(set(lengths)) > 1:
         raise InvalidRequest(f"{what} was given lists of {lengths} items, by rank; all must be as long")
-    data = ours if chosen.rank == src else np.empty(_checked(int(told[src, 0]), what), np.uint8)
+    data = ours if chosen.rank == src else np.empty(_checked(int(announced[src, 0]), what), np.uint8)
     chosen.broadcast(data, src, timeout_s=timeout_s)
     if chosen.rank != src:
         object_list[:] = decode(data.tobytes(), what)
@@ -97,19 +97,19 @@ def scatter_object_list(
     chosen, what = current_group(group), "scatter_object_list"
     with chosen.preparing(what, False, timeout_s, False):
         chosen.checked_rank(src, f"src of {what}")
-        parts = []
+        payloads = []
         if chosen.rank == src:
             if object_list is None or len(object_list) != chosen.size:
                 given = "None" if object_list is None else f"{len(object_list)} values"
                 raise InvalidRequest(
                     f"{what} was given {given} on rank {src}; it needs one for each of {chosen.size} ranks"
                 )
-            parts = [_encoded(value, what) for value in object_list]
-    sizes = np.array([part.size for part in parts] if parts else [0] * chosen.size, np.int64)
+            payloads = [_encoded(value, what) for value in object_list]
+    sizes = np.array([payload.size for payload in payloads] if payloads else [0] * chosen.size, np.int64)
     chosen.broadcast(sizes, src, timeout_s=timeout_s)
     counts = [_checked(int(size), what) for size in sizes]
     ours = np.empty(counts[chosen.rank], np.uint8)
-    chosen.scatter(np.concatenate(parts) if parts else None, src, out=ours, counts=counts, timeout_s=timeout_s)
+    chosen.scatter(np.concatenate(payloads) if payloads else None, src, out=ours, counts=counts, timeout_s=timeout_s)
     return decode(ours.tobytes(), what)
 
 
@@ -136,7 +136,7 @@ def recv_object_list(
     tag: int = 0,
     timeout_s: float | None = None,
 ) -> int:
-    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns who sent them.
+    """The items of `object_list` become those that rank `src` (-1: any) has sent; returns the sender.
 
     Raises:
         InvalidRequest: another number of values was sent; they are dropped.
@@ -160,7 +160,7 @@ def _encoded(value: Any, what: str) -> Bytes:
 
 
 def _checked(size: int, what: str) -> int:
-    """A size, if memory may be had for it."""
+    """A size, after a check that it is allowed."""
     if not 0 <= size <= MAX_OBJECT_BYTES:
         raise InvalidRequest(
             f"a value of {what} has {size} bytes; at most {MAX_OBJECT_BYTES} can be sent: send arrays as arrays"
@@ -174,6 +174,6 @@ def _sizes(group: ProcessGroup, size: int, timeout_s: float | None) -> list[int]
     return [_checked(int(s), "another rank") for s in sizes]
 
 
-def _decoded(parts: Bytes, sizes: Sequence[int], what: str) -> list[Any]:
+def _decoded(payloads: Bytes, sizes: Sequence[int], what: str) -> list[Any]:
     ends = accumulate(sizes, initial=0)
-    return [decode(parts[begin:end].tobytes(), what) for begin, end in pairwise(ends)]
+    return [decode(payloads[begin:end].tobytes(), what) for begin, end in pairwise(ends)]

@@ -1,7 +1,7 @@
 """Exchanges between ranks that cannot deadlock: `sendrecv`, and `batch_isend_irecv` of torch.distributed.
 
-Owns: that everything of an exchange is under way before anything of it is waited for. So ranks may send in rings and to
-each other though a send waits for its receiver, whatever their order.
+Owns: that all messages of an exchange are started before any of them is waited for. So ranks may send in rings and to
+each other, in any order, although a send waits for its receiver.
 
 Messages of the same sender, receiver and tag arrive in the order of the calls. Ranks are positions in the group.
 """
@@ -76,10 +76,10 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout_s: float | None = None) -> list[Work[Any]]:
-    """Begin many sends and receives, in any order; the handles, in the order given.
+    """Start many sends and receives, in any order; returns their handles, in the order given.
 
     Raises:
-        InvalidRequest: there is nothing in the list, or one of them cannot be done; those before it are under way.
+        InvalidRequest: there is nothing in the list, or one of them cannot be done; those before it are started.
     """
     if not p2p_op_list:
         raise InvalidRequest("batch_isend_irecv was given nothing; it needs at least one P2POp")
@@ -134,7 +134,7 @@ def sendrecv(
     try:
         receiving.wait()
     except BaseException:
-        with contextlib.suppress(AxonError):  # what was not received says more
+        with contextlib.suppress(AxonError):  # the error of the receive says more
             sending.wait()
         raise
     sending.wait()

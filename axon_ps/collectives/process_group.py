@@ -1,6 +1,6 @@
 """`ProcessGroup`: the collectives of some workers, on arrays of any kind.
 
-Owns: what shapes and dtypes a collective takes and gives; turning arrays into flat ones. Refuses: to move a byte; its
+Owns: the shapes and dtypes of arguments and results; turning arrays into flat ones. Refuses: to move a byte; its
 `Backend`s do that, one for host memory and one, made when it is first needed, for device memory.
 """
 
@@ -28,7 +28,7 @@ ANY_SOURCE = -1
 BACKEND_TIMEOUT_S = 60.0
 """Default deadline of the operations of a group that was made of a backend."""
 
-_WORDS_BYTES = 256
+_DESCRIPTION_BYTES = 256
 
 
 class ProcessGroup(GroupBase):
@@ -41,17 +41,17 @@ class ProcessGroup(GroupBase):
 
     Every collective raises:
 
-        Disagreement: the ranks' calls differ; every rank is told who sent what, nothing was changed, and the group
-            can go on.
-        InvalidRequest: what this rank gave cannot be done. The other ranks' calls of the same turn end with a
+        Disagreement: the ranks' calls differ; every rank gets the calls of all ranks, nothing was changed, and the
+            group can go on.
+        InvalidRequest: this rank's arguments are not valid. The matching calls of the other ranks end with a
             `Disagreement` that has the reason; until they come this one waits for them, as any call does.
         MemberLost: a member has died or left.
         Timeout: some members did not come; the message names them.
         Misuse: this worker is not a member.
         Closed: the group or the world was closed.
 
-    After an error: after `Disagreement` and `InvalidRequest` as said. After any other the group is over, and arrays
-    that results go to hold anything; make another group of the workers that are left.
+    After an error: after `Disagreement` and `InvalidRequest` as said. After any other the group has ended, and the
+    values of output arrays are undefined; make another group of the workers that are left.
 
     Attributes:
         name: of the group, the same on every member.
@@ -59,7 +59,7 @@ class ProcessGroup(GroupBase):
     """
 
     def __init__(self, backend: Backend, *, timeout_s: float = BACKEND_TIMEOUT_S) -> None:
-        """The group of the ranks that a backend joins; a world's groups come from the world.
+        """A group of the ranks that a backend connects; the groups of a world are made by the world.
 
         Args:
             backend: the group's; it is closed with the group. Sub-groups get siblings of it.
@@ -81,11 +81,11 @@ class ProcessGroup(GroupBase):
         self._began_job = True
 
     _began_job = False
-    """Whether the world, if there is one, is of a job of this group's own."""
+    """Whether the world, if there is one, belongs to a job that was started for this group."""
 
     @classmethod
     def made_by(cls, context: GroupContext, make: MakeBackend, **options: Any) -> ProcessGroup:
-        """A group whose backends `make` makes when they are needed; `options` as of `GroupBase`."""
+        """A group whose backends `make` makes when they are needed; `options` as for `GroupBase`."""
         group = cls.__new__(cls)
         GroupBase.__init__(group, context, make, **options)
         return group
@@ -115,9 +115,10 @@ class ProcessGroup(GroupBase):
 
     @staticmethod
     def mock(world_size: int | None = None) -> ProcessGroup | list[ProcessGroup]:
-        """A group of threads of this process: for tests and for trying things out.
+        """A group of threads of this process, for tests and experiments.
 
-        What needs a job, such as FSDP, has one: see `World.mock`. It begins when needed, and ends with the groups.
+        Features that need a job, such as FSDP, have one: see `World.mock`. It starts when needed, and ends with the
+        groups.
 
         Args:
             world_size: how many ranks; None = one, this thread.
@@ -131,7 +132,7 @@ class ProcessGroup(GroupBase):
         return groups[0] if world_size is None else groups
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `GroupBase.close`; a job that began for the group ends with it."""
+        """See `GroupBase.close`; a job that was started for the group ends with it."""
         super().close(linger_s)
         if self._began_job and self._world is not None:
             self._world.close()
@@ -173,7 +174,7 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Each array becomes the reduction of all ranks', one after the other; where one fails, nothing more is made.
+        """Each array becomes the reduction of all ranks' arrays, one after the other, until an error.
 
         Returns:
             `data`; with `async_op` a `Work` that gives it.
@@ -198,7 +199,7 @@ class ProcessGroup(GroupBase):
                 one()
             return data
 
-        return self._dispatch(self._lane, run, "all_reduce_each", async_op)
+        return self._dispatch(self._work_queue, run, "all_reduce_each", async_op)
 
     def reduce(
         self,
@@ -259,7 +260,7 @@ class ProcessGroup(GroupBase):
         """All ranks' data, one after the other along the first dimension (a scalar counts as one row).
 
         Args:
-            data: this rank's rows: [rows, ...]. It may be this rank's part of `out` (same memory).
+            data: this rank's rows: [rows, ...]. It may be this rank's partition of `out` (same memory).
             out: where the result goes: [all rows, ...]; None = a new array.
             counts: rows by rank; None = every rank has as many as this one.
             timeout_s: how long it may take, in seconds.
@@ -298,7 +299,7 @@ class ProcessGroup(GroupBase):
         Args:
             data: [rows, ...], the same shape on every rank; only read.
             op: how to combine.
-            out: where the result goes: [this rank's rows, ...]; None = a new array. It may be its own part of `data`.
+            out: where the result goes: [this rank's rows, ...]; None = a new array. It may be its partition of `data`.
             counts: rows by rank; None = as even as possible, the first ranks have one more (`numpy.array_split`).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
@@ -380,7 +381,7 @@ class ProcessGroup(GroupBase):
             root: whose data it is.
             out: where the result goes: [this rank's rows, ...]; None = a new array.
             counts: rows by rank; None = every rank gets as many as fit in this rank's `out` (without `out`: an equal
-                part of `data`).
+                partition of `data`).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
 
@@ -424,13 +425,13 @@ class ProcessGroup(GroupBase):
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Part i of the result is the part of rank i's data that is for this rank.
+        """Partition i of the result is the partition of rank i's data that is for this rank.
 
         Args:
-            data: [rows, ...]: the parts for rank 0, 1, ... one after the other.
+            data: [rows, ...]: the partitions for rank 0, 1, ... one after the other.
             out: where the result goes: [sum(output_counts), ...]; None = a new array.
             output_counts: rows that come from each rank; None = as many as go there.
-            input_counts: rows that go to each rank; None = equal parts.
+            input_counts: rows that go to each rank; None = equal partitions.
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
 
@@ -482,7 +483,7 @@ class ProcessGroup(GroupBase):
             with arrays.on_stream(flat):
                 backend.send(flat.array, flat.dtype, to, tag, limit_s)
 
-        return self._dispatch(self._p2p_lane("send", to, tag), transmit, what, async_op)
+        return self._dispatch(self._p2p_queue("send", to, tag), transmit, what, async_op)
 
     def recv(
         self,
@@ -499,10 +500,10 @@ class ProcessGroup(GroupBase):
 
         Args:
             out: where it goes; None = a new numpy array.
-            source: who sends it.
-            tag: as it was sent with.
-            shape: without `out`, of what comes.
-            dtype: without `out`, numpy's of what comes.
+            source: the sender.
+            tag: with which it was sent.
+            shape: without `out`: shape of the message.
+            dtype: without `out`: numpy dtype of the message.
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
 
@@ -533,7 +534,7 @@ class ProcessGroup(GroupBase):
 
         sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
         what = f"receive of {flat.array.size} {flat.dtype.value} from {sender} of {self.name}"
-        return self._dispatch(self._p2p_lane("recv", source, tag), receive, what, async_op)
+        return self._dispatch(self._p2p_queue("recv", source, tag), receive, what, async_op)
 
     # ------------------------------------------------------------------ sub-groups
 
@@ -549,7 +550,7 @@ class ProcessGroup(GroupBase):
 
         Raises:
             InvalidRequest: a rank is not of this group, or twice there.
-            Disagreement: the members gave different ranks; every one is told.
+            Disagreement: the members gave different ranks; every member gets it.
         """
         with self.preparing("new_group", False, None, False):
             chosen = [self.checked_rank(r, "ranks") for r in ranks]
@@ -558,8 +559,8 @@ class ProcessGroup(GroupBase):
                     f"new_group was given the ranks {list(ranks)}; it needs each at most once, and one"
                 )
         self._agree(f"new_group({chosen}, backend={str(backend)!r})")
-        name = f"{self.name}/{self._numbered}"
-        self._numbered += 1
+        name = f"{self.name}/{self._num_sub_groups}"
+        self._num_sub_groups += 1
         return self._sub_group(name, chosen, backend, self._timeout_s)
 
     def named_group(
@@ -604,16 +605,16 @@ class ProcessGroup(GroupBase):
         self._children.append(group)
         return group
 
-    def _agree(self, words: str) -> None:
-        """See that every member calls with the same words; collective.
+    def _agree(self, description: str) -> None:
+        """Check that every member calls with the same description; collective.
 
         Raises:
             Disagreement: some do not.
         """
-        ours = np.zeros(_WORDS_BYTES, np.uint8)
-        encoded = np.frombuffer(words.encode()[:_WORDS_BYTES], np.uint8)
+        ours = np.zeros(_DESCRIPTION_BYTES, np.uint8)
+        encoded = np.frombuffer(description.encode()[:_DESCRIPTION_BYTES], np.uint8)
         ours[: encoded.size] = encoded
         theirs = self.all_gather(ours).reshape(self.world_size, -1)
-        said = {r: bytes(t).rstrip(b"\0").decode("utf-8", "replace") for r, t in zip(self.ranks, theirs, strict=True)}
-        if len(set(said.values())) > 1:
-            raise disagreement(said, f"a sub-group of {self.name!r}")
+        texts = [bytes(t).rstrip(b"\0").decode("utf-8", "replace") for t in theirs]
+        if len(set(texts)) > 1:
+            raise disagreement(dict(zip(self.ranks, texts, strict=True)), f"a sub-group of {self.name!r}")

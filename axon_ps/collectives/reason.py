@@ -1,7 +1,7 @@
-"""Why a group ended, left in its store: for ranks whose transport says only that a connection broke.
+"""Why a group ended, published in its store: for ranks whose transport reports only that a connection broke.
 
-Invariant: a rank that ends a group by itself, because it waited in vain, leaves the reason before it breaks
-connections, so who sees one break finds it. What every rank is told anyway (a member has gone) is not left here.
+Invariant: a rank that ends a group by itself, after a time-out, publishes the reason before it breaks connections, so a
+rank that sees one break finds it. An end of which every rank is notified anyway (a member has gone) is not published.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ WAIT_S = 0.5
 _KINDS: dict[str, type[AxonError]] = {"Timeout": Timeout, "MemberLost": MemberLost}
 
 
-def leave(context: GroupContext, transport: str, error: AxonError) -> None:
-    """Leave the reason. Takes half a second at most; not for the thread that the store works on."""
+def publish(context: GroupContext, transport: str, error: AxonError) -> None:
+    """Publish the reason. Takes half a second at most; must not be called on the store's own thread."""
 
     def put() -> None:
         with contextlib.suppress(AxonError):
@@ -29,7 +29,7 @@ def leave(context: GroupContext, transport: str, error: AxonError) -> None:
 
 
 def find(context: GroupContext, transport: str, wait_s: float = WAIT_S) -> AxonError | None:
-    """The error that another rank ended the group with; None when none says so within `wait_s` seconds."""
+    """The error that another rank ended the group with; None if none is published within `wait_s` seconds."""
     try:
         kind, _, text = context.store.wait(_key(context, transport), wait_s).decode().partition(" ")
     except AxonError:

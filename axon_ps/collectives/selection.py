@@ -1,6 +1,6 @@
 """Which backend serves a group: by name, or by where its ranks are.
 
-Owns: the names of the backends. Backends are imported when they are first made, so that nobody loads what is not used.
+Owns: the names of the backends. A backend is imported when it is first made, so that unused ones are not loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _registered: dict[str, Make] = {}
 
 
 def register_backend(name: str, make: Make) -> None:
-    """Have groups that ask for the backend `name` get what `make` makes; on every worker, before the first such group.
+    """Add a backend for groups that ask for `name`; call it on every worker, before the first such group.
 
     Raises:
         ConfigurationError: the name is taken.
@@ -34,7 +34,7 @@ def register_backend(name: str, make: Make) -> None:
 
 
 def select(members: Sequence[Member]) -> str:
-    """The backend for host memory that fits where the members are.
+    """The backend for host memory, by the nodes of the members.
 
     "shm" when all are on one node, "grpc" when every one is on a node of its own, else "hierarchical".
     """
@@ -45,7 +45,7 @@ def select(members: Sequence[Member]) -> str:
 
 
 def select_for_device(members: Sequence[Member]) -> str:
-    """The backend for device memory that fits where the members are.
+    """The backend for device memory, by the nodes of the members.
 
     "nccl" when all are on one node, else "hierarchical": NCCL inside nodes, and between them gRPC from host memory.
     """
@@ -86,9 +86,10 @@ class BackendMaker:
     def _for_device(self, context: GroupContext) -> Backend:
         if select_for_device(context.members) == "nccl":
             return self._named(context, "nccl")
-        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_part
+        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_subgroup
 
-        own = replace(context, name=name_of_part(context.name, DEVICE))  # the host's backend may be hierarchical, too
+        # The backend for host memory may be hierarchical too, so this one needs a name of its own.
+        own = replace(context, name=name_of_subgroup(context.name, DEVICE))
         return HierarchicalBackend.create(own, intra=lambda c: self._named(c, "nccl"), inter=self._grpc)
 
     def _named(self, context: GroupContext, name: str) -> Backend:
@@ -120,7 +121,7 @@ class BackendMaker:
         raise ConfigurationError(f"there is no backend {name!r}; use {known} or {AUTO}")
 
     def _or_grpc(self, context: GroupContext, name: str) -> Backend:
-        """The backend `name`; where a member cannot have it (no shared memory, say), gRPC for all of them."""
+        """The backend `name`; if a member cannot use it (no shared memory, say), gRPC for all of them."""
         failure: AxonError | None = None
         try:
             backend = self._named(context, name)
@@ -136,7 +137,7 @@ class BackendMaker:
         return self._grpc(context)
 
     def _exchange(self, context: GroupContext, reason: str) -> list[str]:
-        """Why each member cannot have the backend; empty = it can."""
+        """Exchange the reasons why members cannot use the backend, by position; "" = it can."""
         key = f"group/{context.name}/made"
         context.store.put(f"{key}/{context.rank}", reason.encode() or b"-")
         reasons = []

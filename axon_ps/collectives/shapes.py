@@ -1,7 +1,7 @@
-"""The shapes of what collectives take and give: rows by rank, and whether arrays fit them.
+"""The shapes of collectives' arguments and results: rows by rank, and whether arrays fit them.
 
-Owns: the checks of a collective's arguments, on this rank alone. A row is what lies along the first dimension; a scalar
-counts as one. Everything here raises `InvalidRequest`, and `GroupBase._preparing` tells the other ranks.
+Owns: the checks of a collective's arguments, on this rank alone. A row is an item along the first dimension; a scalar
+counts as one row. Every check raises `InvalidRequest`, which `GroupBase.preparing` reports to the other ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def width(shape: tuple[int, ...]) -> int:
 
 
 def target(data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
-    """Where a result of the shape of `data` goes, and what must be copied there first."""
+    """The array for a result of the shape of `data`, and the array that must be copied there first."""
     if out is None or out is data:
         return data, arrays.flatten(data), None
     source, flat = arrays.flatten(data, writable=False), arrays.flatten(out, what="out")
@@ -38,7 +38,7 @@ def target(data: Any, out: Any) -> tuple[Any, Flat, Flat | None]:
 
 
 def out(given: Any, data: Any, flat: Flat, num_rows: int) -> tuple[Any, Flat]:
-    """The array for so many rows like those of `data`, as given or made."""
+    """The array for a number of rows like those of `data`: the one given, or a new one."""
     shape = (num_rows, *flat.shape[1:])
     if given is None:
         given = arrays.empty_like(data, shape)
@@ -51,7 +51,7 @@ def out(given: Any, data: Any, flat: Flat, num_rows: int) -> tuple[Any, Flat]:
 
 
 def counts(given: Sequence[int] | None, each: int, world_size: int) -> tuple[int, ...]:
-    """Rows by rank: as given, or `each` for everybody."""
+    """Rows by rank: as given, or `each` for every rank."""
     if given is None:
         return (each,) * world_size
     numbers = tuple(int(c) for c in given)
@@ -68,14 +68,14 @@ def split(total: int, world_size: int) -> tuple[int, ...]:
 
 
 def divided(total: int, world_size: int, otherwise: str) -> int:
-    """An equal part of so many rows, or what to give instead."""
+    """Rows of each rank when rows are divided equally; the error names the argument to give otherwise."""
     if total % world_size:
         raise InvalidRequest(f"{total} rows do not divide among {world_size} ranks; give {otherwise}")
     return total // world_size
 
 
 def match_rows(what: str, flat: Flat, needed: int) -> None:
-    """See that an array has so many rows."""
+    """Check that an array has a number of rows."""
     if rows(flat) != needed:
         raise InvalidRequest(f"{what} has {rows(flat)} rows; the counts say {needed}")
 

@@ -1,12 +1,12 @@
-"""`Staging`: how device memory crosses to the host and back, for what must leave the machine.
+"""`Staging`: copies of device memory to the host and back, for data that leaves the machine.
 
-Owns: page-locked host buffers, kept for the next time, and one stream beside the caller's for each device. Refuses: to
-know what is carried.
+Owns: a pool of page-locked host buffers, and for each device a side stream on which the copies run. Refuses: to know
+what the data is.
 
 Invariants:
-- A copy begins when what the calling thread's current stream had to do before is done, and is done when the call
-  returns; what that stream is given meanwhile runs beside the copy.
-- A buffer belongs to whoever took it until it is given back. Any thread.
+- A copy begins when the work that was already on the calling thread's current stream is done, and is done when the call
+  returns; work that is put on that stream later runs concurrently with the copy.
+- A buffer belongs to the caller from `allocate` to `free`. Any thread.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from axon_ps.collectives import cuda
 from axon_ps.types import Array
 
-_MOST_IDLE = 8
-"""How many buffers are kept for the next time."""
+_MAX_IDLE = 8
+"""How many freed buffers are pooled."""
 
 
 class Staging:
@@ -28,63 +28,63 @@ class Staging:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[Array] = []  # u8
-        self._taken: dict[int, Array] = {}  # u8, by address
+        self._pool: list[Array] = []  # u8
+        self._allocated: dict[int, Array] = {}  # u8, by address
         self._streams: dict[int, Any] = {}
         self._counters = {"downloaded_bytes": 0.0, "uploaded_bytes": 0.0}
 
-    def take(self, like: Array) -> Array:
-        """T[like.size]: a page-locked host buffer for a device array like this; hold any bytes."""
+    def allocate(self, like: Array) -> Array:
+        """T[like.size]: a page-locked host buffer as large as a device array; its values are arbitrary."""
         size_bytes = int(like.nbytes)
         if not size_bytes:
             return np.empty(0, like.dtype)
         with self._lock:
-            fitting = [i for i, memory in enumerate(self._idle) if memory.nbytes >= size_bytes]
-            best = min(fitting, key=lambda i: self._idle[i].nbytes, default=None)
-            memory = None if best is None else self._idle.pop(best)
+            fitting = [i for i, memory in enumerate(self._pool) if memory.nbytes >= size_bytes]
+            best = min(fitting, key=lambda i: self._pool[i].nbytes, default=None)
+            memory = None if best is None else self._pool.pop(best)
         if memory is None:
             memory = cuda.memory().pinned(size_bytes)
         with self._lock:
-            self._taken[memory.ctypes.data] = memory
+            self._allocated[memory.ctypes.data] = memory
         array: Array = memory[:size_bytes].view(like.dtype)
         return array
 
-    def give(self, host: Array) -> None:
-        """Return a buffer that nobody uses any more."""
+    def free(self, host: Array) -> None:
+        """Return a buffer to the pool; nobody may use it any more."""
         if not host.nbytes:
             return
         with self._lock:
-            self._idle.append(self._taken.pop(host.ctypes.data))
-            if len(self._idle) > _MOST_IDLE:
-                self._idle.pop(min(range(len(self._idle)), key=lambda i: self._idle[i].nbytes))
+            self._pool.append(self._allocated.pop(host.ctypes.data))
+            if len(self._pool) > _MAX_IDLE:
+                self._pool.pop(min(range(len(self._pool)), key=lambda i: self._pool[i].nbytes))
 
     def download(self, array: Any, host: Array) -> None:
-        """host: T[n], page-locked, becomes what array: T[n], a cupy array, holds."""
+        """Copy array: T[n], a cupy array, to host: T[n], page-locked."""
         if not host.size:
             return
         with array.device:
-            stream = self._beside(array)
+            stream = self._side_stream(array)
             array.get(stream=stream, out=host)
             stream.synchronize()
         self._count("downloaded_bytes", host)
 
     def upload(self, host: Array, array: Any) -> None:
-        """array: T[n], a cupy array, becomes what host: T[n], page-locked, holds."""
+        """Copy host: T[n], page-locked, to array: T[n], a cupy array."""
         if not host.size:
             return
         with array.device:
-            stream = self._beside(array)
+            stream = self._side_stream(array)
             array.set(host, stream=stream)
             stream.synchronize()
         self._count("uploaded_bytes", host)
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that crossed to the host and from it."""
+        """Bytes that were copied to the host and from it."""
         with self._lock:
             return dict(self._counters)
 
-    def _beside(self, array: Any) -> Any:
-        """The side stream of an array's device, behind what the current stream has to do by now."""
+    def _side_stream(self, array: Any) -> Any:
+        """The side stream of an array's device, ordered after the work that is on the current stream by now."""
         streams, index = cuda.load().cuda, int(array.device.id)
         with self._lock:
             side = self._streams.get(index)

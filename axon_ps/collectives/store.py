@@ -1,8 +1,8 @@
-"""Stores that groups meet in: `MemoryStore` for threads, and `AbortableStore` around any, for whoever must not wait on.
+"""The stores of groups: `MemoryStore` for threads, and `AbortableStore` around any store, whose waits can be aborted.
 
 The store across processes is the coordinator's (`worker.world`).
 
-Invariant: a value is there for every thread as soon as `put` returned; nobody waits for what was deleted.
+Invariant: every thread sees a value as soon as `put` has returned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from axon_ps.errors import AxonError, InvalidRequest, Timeout
 
 MAX_VALUE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.25
-"""How often a wait looks whether it was aborted."""
+"""How often a wait checks for an abort."""
 
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ class MemoryStore:
         with self._changed:
             self._values.pop(key, None)
 
-    def share(self, key: str, make: Callable[[], T]) -> T:
-        """The one object of that name that all threads share; made by whoever asks first."""
+    def get_or_make(self, key: str, make: Callable[[], T]) -> T:
+        """The object of that name that all threads share; the first that asks makes it."""
         with self._changed:
             if key not in self._shared:
                 self._shared[key] = make()
@@ -68,10 +68,10 @@ class MemoryStore:
 
 
 class AbortableStore:
-    """A store whose waits end when a member is lost: making a backend must not wait for who will never come.
+    """A store whose waits end when a member is lost, so that making a backend does not wait for it.
 
     Attributes:
-        inner: the store around which it is.
+        inner: the store that it wraps.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -80,11 +80,11 @@ class AbortableStore:
         self._no_more: AxonError | None = None
 
     def expect_no_more(self, error: AxonError) -> None:
-        """A member has finished: what it stored is there; waits for what is not end with `error`. Any thread."""
+        """A member has finished: stored values can be read; waits for others end with `error`. Any thread."""
         self._no_more = self._no_more or error
 
     def abort(self, error: AxonError) -> None:
-        """End waits under way and to come with `error`. Any thread."""
+        """End pending and later waits with `error`. Any thread."""
         self._error = self._error or error
 
     def put(self, key: str, value: bytes) -> None:
@@ -96,13 +96,13 @@ class AbortableStore:
 
         Raises:
             Timeout: nobody stored it in time.
-            AxonError: what `abort` was given.
+            AxonError: the error given to `abort`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             if self._error is not None:
                 raise self._error
-            no_more = self._no_more  # of before we look
+            no_more = self._no_more  # read before the key is
             left_s = 0.0 if no_more is not None else max(0.0, deadline - time.monotonic())
             try:
                 return self.inner.wait(key, min(left_s, LOOK_EVERY_S))

@@ -1,7 +1,7 @@
-"""`Work`: a handle on something that goes on in the background, and the two places where such things go on.
+"""`Work`: a handle on an operation in the background, and the two places where operations run.
 
-`LoopWork` is a coroutine on the background loop (streams to servers). `Lane` is a thread of its own that does one call
-after the other (collectives of a group), started when the first call cannot be done by its caller.
+`LoopWork` is a coroutine on the background loop (streams to servers). `WorkQueue` runs calls one after the other
+(collectives of a group): on the caller's thread if the queue is empty, else on a thread that is started when needed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ T = TypeVar("T")
 
 
 class Awaited(Protocol):
-    """Something under way that can be waited for again and again."""
+    """A pending operation; `wait` may be called any number of times."""
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it is done; `Timeout` if it is not by then, and goes on."""
+        """Block until it is done; after a `Timeout` it goes on."""
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
+        """Whether it ended, with a result or an error."""
 
 
 class Work(Generic[T]):
-    """Something under way. `wait` may be called from any thread and any number of times.
+    """A handle on a pending operation. `wait` may be called from any thread and any number of times.
 
     Args:
-        future: what it will come to.
+        future: its result.
         what: for error messages ("gathering unit 3").
     """
 
@@ -65,22 +65,22 @@ class Work(Generic[T]):
             raise Closed(f"{self.what} was cancelled") from error
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
+        """Whether it ended, with a result or an error."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """What it failed with; None when it went well or is not done."""
+        """The error it failed with; None if it succeeded or is not done."""
         if not self._future.done() or self._future.cancelled():
             return None
         return self._future.exception()
 
     def add_done_callback(self, callback: Callable[[Work[T]], object]) -> None:
-        """Call `callback(self)` when it has ended, on the thread that ends it; at once if it has."""
+        """Call `callback(self)` when it has ended, on the thread that completes it; at once if it has ended already."""
         self._future.add_done_callback(lambda _: callback(self))
 
 
 class LoopWork(Work[T]):
-    """A coroutine under way on the background loop.
+    """A coroutine that runs on the background loop.
 
     Args:
         loop: where it runs.
@@ -106,7 +106,7 @@ class LoopWork(Work[T]):
         return await coroutine
 
     def cancel(self) -> None:
-        """Stop it and block until it has stopped, so that its buffers are free; what was sent stays sent.
+        """Cancel it and block until it has stopped, so that its buffers are free; bytes already sent stay sent.
 
         Raises:
             Timeout: it ignores its cancellation, so its buffers are still in use.
@@ -127,8 +127,10 @@ class LoopWork(Work[T]):
             self._task.cancel()
 
 
-class Lane:
-    """Does calls one after the other, in the order they were given: in the caller's thread when nothing is before it.
+class WorkQueue:
+    """Runs calls one after the other, in order of submission.
+
+    A call runs on its caller's thread if the queue is empty, else on the queue's own thread.
 
     Args:
         name: of the thread.
@@ -144,19 +146,19 @@ class Lane:
         self._closed = False
 
     def run(self, call: Callable[[], T]) -> T:
-        """Do it and return its result, after everything that was given before.
+        """Run a call after all that were submitted before it, and return its result.
 
         Raises:
-            Closed: the lane was closed.
+            Closed: the queue was closed.
             Misuse: called in a fork of a worker.
         """
         fork.check()
         with self._mutex:
-            alone = self._unfinished == 0 and not self._closed
-            if alone:
+            idle = self._unfinished == 0 and not self._closed
+            if idle:
                 self._unfinished += 1
                 self._running.acquire()
-        if not alone:
+        if not idle:
             return self.submit(call).result()
         try:
             return call()
@@ -165,10 +167,10 @@ class Lane:
             self._finished()
 
     def submit(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Have it done by the lane's thread.
+        """Run a call on the queue's thread.
 
         Raises:
-            Closed: the lane was closed.
+            Closed: the queue was closed.
             Misuse: called in a fork of a worker.
         """
         fork.check()
@@ -179,18 +181,18 @@ class Lane:
             self._unfinished += 1
             self._queue.append((future, call))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._perform, name=self._name, daemon=True)
                 self._thread.start()
             self._mutex.notify_all()
         return future
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until everything that was given is done, at most `timeout_s` seconds; whether it is."""
+        """Wait until all submitted calls are done, at most `timeout_s` seconds; whether they are."""
         with self._mutex:
             return self._mutex.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Take nothing more; let what was given end, at most `timeout_s` seconds.
+        """Accept no more calls, and wait at most `timeout_s` seconds for those that were submitted.
 
         Raises:
             Misuse: called in a fork of a worker.
@@ -202,7 +204,7 @@ class Lane:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def _work(self) -> None:
+    def _perform(self) -> None:
         while True:
             with self._mutex:
                 self._mutex.wait_for(lambda: self._queue or self._closed)
@@ -219,7 +221,7 @@ class Lane:
                 self._finished()
                 future.set_result(result)
                 del result
-            del future, call  # while it waits it keeps nothing alive of what it has done
+            del future, call  # so that an idle thread keeps no result alive
 
     def _finished(self) -> None:
         with self._mutex:

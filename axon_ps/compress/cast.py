@@ -1,14 +1,14 @@
 """Casts between f32 and the wire dtypes, and the sum of gradient chunks in f32.
 
 Owns: f32 → bf16, f16 and back, the accumulation of wire chunks into an f32 gradient, and its sum of squares. Shapes:
-`n` is the numel of one chunk, or of any piece of one; every array is 1-D and C-contiguous.
+`n` is the numel of one chunk, or of any range of one; every array is 1-D and C-contiguous.
 Refuses: dtypes that gradients and parameters do not travel in (only F32, BF16 and F16 do), and arrays that differ in
-length, because a compiled loop does not look where it writes. Importing this imports numba.
+length, because a compiled loop does not check where it writes. Importing this imports numba.
 
 Invariants:
 - Rounding is to nearest, ties to even, subnormals and overflow to infinity included; a NaN becomes a quiet NaN.
   Everything else has the same bits as torch's `.to(torch.bfloat16)` and `.to(torch.float16)`.
-- A result depends neither on the machine's vector width nor on where a slice was cut into pieces; only
+- A result depends neither on the machine's vector width nor on how a slice was cut into ranges; only
   `sum_of_squares` depends on where its array begins.
 - Every loop runs on one thread with the GIL released. Whoever wants two cores cuts the slice in two.
 """
@@ -32,7 +32,7 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
         dtype: F32, BF16 or F16.
 
     Raises:
-        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     casts.convert(readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
 
@@ -46,7 +46,7 @@ def decode(src: Array, dst: Array, dtype: DType) -> None:
         dtype: F32, BF16 or F16.
 
     Raises:
-        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     casts.convert(readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
 
@@ -61,7 +61,7 @@ def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
         first: whether this is the first replica: then `acc` is overwritten, whatever it held.
 
     Raises:
-        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
     casts.accumulate(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first)
@@ -80,7 +80,7 @@ def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> floa
         The sum of the squares of `acc` after the addition, in f64.
 
     Raises:
-        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than said.
+        InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
     return float(casts.accumulate_last(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first))
@@ -89,9 +89,9 @@ def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> floa
 def sum_of_squares(acc: Array) -> float:
     """The sum of the squares of an f32 array, in f64.
 
-    The order of the additions is fixed: LANES running sums, element i in lane i mod LANES, the lanes added in order.
-    Each square is exact (48 bits), and finite values cannot overflow f64 (2^256 · n), so the result is inf or NaN if
-    and only if some element is.
+    The order of the additions is fixed: PARTIAL_SUMS running sums, element i in sum i mod PARTIAL_SUMS, the sums added
+    in order. Each square is exact (48 bits), and finite values cannot overflow f64 (2^256 · n), so the result is inf or
+    NaN if and only if some element is.
 
     Args:
         acc: f32[n].
@@ -126,7 +126,7 @@ def _unaligned(dtype: DType) -> Array:
 
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:
-    """The array as the loops take it (f16 as int16 bits), once it is what the caller said."""
+    """The array as the loops take it (f16 as int16 bits), once its type and shape are checked."""
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"dtype {dtype.name} does not travel; use one of {', '.join(d.name for d in WIRE_DTYPES)}")
     if array.dtype != dtype.numpy or array.shape != (numel,) or not array.flags.c_contiguous:

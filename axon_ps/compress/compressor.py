@@ -1,22 +1,22 @@
-"""What every compressor is: f32 numbers in, fewer bytes out, and what was lost kept for the next time.
+"""The interface of compressors: f32 numbers in, fewer bytes out, and the error in a residual for the next call.
 
-Owns: the `Compressor` seam, and the checks between a caller's arrays and loops that do not look where they write.
+Owns: the `Compressor` interface, and the checks of arrays before compiled loops, which check nothing.
 Pure and light: importing this imports no numba; a compressor compiles its loops when it is first used.
-Refuses: to keep anything. A compressor object has no state, so one serves every array from as many threads as there
-are; residuals are the caller's (see `compress.feedback`).
+Refuses: state. One compressor object serves every array, from any number of threads; residuals are the caller's (see
+`compress.feedback`).
 
     shape legend: n = numbers in one array, b = compressed_bytes(n), a function of n alone
 
 Invariants:
 - The same numbers (and residual) give the same bytes on every machine and from every thread.
-- A NaN or an infinity is never lost: what decompresses has a NaN where the compressor says, so a sum over it is not
-  finite and a step made of it is skipped.
+- A NaN or an infinity never disappears: it decompresses to a NaN where the compressor says, so a sum over it is not
+  finite and the step is skipped.
 
 Note: [Error feedback]
     `compress(values, out, residual)` compresses values + residual and leaves values + residual - decompressed in the
-    residual. What one call loses the next one sends: over many calls the sum of what was decompressed differs from the
-    sum of the values by the last residual alone, however coarse the compression (Seide et al., 2014; Karimireddy et
-    al., 2019). Numbers that are not finite are not carried on: the residual beside them stays as it was.
+    residual. The error of one call is sent by the next one: over many calls the sum of what was decompressed differs
+    from the sum of the values by the last residual alone, however coarse the compression (Seide et al., 2014;
+    Karimireddy et al., 2019). Numbers that are not finite never enter a residual: it stays as it was beside them.
 """
 
 from __future__ import annotations
@@ -45,38 +45,40 @@ class Compressor(ABC):
     def compressed_bytes(self, numel: int) -> int:
         """Bytes that `numel` numbers take, exactly."""
 
-    def compress(self, values: Array, out: Array, residual: Array | None = None, kept: Array | None = None) -> None:
+    def compress(
+        self, values: Array, out: Array, residual: Array | None = None, residual_out: Array | None = None
+    ) -> None:
         """Compress an array.
 
         Args:
             values: f32[n]; read only.
             out: u8[compressed_bytes(n)], overwritten; must not overlap the others.
-            residual: f32[n]; added to the values first, then set to what was lost. See Note: [Error feedback].
-                None = lose it.
-            kept: f32[n]; gets what was lost in the residual's place, which stays as it is; must not overlap the
-                others. None = the residual gets it.
+            residual: f32[n]; added to the values first, then set to the compression error. See Note: [Error feedback].
+                None = drop the error.
+            residual_out: f32[n]; gets the compression error instead of `residual`, which is then only read; must not
+                overlap the others. None = `residual` gets it.
 
         Raises:
-            InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+            InvalidRequest: an array has another element type, length or layout than stated. Nothing has been changed.
         """
         numel = values.size
         check_array("values", values, _F32, (numel,))
         check_array("out", out, _U8, (self.compressed_bytes(numel),))
         if residual is not None:
             check_array("residual", residual, _F32, (numel,))
-            kept = residual if kept is None else kept
-            check_array("kept", kept, _F32, (numel,))
-        self._compress(readonly(values), out, residual, kept)
+            residual_out = residual if residual_out is None else residual_out
+            check_array("residual_out", residual_out, _F32, (numel,))
+        self._compress(readonly(values), out, residual, residual_out)
 
     def decompress(self, data: Array, out: Array) -> None:
-        """The inverse, as far as there is one.
+        """Restore the numbers, up to the compression error.
 
         Args:
             data: u8[compressed_bytes(n)]; may be read-only and unaligned, as cut from a received message.
             out: f32[n], overwritten.
 
         Raises:
-            InvalidRequest: an array has another element type, length or layout than said, or `data` is nothing that
+            InvalidRequest: an array has another element type, length or layout than stated, or `data` is not what
                 `compress` writes. `out` has not been changed.
         """
         self._add(data, out, first=True)
@@ -89,7 +91,7 @@ class Compressor(ABC):
             acc: f32[n], updated in place.
 
         Raises:
-            InvalidRequest: an array has another element type, length or layout than said, or `data` is nothing that
+            InvalidRequest: an array has another element type, length or layout than stated, or `data` is not what
                 `compress` writes. `acc` has not been changed.
         """
         self._add(data, acc, first=False)
@@ -110,16 +112,16 @@ class Compressor(ABC):
         self._decompress(readonly(data), acc, first)
 
     @staticmethod
-    def _moved(residual: Array | None, kept: Array | None) -> Array | None:
-        """Where to work in place: the residual, copied to `kept` if that is another array."""
-        if residual is None or kept is None or kept is residual:
+    def _in_place(residual: Array | None, residual_out: Array | None) -> Array | None:
+        """The array to update in place: the residual, or its copy in `residual_out` if that is another array."""
+        if residual is None or residual_out is None or residual_out is residual:
             return residual
-        np.copyto(kept, residual)
-        return kept
+        np.copyto(residual_out, residual)
+        return residual_out
 
     @abstractmethod
-    def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
-        """`compress` after the checks; `values` is read-only, and `kept` is the residual itself or another array."""
+    def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
+        """`compress` after the checks; `values` is read-only, `residual_out` the residual itself or another array."""
 
     @abstractmethod
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
@@ -131,6 +133,6 @@ def blocks_of(numel: int, block_numel: int) -> int:
     return -(-numel // block_numel)
 
 
-def kept_of(numel: int, fraction: float) -> int:
-    """How many of `numel` elements a top-k of `fraction` keeps: the fraction, rounded up."""
+def selected_numel(numel: int, fraction: float) -> int:
+    """How many of `numel` elements a top-k of `fraction` selects: the fraction, rounded up."""
     return min(numel, math.ceil(numel * fraction))

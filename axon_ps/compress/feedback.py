@@ -1,13 +1,13 @@
-"""What a worker's compressed gradients lost, kept until their step is decided. Pure.
+"""The residuals of a worker's compressed gradients, and which of them a step that is not decided would change. Pure.
 
-Owns: two f32 arrays for each range of a unit that is pushed, `now` (lost in committed steps, zero at first) and `next`
-(lost if the step under way commits). Refuses: to know when a step is decided; its user says so.
+Owns: two f32 arrays for each range of a unit that is pushed: `now`, the residual of committed steps, zero at first, and
+`next`, the residual if the current step commits. Refuses: to know when a step is decided; its user calls `settle`.
 
 Note: [Residuals and steps that do not commit]
-    A push compresses gradient + now and leaves what was lost in `next`. If the step commits, next becomes now: nothing
-    is lost. If it does not, its gradient is gone as without compression, and `now` is as it was before it: what earlier
-    steps owe is sent with the next step, once. A push that is sent again in the same step (after a broken connection)
-    compresses the same numbers to the same bytes.
+    A push compresses gradient + now and writes the compression error to `next`. If the step commits, next becomes now.
+    If it does not, its gradient is gone as without compression, and `now` is as it was before it: the residual of
+    earlier steps is sent with the next step, once. A push that is sent again in the same step (after a broken
+    connection) compresses the same numbers to the same bytes.
 
 A worker's residuals live and die with it: they are in no checkpoint, and start at zero when the job is restored.
 
@@ -43,9 +43,9 @@ class Feedback:
     def open(self, unit: int, begin: int, end: int, step: int) -> tuple[Array, Array]:
         """(now, next) for the push of elements [begin, end) of a unit in a step: f32[end - begin] each.
 
-        A step that was never settled is taken not to have committed. Where the range is another one than before (the
-        workers of a node share units anew), what is owed for its elements is carried over; what other ranges that
-        overlap it owe elsewhere is for the workers that push there.
+        A step that was never settled counts as not committed. Where the range is another one than before (the workers
+        of a node divided units anew), the residual of its elements is carried over; that of elements outside it is left
+        to the workers that push those.
         """
         with self._lock:
             ranges = self._ranges.setdefault(unit, [])
@@ -61,7 +61,7 @@ class Feedback:
             return found.now, found.next
 
     def settle(self, step: int, *, committed: bool) -> None:
-        """A step is decided: what it lost is owed from now on if it committed, and forgotten if not."""
+        """A step is decided: its residual replaces the one before if it committed, and is dropped if not."""
         with self._lock:
             for r in [r for ranges in self._ranges.values() for r in ranges if r.step == step]:
                 if committed:
@@ -69,7 +69,7 @@ class Feedback:
                 r.step = None
 
     def clear(self) -> None:
-        """Owe nothing: the parameters were replaced."""
+        """Drop all residuals: the parameters were replaced."""
         with self._lock:
             self._ranges.clear()
 

@@ -4,7 +4,7 @@
     bytes: scales f32[k] little-endian, then quants i8[n]; 4 k + n in all (1.016 n for blocks of 256)
 
 A number x becomes q = x · 127 / max|block|, rounded to the nearest integer, ties to even, and decompresses to
-q · scale; what is lost is at most half a scale. Symmetric and without a zero point: zero stays zero. (Dettmers et al.,
+q · scale; the error is at most half a scale. Symmetric and without a zero point: zero stays zero. (Dettmers et al.,
 2022, "8-bit optimizers via block-wise quantization", has the blocks; ZeRO++ uses them for weights.)
 
 Edges, all tested: a block with a NaN or an infinity has the scale NaN and decompresses to NaN as a whole; a block whose
@@ -38,13 +38,15 @@ class Int8Compressor(Compressor):
         """One byte a number and four a block."""
         return numel + _SCALE_BYTES * blocks_of(numel, self.block_numel)
 
-    def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
+    def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
         from axon_ps.kernels import int8
 
         head = out.size - values.size
         scales = np.empty(head // _SCALE_BYTES, np.float32)  # of its own: `out` may be unaligned
-        kept = None if kept is residual else kept
-        int8.quantise(values, residual, kept, scales, out[head:].view(np.int8), self.block_numel, self.block_numel)
+        residual_out = None if residual_out is residual else residual_out
+        int8.quantise(
+            values, residual, residual_out, scales, out[head:].view(np.int8), self.block_numel, self.block_numel
+        )
         out[:head] = scales.view(np.uint8)
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:

@@ -6,9 +6,9 @@ scale beside it: 260 bytes. Zeros fill the last one. Importing this imports numb
     shape legend: n = numbers, k = ceil(n / 256) blocks
 
 Note: [Sums are rounded at random]
-    A rank that makes blocks rounds to the nearest and keeps what is lost for its next ones (error feedback). Whoever
-    adds blocks up keeps nothing between calls, and rounding to the nearest would lose a small number beside a large one
-    for ever. So a sum is rounded up with the probability of its distance from the lower quant, which is right on
+    A rank that makes blocks rounds to the nearest and adds the error to its next ones (error feedback). Whoever adds
+    blocks up has no state between calls, and rounding to the nearest would drop a small number beside a large one for
+    ever. So a sum is rounded up with the probability of its distance from the lower quant, which is right on
     average (Alistarh et al., 2017, "QSGD", https://arxiv.org/abs/1610.02132). Chance comes from a hash of the block's
     256 sums: the same contributions give the same bits, wherever and whenever they are added.
 
@@ -40,10 +40,10 @@ def encode(values: Array, blocks: Array, residual: Array | None = None) -> None:
     Args:
         values: f32[n]; read only.
         blocks: BLOCK[k], overwritten.
-        residual: f32[n]; added to the values first, then set to what was lost. None = lose it.
+        residual: f32[n]; added to the values first, then set to the rounding error. None = drop the error.
 
     Raises:
-        InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+        InvalidRequest: an array has another element type, length or layout than stated. Nothing has been changed.
     """
     _check_numbers("values", values, values.size, blocks)
     if residual is not None:
@@ -63,7 +63,7 @@ def decode(blocks: Array, values: Array) -> None:
         values: f32[n], overwritten.
 
     Raises:
-        InvalidRequest: an array has another element type, length or layout than said. Nothing has been changed.
+        InvalidRequest: an array has another element type, length or layout than stated. Nothing has been changed.
     """
     _check_numbers("values", values, values.size, blocks)
     _add(blocks, values, first=True)
@@ -78,7 +78,7 @@ def accumulate(acc: Array, blocks: Array, *, first: bool) -> None:
         first: whether `acc` is overwritten, whatever it held.
 
     Raises:
-        InvalidRequest: an array has another element type, shape or layout than said. Nothing has been changed.
+        InvalidRequest: an array has another element type, shape or layout than stated. Nothing has been changed.
     """
     _check_sums(acc, blocks)
     _add(blocks, acc.reshape(-1), first=first)
@@ -92,7 +92,7 @@ def encode_sums(acc: Array, blocks: Array) -> None:
         blocks: BLOCK[k], overwritten.
 
     Raises:
-        InvalidRequest: an array has another element type, shape or layout than said. Nothing has been changed.
+        InvalidRequest: an array has another element type, shape or layout than stated. Nothing has been changed.
     """
     _check_sums(acc, blocks)
     scales = np.empty(blocks.size, np.float32)

@@ -1,4 +1,4 @@
-"""Compressors by name, and by what a job says of its compression. Importing this imports no numba."""
+"""Compressors by name, and by the compression that a job is registered with. Importing this imports no numba."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compressor(name: str, **options: Any) -> Compressor:
 
 
 def compressor_of(compression: Compression) -> Compressor:
-    """The compressor that does what `compression` says."""
+    """The compressor for `compression`."""
     if isinstance(compression, Int8):
         return Int8Compressor(compression.block_numel)
     return TopKCompressor(compression.fraction)

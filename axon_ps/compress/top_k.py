@@ -1,4 +1,4 @@
-"""Top-k: the largest magnitudes of an array and where they are; the others stay behind, in the residual.
+"""Top-k: the largest magnitudes of an array and their indices; the other numbers stay in the residual.
 
     shape legend: n = numbers, k = ceil(fraction · n)
     bytes: indices u32[k] ascending, then values f32[k], little-endian; 8 k in all (0.08 n for a fraction of 0.01)
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from axon_ps.compress.compressor import Compressor, kept_of
+from axon_ps.compress.compressor import Compressor, selected_numel
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
@@ -26,7 +26,7 @@ class TopKCompressor(Compressor):
     """See the module's docstring.
 
     Args:
-        fraction: share of the numbers that is sent, above 0 and at most 1; k is rounded up.
+        fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.
     """
 
     name = "top_k"
@@ -35,17 +35,17 @@ class TopKCompressor(Compressor):
         self.fraction = fraction
 
     def compressed_bytes(self, numel: int) -> int:
-        """Eight bytes for each number that is kept."""
-        return _PAIR_BYTES * kept_of(numel, self.fraction)
+        """Eight bytes for each selected number."""
+        return _PAIR_BYTES * selected_numel(numel, self.fraction)
 
-    def _compress(self, values: Array, out: Array, residual: Array | None, kept: Array | None) -> None:
+    def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
         from axon_ps.kernels import top_k
 
         if values.size >= 1 << 32:
             raise InvalidRequest(f"top-k of {values.size} numbers; at most {(1 << 32) - 1} have an index of 32 bits")
         count = out.size // _PAIR_BYTES
         indices, sent = np.empty(count, np.uint32), np.empty(count, np.float32)
-        top_k.select(values, self._moved(residual, kept), indices, sent)
+        top_k.select(values, self._in_place(residual, residual_out), indices, sent)
         out[: 4 * count] = indices.view(np.uint8)
         out[4 * count :] = sent.view(np.uint8)
 

@@ -72,7 +72,7 @@ class DistributedSampler:
         self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
         self.epoch = 0
         self._begin = self._consumed = self._yielded = self._iteration = 0
-        self._was_used = self._was_told = False
+        self._was_used = self._reports_consumed = False
         check(self.length, seed, self.epoch)
         self._deal(0, num_replicas, rank)
 
@@ -129,7 +129,7 @@ class DistributedSampler:
                 "and not been consumed yet"
             )
         self._consumed += num_samples
-        self._was_told = True
+        self._reports_consumed = True
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; the current one, on being named again, goes on where it is.
@@ -164,7 +164,7 @@ class DistributedSampler:
         Raises:
             Misuse: samples were yielded, and `advance` was never called.
         """
-        if self._was_used and not self._was_told:
+        if self._was_used and not self._reports_consumed:
             raise Misuse(
                 "samples were yielded, and it was never said that any was consumed; call advance(samples) after every "
                 "step (advance(0) if there was none): what a loader has fetched ahead must not count"

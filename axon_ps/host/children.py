@@ -1,10 +1,10 @@
-"""Starting programs of ours as children: tied to us, and heard when they are ready.
+"""Child processes that end with their parent and report when they are ready.
 
-Owns: the command that ties a child to this process (`tether.py` runs in front), and the pipe on which it says one line.
-Refuses: to start and to reap; a test, a worker and the command line do that each in their own way.
+Owns: the command that ties a child's life to this process (`tether.py` runs first), and the pipe on which the child
+reports one line. Refuses: to start and to reap; a test, a worker and the command line do that each in their own way.
 
-Invariants: children are started by `exec`, never by a bare fork, which a process that holds gRPC channels must not do.
-The tie is to the *thread* that starts the child: start it from a thread that outlives it.
+Invariants: children are started by `exec`, never by a bare fork, which a process with open gRPC channels must not do.
+A child's life is tied to the *thread* that starts it: start it from a thread that outlives it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def tethered(command: Sequence[str], last_signal: int) -> list[str]:
 
 
 class LinePipe:
-    """A pipe on which a child says one line: where it listens.
+    """A pipe on which a child reports one line: where it listens.
 
     Attributes:
-        fd: the end for the child, to be passed on to it.
+        fd: the child's end, which it must inherit.
     """
 
     def __init__(self) -> None:
         self._read_end, self.fd = os.pipe()
 
     def started(self) -> None:
-        """The child holds its end now; close ours, so that its death ends the pipe."""
+        """Close our copy of the child's end, once the child has it, so that the child's death ends the pipe."""
         os.close(self.fd)
 
     def read(self, deadline: float) -> str:
@@ -46,16 +46,16 @@ class LinePipe:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
                     break
-                part = os.read(self._read_end, 4096)
-                if not part:
+                data = os.read(self._read_end, 4096)
+                if not data:
                     break
-                content += part
+                content += data
         finally:
             self.close()
         return content.decode().strip() if content.endswith(b"\n") else ""
 
     def detach(self) -> int:
-        """Our end, for whoever reads it in another way and closes it."""
+        """Give up our end: the caller reads it in another way, and closes it."""
         end, self._read_end = self._read_end, -1
         return end
 

@@ -1,14 +1,14 @@
-"""Forks of a worker: data loaders, pools and programs fork it at any moment, and must neither notice nor hurt us.
+"""Forks of a worker: data loaders, pools and programs fork it at any moment, which must do no harm to either process.
 
 Owns: gRPC's own fork handlers, which are off; whether this process is a fork of one that had opened connections, and
-what is refused and left alone there.
+what such a fork refuses and does not touch.
 
 Note: [A fork of a worker]
-    A fork has the memory and the descriptors of its parent and none of its threads: no event loop, nobody who gives a
-    lock back, nobody who answers gRPC. So in a fork of a process in which connections were opened (`opened`):
+    A fork has the memory and the descriptors of its parent and none of its threads: no event loop, no thread that
+    releases a lock, no thread that serves gRPC. So in a fork of a process in which connections were opened (`opened`):
     - what talks to others raises `Misuse` at once, before it takes a lock (`check`);
     - nothing is closed: callbacks of `at_exit` and `finalize` are not called, objects of the parent are not collected,
-      and what would close itself when the last reference goes is kept (`in_child`);
+      and what would close itself with its last reference stays referenced (`in_child`);
     - it may not join a job: gRPC can be started once in a process, and here it was, in the parent.
     gRPC's own handlers do the opposite: they stop its threads, start others in the child, and end what is open there,
     which is a segmentation fault when an event loop uses gRPC meanwhile. They can be turned off only before gRPC is
@@ -40,7 +40,7 @@ _opened = False  # connections, in this process or one that it was forked from
 _parent = 0  # what this process was forked from, when that had opened connections
 _handlers_are_on = False
 _in_child: list[Callable[[], object]] = []
-_kept: list[object] = []
+_retained: list[object] = []
 _at_exit: dict[Callable[[], object], Callable[[], None]] = {}
 
 
@@ -67,7 +67,7 @@ def turn_grpc_handlers_off() -> None:
 
 
 def opened() -> None:
-    """Say that this process opens connections: from now on it holds for its forks what the note says."""
+    """Mark this process as one that opens connections. See Note: [A fork of a worker]."""
     global _opened
     if not _opened and _handlers_are_on:
         sys.addaudithook(_refuse_forks)
@@ -80,7 +80,7 @@ def is_fork() -> bool:
 
 
 def check() -> None:
-    """Return at once, but in such a fork.
+    """Raise in a fork of a process that had opened connections; do nothing elsewhere.
 
     Raises:
         Misuse: this process was forked from one that had opened connections.
@@ -157,8 +157,8 @@ def _begin_child() -> None:
         return
     _parent = os.getppid()
     gc.freeze()  # no collection of the child's finds what its parent has left
-    _kept.extend(callback() for callback in _in_child)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # also when the interpreter ends, and clears this module
+    _retained.extend(callback() for callback in _in_child)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_retained))  # also when the interpreter ends, and clears this module
 
 
 os.register_at_fork(after_in_child=_begin_child)

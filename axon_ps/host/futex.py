@@ -1,16 +1,16 @@
-"""Waiting for words in memory that several processes share.
+"""Waiting for a change of a counter that lies in memory shared by several processes.
 
-Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: to know what the words mean.
+Owns: `wait` and `wake` (Linux futexes, without the PRIVATE flag) and `fence`. Refuses: to know what is counted.
 
 Note: [Memory order]
-    Counters in shared memory are aligned words of 4 or 8 bytes with one writer each, read and written through
-    memoryviews, which compile to single loads and stores. What has to hold beside that:
+    Counters in shared memory are aligned integers of 4 or 8 bytes with one writer each, read and written through
+    memoryviews, which compile to single loads and stores. Two more things are needed:
 
-    - *Publish*: data written before a counter is seen by whoever sees the counter. x86 keeps stores in order and loads
-      in order, so nothing is needed; elsewhere the writer calls `fence()` before it stores the counter, and the reader
+    - *Publish*: data written before a counter is seen by whoever sees the counter. x86 orders stores, and loads, so
+      nothing is needed there; elsewhere the writer calls `fence()` before it stores the counter, and the reader
       `fence()` after it loaded it (`settle()` is that: nothing on x86).
-    - *Sleep*: of "I store mine and look at yours" done by two processes at least one sees the other. That needs a full
-      fence between the store and the load on every machine.
+    - *Sleep*: when two processes each store their own counter and then load the other's, at least one sees the other's
+      store. That needs a full fence between the store and the load on every machine.
 
     On x86 `fence()` takes and releases a lock of Python: both are locked instructions, which are full fences. On other
     machines it is the membarrier system call, which the kernel begins and ends with a full fence.
@@ -32,7 +32,7 @@ _WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 _MEMBARRIER_CMD_GLOBAL_EXPEDITED = 2
 
 AVAILABLE = sys.platform == "linux" and sys.byteorder == "little" and _FUTEX_CALL > 0
-"""Whether this machine has what this module needs."""
+"""Whether this module works on this machine."""
 
 
 class _Timespec(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Timespec(ctypes.Structure):
 
 
 # One declared function per call, because each declares its argument types: a variadic call would pass ints as 32 bits.
-# ctypes lets go of the GIL while it is in there.
+# ctypes releases the GIL during the call.
 def _syscall(*arguments: type) -> Callable[..., int]:
     function = ctypes.CDLL(None)["syscall"] if sys.platform == "linux" else ctypes.CFUNCTYPE(ctypes.c_long)(lambda: -1)
     function.restype = ctypes.c_long
@@ -53,7 +53,7 @@ _membarrier = _syscall(ctypes.c_int, ctypes.c_uint, ctypes.c_int)
 
 
 def wait(address: int, expected: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes the word, unless it holds another value than `expected`; may also return for nothing.
+    """Sleep until another process wakes the counter, unless its value is not `expected`; may also return without cause.
 
     Args:
         address: of an aligned u32 in shared memory.
@@ -66,7 +66,7 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word, in any process. A full fence, too."""
+    """Wake all who sleep on the counter, in any process. A full fence, too."""
     _futex(_FUTEX_CALL, address, _WAKE, _EVERYBODY, None, None, 0)
 
 

@@ -1,8 +1,8 @@
-"""Memory of ours that other processes of this host may read until we revoke that: the owner's side. Pure.
+"""Read leases: memory of ours that other processes of this host may read until we revoke it. The owner's side. Pure.
 
-What is lent is read later, when its owner may have taken it back. So with each loan goes a number and where it lies;
-the owner changes the number *before* it gives the memory to other uses, and a reader that finds another number after
-reading throws away what it read.
+A reader copies the bytes some time later, when the owner may have revoked the lease. So a lease names a number and
+where it lies: the owner changes the number *before* it uses the memory for something else, and a reader that finds
+another number after copying throws the copy away.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def address_of(array: Array) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loan:
-    """Bytes of a process, as long as `number` lies at `number_address` of it.
+class ReadLease:
+    """Permission to read bytes of a process; valid while `number` lies at `number_address` there.
 
     Attributes:
-        address: where they begin.
+        address: where the bytes begin.
         size_bytes: how many.
         number_address: where the owner's number lies.
-        number: what it was when they were lent.
+        number: its value when the lease was granted.
     """
 
     address: int
@@ -41,17 +41,19 @@ class Loan:
     number: int
 
 
-class Lender:
-    """Lends memory of ours and takes it back, all of it at once."""
+class ReadLeases:
+    """Grants leases on memory of ours, and revokes all of them at once."""
 
     def __init__(self) -> None:
         self._number = np.array([secrets.randbits(63)], np.uint64)
 
-    def lend(self, address: int, size_bytes: int) -> Loan:
-        """What another process needs to read `size_bytes` at `address`; the caller keeps them until `take_back`."""
+    def grant(self, address: int, size_bytes: int) -> ReadLease:
+        """What another process needs to read `size_bytes` at `address`; they must not change before `revoke`."""
         number_address = address_of(self._number)
-        return Loan(address=address, size_bytes=size_bytes, number_address=number_address, number=int(self._number[0]))
+        return ReadLease(
+            address=address, size_bytes=size_bytes, number_address=number_address, number=int(self._number[0])
+        )
 
-    def take_back(self) -> None:
-        """End every loan. Call it before the memory changes or is freed."""
+    def revoke(self) -> None:
+        """End every lease. Call it before the memory changes or is freed."""
         self._number[0] += np.uint64(1)

@@ -1,6 +1,6 @@
-"""How this process keeps the memory of messages between messages.
+"""Retaining the memory of messages for the next messages.
 
-glibc hands every block of more than 128 KiB back to the kernel when it is freed, or as soon as it lies at the end of
+glibc returns every block of more than 128 KiB to the kernel when it is freed, or as soon as it lies at the end of
 the heap, so that each chunk of 1 MiB that is sent or received costs a system call and a page fault for each of its 256
 pages. *Measured* on one stream of 1 MiB chunks: 1.1 ms of CPU per MiB sent, of which 0.6 ms went into page faults.
 """
@@ -13,18 +13,19 @@ import logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MMAP_THRESHOLD_BYTES = 16 << 20
-"""Smaller blocks come from the heap and are used again: every message does (chunks have at most 4 Mi elements)."""
+"""Smaller blocks come from the heap and are used again: all messages, since chunks have at most 4 Mi elements."""
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""How much free memory a heap keeps at its end."""
+"""How much free memory a heap retains at its end."""
 
 _logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def keep_message_memory() -> bool:
-    """Let malloc keep freed message buffers for the next messages; once per process.
+def retain_message_memory() -> bool:
+    """Have malloc retain freed message buffers for the next messages; once per process.
 
-    Whether it could: other C libraries than glibc have no such knobs, and need none or stay as they are.
+    Returns:
+        Whether it does: other C libraries than glibc have no such settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -32,5 +33,5 @@ def keep_message_memory() -> bool:
         return False
     set_both = mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) == 1 == mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     if not set_both:
-        _logger.info("malloc does not let us keep message buffers; chunks cost page faults")
+        _logger.info("malloc does not retain message buffers; chunks cost page faults")
     return bool(set_both)

@@ -1,8 +1,8 @@
 """Another process of this host: whether it lives, and its memory.
 
-Owns: the handle on a process, and reading from its memory without a copy in between. Refuses: to write there. A write
-that comes late, after the other side gave up its array, would fall on whatever lies there by then; a read that comes
-late only reads nonsense, which the reader finds out and drops.
+Owns: the handle on a process, and reading from its memory without a copy in between. Refuses: to write there. A late
+write, after the other side has freed its array, would overwrite whatever lies there by then; a late read only reads
+garbage, which the reader detects and drops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _function(name: str) -> Any:
     return function
 
 
-_MOST_PIECES = 1024  # IOV_MAX
+_MAX_RANGES = 1024  # IOV_MAX
 
 _readv = _function("process_vm_readv")
 
@@ -81,7 +81,7 @@ class PeerProcess:
         return bool(poll.poll(1000 * within_s))
 
     def close(self) -> None:
-        """Let go of it. Harmless when repeated."""
+        """Release the handle. Harmless when repeated."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -115,21 +115,21 @@ class MemoryReader:
                 raise Broken(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
             local, remote, size_bytes = local + got, remote + got, size_bytes - got
 
-    def read_pieces(self, pid: int, remotes: Sequence[tuple[int, int]], local: int) -> None:
-        """Copy (address, bytes) pieces of a process, one after the other, to our address `local`.
+    def read_ranges(self, pid: int, remotes: Sequence[tuple[int, int]], local: int) -> None:
+        """Copy ranges (address, bytes) of a process, one after the other, to our address `local`.
 
         Raises:
             Broken: the process has gone, the memory is not there, or the kernel refuses.
         """
-        for first in range(0, len(remotes), _MOST_PIECES):
-            some = remotes[first : first + _MOST_PIECES]
+        for first in range(0, len(remotes), _MAX_RANGES):
+            some = remotes[first : first + _MAX_RANGES]
             total = sum(size for _, size in some)
-            pieces = (_Iovec * len(some))(*(_Iovec(*piece) for piece in some))
+            vectors = (_Iovec * len(some))(*(_Iovec(*each) for each in some))
             self._local.base, self._local.size = local, total
             got = -1
             if _readv is not None:
-                got = _readv(pid, self._local_address, 1, ctypes.addressof(pieces), len(some), 0)
-            if got != total:  # interrupted, or an error that reading piece by piece tells
+                got = _readv(pid, self._local_address, 1, ctypes.addressof(vectors), len(some), 0)
+            if got != total:  # interrupted, or an error that reading them one by one raises
                 at = local
                 for remote, size in some:
                     self.read(pid, remote, at, size)

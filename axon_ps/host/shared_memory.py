@@ -1,11 +1,11 @@
 """Memory that processes of one host share.
 
-Owns: segments, from the check that there is room to the mapping in another process. Refuses: to know what lies in them.
+Owns: segments, from the check that there is memory to the mapping in another process. Refuses: to know their contents.
 
 Invariants:
 - A segment never has a name: it is an anonymous file that lives as long as a process has it open or mapped, so nothing
   remains in /dev/shm when processes are killed, however many at once.
-- All of its pages are there when `Segment.create` returns, so touching them never ends in SIGBUS.
+- All of its pages are allocated when `Segment.create` returns, so touching them never ends in SIGBUS.
 - Another process opens it as /proc/PID/fd/FD, which needs the same host, process namespace and user. Whoever opens one
   checks that it is the segment that was meant; in another container it would be somebody else's file, or none.
 """
@@ -44,9 +44,9 @@ class SegmentAddress:
 
     Attributes:
         boot: random id of the life of the host's kernel.
-        pid: a process that holds it open.
+        pid: a process that has it open.
         fd: its file descriptor there.
-        inode: of the file: what tells it from a later file with the same descriptor.
+        inode: of the file: distinguishes it from a later file with the same descriptor.
         size_bytes: its size.
     """
 
@@ -81,7 +81,7 @@ class Segment:
     """A segment, mapped into this process.
 
     Attributes:
-        memory: the mapping. It goes with the last array or view of it.
+        memory: the mapping. It ends with the last array or view of it.
         size_bytes: its size.
         fd: the file descriptor that others open it by; -1 in processes that opened it.
     """
@@ -130,7 +130,7 @@ class Segment:
 
         Args:
             address: where it is.
-            private: what is written here is seen by this process only, until `forget_writes`; what its owner writes is
+            private: what is written here is seen by this process only, until `discard_writes`; what its owner writes is
                 seen here, except in pages that were written to.
 
         Raises:
@@ -165,13 +165,13 @@ class Segment:
             boot=boot_id(), pid=os.getpid(), fd=self.fd, inode=self._inode, size_bytes=self.size_bytes
         )
 
-    def forget_writes(self) -> None:
-        """Let a private mapping be again what its owner has written."""
+    def discard_writes(self) -> None:
+        """Undo what was written to a private mapping here: it is again what its owner has written."""
         if _has_own_pages(self.base(), self.size_bytes):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def make_private(self) -> None:
-        """What is written here from now on is seen by this process only; others keep what there is.
+        """From now on, what is written here is seen by this process only; what others have mapped changes no more.
 
         Raises:
             Busy: the kernel refuses; all is as it was.
@@ -187,7 +187,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        """Let it go; the mapping stays until the last array or view of it has gone. Harmless when repeated."""
+        """Release it; the mapping stays until the last array or view of it is gone. Harmless when repeated."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -196,14 +196,14 @@ class Segment:
 
 
 def move_mapping(base: int, old_fd: int, new: Segment) -> None:
-    """Have the memory at `base`, so far that of an old segment, lie in a new one; what it holds comes along.
+    """Replace the segment behind the memory at `base` by a new one; the contents are copied.
 
-    Whoever still writes into the old segment writes into the void then. Nobody else may write at `base` meanwhile.
+    Whoever still writes to the old segment changes nothing here. Nobody else may write at `base` meanwhile.
 
     Args:
         base: where the old segment begins in this process.
-        old_fd: its file descriptor; its memory is given back to the system.
-        new: of the same size; its own mapping goes.
+        old_fd: its file descriptor; its memory is returned to the system.
+        new: of the same size; its own mapping ends.
 
     Raises:
         Busy: the kernel refuses; all is as it was.
@@ -226,7 +226,7 @@ def _map_at(base: int, size_bytes: int, fd: int, how: int) -> None:
 
 
 def nonce() -> bytes:
-    """Random bytes by which two processes see that they look at the same memory."""
+    """Random bytes by which two processes verify that they have mapped the same memory."""
     return secrets.token_bytes(_NONCE_BYTES)
 
 
@@ -265,7 +265,7 @@ def available_bytes(directory: str = "") -> int:
 
 
 def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
-    """Have all pages, huge ones where the kernel likes; raises OSError when they cannot be had."""
+    """Allocate all pages, huge ones where the kernel agrees; raises OSError when there is not enough memory."""
     if size_bytes >= _HUGE_BYTES:
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -277,7 +277,7 @@ def _populate(memory: mmap.mmap, fd: int, size_bytes: int) -> None:
 
 
 def _has_own_pages(base: int, size_bytes: int) -> bool:
-    """Whether a page of a private mapping was written to, and so is a copy; true where the kernel does not tell.
+    """Whether a page of a private mapping was written to, and so is a copy; true where that is unknown.
 
     Asking takes a tenth of what it costs to have every page of the mapping found again.
     """

@@ -2,9 +2,9 @@
 
 The kernel sends SIGNAL to this process when the thread that started it is gone, even by kill -9; the setting survives
 `exec`, so the command itself needs to know nothing of it and its tracebacks show nothing of us. PARENT is the process
-id of the starter: when it is no longer our parent at the time of asking, it died before we asked, and so do we.
+id of the starter: when it is no longer our parent at the time of asking, it died before we asked, and we end as well.
 
-Why a program and not `preexec_fn`: that forks, and a process that holds gRPC channels must not.
+Why a program and not `preexec_fn`: that forks, which a process with open gRPC channels must not.
 Imports nothing of ours and little of Python: it runs in front of every process we start.
 """
 

@@ -1,4 +1,5 @@
-"""The compiled loops (numba): casts, int8, top-k, optimizers, copies past the caches. What they mean is said elsewhere.
+"""The compiled loops (numba): casts, int8, top-k, optimizers, copies past the caches.
 
-Importing a module here loads numba, so whoever does it does so where the loop is needed.
+`compress` and `optim` define what they compute. Importing a module here loads numba, so its users import it where the
+loop is needed.
 """

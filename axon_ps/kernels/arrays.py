@@ -1,4 +1,4 @@
-"""What compiled loops are given: arrays that are what was said, and views of those that they only read."""
+"""Arguments of compiled loops: checks of arrays, and read-only views of those that a loop does not write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from axon_ps.types import Array
 
 
 def check_array(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """See that an array is a contiguous dtype[shape]: a compiled loop does not look where it writes.
+    """Check that an array is a contiguous dtype[shape]: a compiled loop does not check where it writes.
 
     Args:
-        name: what messages call it.
+        name: the array's name in messages.
         array: the array.
         dtype: its element type.
         shape: its shape.

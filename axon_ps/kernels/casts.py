@@ -1,7 +1,8 @@
 """The compiled loops of the casts, and the scalar conversions they are made of.
 
-Owns: everything of this room that numba compiles, in one file on purpose. numba throws away code it kept on disk when
-the file of the loop changed, but does not look at other files, so a loop must not inline a function from elsewhere.
+Owns: everything of this room that numba compiles, in one file on purpose. numba drops the code it cached on disk
+when the file of the loop changed, but does not look at other files, so a loop must not inline a function from
+elsewhere.
 Refuses: to check its arguments. `compress.cast` has done so; these loops write where they are told.
 
 Invariants: no contraction and no reordering of floating-point operations, so every machine computes the same bits; one
@@ -22,10 +23,10 @@ from numba.extending import overload
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
-LANES = 64
-"""Independent f64 sums of `sum_of_squares`: element i goes to lane i mod LANES."""
+PARTIAL_SUMS = 64
+"""Independent f64 partial sums of `sum_of_squares`: element i is added to sum i mod PARTIAL_SUMS."""
 _BLOCK_NUMEL = 4096
-"""How much `accumulate_last` adds before it squares: a multiple of LANES that stays in the first-level cache."""
+"""How much `accumulate_last` adds before it squares: a multiple of PARTIAL_SUMS that stays in the first-level cache."""
 
 U1, U13, U16 = np.uint32(1), np.uint32(13), np.uint32(16)
 SIGN16, MAGNITUDE16 = np.uint32(0x8000), np.uint32(0x7FFF)
@@ -34,10 +35,10 @@ HALF, HALF_BITS = np.float32(0.5), np.uint32(0x3F00_0000)
 
 
 def compiled(function: _Loop) -> _Loop:
-    """Compiles at the first call for each combination of argument types, and keeps the code on disk where it can."""
+    """Compiles at the first call for each combination of argument types, and caches the code on disk where it can."""
     try:
         return cast(_Loop, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
-    except RuntimeError:  # no directory to keep it in (read-only installation, no home): compile once per process
+    except RuntimeError:  # no directory for the cache (read-only installation, no home): compile once per process
         return cast(_Loop, numba.njit(nogil=True, error_model="numpy")(function))
 
 
@@ -142,14 +143,14 @@ def convert(src: Any, dst: Any) -> None:
 
 
 @compiled
-def convert_keeping(src: Any, dst: Any, residual: Any) -> None:
-    """dst = src + residual, rounded; the residual becomes what was lost, and stays where that is not finite."""
+def convert_with_residual(src: Any, dst: Any, residual: Any) -> None:
+    """dst = src + residual, rounded; the residual becomes the rounding error, and stays where that is not finite."""
     for i in range(src.size):
         value = src[i] + residual[i]
         _store(dst, i, value)
-        lost = np.float32(value - _load(dst, i))
-        if np.isfinite(lost):
-            residual[i] = lost
+        error = np.float32(value - _load(dst, i))
+        if np.isfinite(error):
+            residual[i] = error
 
 
 @compiled
@@ -164,40 +165,40 @@ def accumulate(acc: Any, chunk: Any, first: bool) -> None:
 
 
 @compiled
-def _add_squares(lanes: Any, acc: Any) -> None:
-    """Adds the square of element i to lane i mod LANES. A constant number of lanes is what lets it vectorise."""
-    whole = acc.size // LANES * LANES
-    for i in range(0, whole, LANES):
-        for lane in range(LANES):
-            value = np.float64(acc[i + lane])
-            lanes[lane] += value * value
-    for i in range(whole, acc.size):
+def _add_squares(sums: Any, acc: Any) -> None:
+    """Adds the square of element i to sum i mod PARTIAL_SUMS. A constant number of sums is what lets it vectorise."""
+    aligned = acc.size // PARTIAL_SUMS * PARTIAL_SUMS
+    for i in range(0, aligned, PARTIAL_SUMS):
+        for j in range(PARTIAL_SUMS):
+            value = np.float64(acc[i + j])
+            sums[j] += value * value
+    for i in range(aligned, acc.size):
         value = np.float64(acc[i])
-        lanes[i - whole] += value * value
+        sums[i - aligned] += value * value
 
 
 @compiled
-def _total(lanes: Any) -> Any:
+def _total(sums: Any) -> Any:
     total = 0.0
-    for lane in range(LANES):
-        total += lanes[lane]
+    for j in range(PARTIAL_SUMS):
+        total += sums[j]
     return total
 
 
 @compiled
 def sum_of_squares(acc: Any) -> Any:
-    """The sum of the squares of acc: f32, in f64: element i in lane i mod LANES, then lane after lane."""
-    lanes = np.zeros(LANES, np.float64)
-    _add_squares(lanes, acc)
-    return _total(lanes)
+    """The sum of the squares of acc: f32, in f64: element i in partial sum i mod PARTIAL_SUMS, then their total."""
+    sums = np.zeros(PARTIAL_SUMS, np.float64)
+    _add_squares(sums, acc)
+    return _total(sums)
 
 
 @compiled
 def accumulate_last(acc: Any, chunk: Any, first: bool) -> Any:
     """`accumulate`, then `sum_of_squares(acc)`, block by block while a block is in the first-level cache."""
-    lanes = np.zeros(LANES, np.float64)
+    sums = np.zeros(PARTIAL_SUMS, np.float64)
     for start in range(0, acc.size, _BLOCK_NUMEL):
         block = acc[start : start + _BLOCK_NUMEL]
         accumulate(block, chunk[start : start + _BLOCK_NUMEL], first)
-        _add_squares(lanes, block)
-    return _total(lanes)
+        _add_squares(sums, block)
+    return _total(sums)

@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these write where told.
+"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these do not.
 
 See `kernels.casts` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
 reordering, so every machine computes the same bits.
@@ -40,48 +40,50 @@ def scale_of(largest: Any) -> Any:
 
 
 @compiled
-def quantise(values: Any, residual: Any, kept: Any, scales: Any, quants: Any, block_numel: int, stride: int) -> None:
-    """values (+ residual) → scales and quants; what was lost goes to `kept`, or where that is None to the residual.
+def quantise(
+    values: Any, residual: Any, residual_out: Any, scales: Any, quants: Any, block_numel: int, stride: int
+) -> None:
+    """values (+ residual) → scales and quants; the rounding error goes to `residual_out` (None: to the residual).
 
     The quants of block b begin at b · stride.
     """
     for block in range(scales.size):
         start = block * block_numel
         stop = min(start + block_numel, values.size)
-        part = values[start:stop]
-        target = quants[block * stride : block * stride + part.size]
+        block_values = values[start:stop]
+        target = quants[block * stride : block * stride + block_values.size]
         largest = U0
         if residual is not None:
             carried = residual[start:stop]
-            lost = carried if kept is None else kept[start:stop]
-            for i in range(part.size):
-                largest = max(largest, np.uint32(np.float32(part[i] + carried[i]).view(np.uint32) & MAGNITUDE))
+            error = carried if residual_out is None else residual_out[start:stop]
+            for i in range(block_values.size):
+                largest = max(largest, np.uint32(np.float32(block_values[i] + carried[i]).view(np.uint32) & MAGNITUDE))
         else:
-            for i in range(part.size):
-                largest = max(largest, np.uint32(np.float32(part[i]).view(np.uint32) & MAGNITUDE))
+            for i in range(block_values.size):
+                largest = max(largest, np.uint32(np.float32(block_values[i]).view(np.uint32) & MAGNITUDE))
         scale = scale_of(largest)
         scales[block] = scale
         if largest >= INFINITY:
             target[:] = 0
-            if kept is not None:
-                lost[:] = carried
+            if residual_out is not None:
+                error[:] = carried
             continue
         if largest < TINY:
             target[:] = 0
             if residual is not None:
-                for i in range(part.size):
-                    lost[i] = part[i] + carried[i]
+                for i in range(block_values.size):
+                    error[i] = block_values[i] + carried[i]
             continue
         inverse = F32(F32(1.0) / scale)
         if residual is not None:
-            for i in range(part.size):
-                value = F32(part[i] + carried[i])
+            for i in range(block_values.size):
+                value = F32(block_values[i] + carried[i])
                 shifted = F32(F32(value * inverse) + ROUND)
                 target[i] = np.int8(np.float32(shifted).view(np.int32) - ROUND_BITS)
-                lost[i] = F32(value - F32(F32(shifted - ROUND) * scale))
+                error[i] = F32(value - F32(F32(shifted - ROUND) * scale))
         else:
-            for i in range(part.size):
-                shifted = F32(F32(part[i] * inverse) + ROUND)
+            for i in range(block_values.size):
+                shifted = F32(F32(block_values[i] * inverse) + ROUND)
                 target[i] = np.int8(np.float32(shifted).view(np.int32) - ROUND_BITS)
 
 
@@ -89,11 +91,11 @@ def quantise(values: Any, residual: Any, kept: Any, scales: Any, quants: Any, bl
 def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, stride: int) -> None:
     """values → scales and quants, each rounded up as often as it is near the upper one; see `compress.int8_block`."""
     for block in range(scales.size):
-        part = values[block * block_numel : (block + 1) * block_numel]
-        target = quants[block * stride : block * stride + part.size]
+        block_values = values[block * block_numel : (block + 1) * block_numel]
+        target = quants[block * stride : block * stride + block_values.size]
         largest, seed = U0, U0
-        for i in range(part.size):
-            bits = np.float32(part[i]).view(np.uint32)
+        for i in range(block_values.size):
+            bits = np.float32(block_values[i]).view(np.uint32)
             largest = max(largest, np.uint32(bits & MAGNITUDE))
             seed = np.uint32(seed + np.uint32(bits * np.uint32(2 * i + 1)))
         scale = scale_of(largest)
@@ -102,13 +104,13 @@ def quantise_at_random(values: Any, scales: Any, quants: Any, block_numel: int, 
             target[:] = 0
             continue
         inverse = F32(F32(1.0) / scale)
-        for i in range(part.size):
-            word = np.uint32(seed + np.uint32(np.uint32(i) * GOLDEN))
-            word = np.uint32(np.uint32(word ^ np.uint32(word >> U16)) * MIX1)
-            word = np.uint32(np.uint32(word ^ np.uint32(word >> U15)) * MIX2)
-            word = np.uint32(word ^ np.uint32(word >> U16))
-            chance = F32(F32(np.int32(word >> U8)) * CHANCE) - HALF
-            value = min(max(F32(F32(part[i] * inverse) + chance), -LARGEST), LARGEST)
+        for i in range(block_values.size):
+            random = np.uint32(seed + np.uint32(np.uint32(i) * GOLDEN))
+            random = np.uint32(np.uint32(random ^ np.uint32(random >> U16)) * MIX1)
+            random = np.uint32(np.uint32(random ^ np.uint32(random >> U15)) * MIX2)
+            random = np.uint32(random ^ np.uint32(random >> U16))
+            chance = F32(F32(np.int32(random >> U8)) * CHANCE) - HALF
+            value = min(max(F32(F32(block_values[i] * inverse) + chance), -LARGEST), LARGEST)
             target[i] = np.int8(np.float32(F32(value + ROUND)).view(np.int32) - ROUND_BITS)
 
 

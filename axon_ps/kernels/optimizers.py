@@ -1,7 +1,8 @@
 """The compiled loops of the optimizers: one pass over memory each, parameters, state and wire copy together.
 
-Owns: everything of this room that numba compiles, in one file on purpose. numba throws away code it kept on disk when
-the file of the loop changed, but does not look at other files, so a loop must not inline a function from elsewhere.
+Owns: everything of this room that numba compiles, in one file on purpose. numba drops the code it cached on disk
+when the file of the loop changed, but does not look at other files, so a loop must not inline a function from
+elsewhere.
 Refuses: to check its arguments. `ServerOptimizer.apply` has done so; these loops write where they are told.
 
 Invariants:
@@ -12,7 +13,7 @@ Invariants:
 
 Note: [NaN afterwards]
     Rounding to bf16 by adding carries some NaNs into infinity or zero, and looking for them at every element made SGD's
-    loop a tenth slower. So a loop keeps the largest magnitude it stored, which costs a maximum of integers, and goes
+    loop a tenth slower. So a loop tracks the largest magnitude it stored, which costs a maximum of integers, and goes
     over its parameters again only when that was a NaN's.
 
 Shapes: every array is [n] and contiguous; f32, except `wire`: float32, uint16 for bf16, int16 for the bits of f16. All
@@ -35,10 +36,10 @@ ZERO = np.float32(0.0)
 
 
 def compiled(function: _Loop) -> _Loop:
-    """Compiles at the first call for each combination of argument types, and keeps the code on disk where it can."""
+    """Compiles at the first call for each combination of argument types, and caches the code on disk where it can."""
     try:
         return cast(_Loop, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
-    except RuntimeError:  # no directory to keep it in (read-only installation, no home): compile once per process
+    except RuntimeError:  # no directory for the cache (read-only installation, no home): compile once per process
         return cast(_Loop, numba.njit(nogil=True, error_model="numpy")(function))
 
 

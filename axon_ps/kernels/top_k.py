@@ -1,4 +1,4 @@
-"""The compiled loops of `compress.top_k`. Arguments are checked there; these write where they are told.
+"""The compiled loops of `compress.top_k`. Arguments are checked there, not here.
 
 See `kernels.casts` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
 reordering, so every machine computes the same bits.
@@ -28,7 +28,7 @@ def _cut(counts: Any, wanted: Any) -> Any:
 
 
 @compiled
-def _select(values: Any, indices: Any, kept: Any) -> None:
+def _select(values: Any, indices: Any, selected: Any) -> None:
     """The largest magnitudes of finite values, in the order of their indices."""
     counts = np.zeros(2048, np.int64)  # by the top 11 bits of a magnitude, then the next 10, then the last 10
     for i in range(values.size):
@@ -57,12 +57,12 @@ def _select(values: Any, indices: Any, kept: Any) -> None:
                     continue
                 wanted -= 1
             indices[position] = i
-            kept[position] = values[i]
+            selected[position] = values[i]
             position += 1
 
 
 @compiled
-def select(values: Any, residual: Any, indices: Any, kept: Any) -> None:
+def select(values: Any, residual: Any, indices: Any, selected: Any) -> None:
     """The top-k of values (+ residual); the residual, if there is one, becomes what was left out."""
     if indices.size == 0:
         return
@@ -76,21 +76,21 @@ def select(values: Any, residual: Any, indices: Any, kept: Any) -> None:
     if largest >= INFINITY:
         for j in range(indices.size):
             indices[j] = j
-            kept[j] = np.nan
+            selected[j] = np.nan
         return
     if residual is not None:
         for i in range(values.size):
             residual[i] += values[i]
-        _select(residual, indices, kept)
+        _select(residual, indices, selected)
         for j in range(indices.size):
             residual[indices[j]] = np.float32(0.0)
     else:
-        _select(values, indices, kept)
+        _select(values, indices, selected)
 
 
 @compiled
-def scatter(indices: Any, kept: Any, acc: Any, first: bool) -> Any:
-    """acc = 0 if `first`, then acc[indices] += kept; False, and nothing done, if the indices do not ascend below n."""
+def scatter(indices: Any, selected: Any, acc: Any, first: bool) -> Any:
+    """acc = 0 if `first`, then acc[indices] += selected; False, and no change, if the indices do not ascend below n."""
     below = np.int64(-1)
     for j in range(indices.size):
         index = np.int64(indices[j])
@@ -103,5 +103,5 @@ def scatter(indices: Any, kept: Any, acc: Any, first: bool) -> Any:
         for i in range(acc.size):
             acc[i] = np.float32(0.0)
     for j in range(indices.size):
-        acc[indices[j]] += kept[j]
+        acc[indices[j]] += selected[j]
     return True

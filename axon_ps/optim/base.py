@@ -2,16 +2,16 @@
 
 Owns: the `ServerOptimizer` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
 and a compiled loop that does not look where it writes.
-Refuses: to keep anything. An optimizer object has no state; parameters, moments and the number of updates are the
+Refuses: to store anything. An optimizer object has no state; parameters, moments and the number of updates are the
 caller's, so one object serves every slice, from as many threads as there are.
 
 Invariants:
-- `apply` is element-wise: the bits of a result depend neither on where a slice was cut into pieces, nor on which thread
-  ran which piece, nor on the vector width of the machine (no contraction, no reordering). That is what lets a primary
+- `apply` is element-wise: the bits of a result depend neither on how a slice was cut into ranges, nor on which thread
+  ran which range, nor on the vector width of the machine (no contraction, no reordering). That is what lets a primary
   and its backup stay bit-identical by applying the same gradient.
 - Scalar factors are computed in f64 and rounded to f32 once, as torch does.
 
-Shapes: `n` is the numel of the piece of a slice given to one call.
+Shapes: `n` is the numel of the range of a slice given to one call.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ServerOptimizer(ABC):
         update: int,
         grad_scale: float,
     ) -> None:
-        """One optimizer update of one piece of a slice, in place, in one pass, with the GIL released.
+        """One optimizer update of one range of a slice, in place, in one pass, with the GIL released.
 
         The gradient is multiplied by `grad_scale` first (the clip factor), then treated as torch treats it.
 
@@ -150,7 +150,7 @@ class ServerOptimizer(ABC):
             grad_scale: factor for the gradient.
 
         Raises:
-            InvalidRequest: an array has another element type, length or layout than said, a state array that these
+            InvalidRequest: an array has another element type, length or layout than above, a state array that these
                 hyperparameters need is missing, or `update` is not positive. Nothing has been changed then.
         """
         values = hyper if len(hyper) == len(self.defaults) else {**self.defaults, **hyper}
@@ -160,7 +160,7 @@ class ServerOptimizer(ABC):
         if len(state) < len(needed):
             raise InvalidRequest(
                 f"{self.name} needs the state {', '.join(needed)} with these hyperparameters, but {len(state)} arrays "
-                f"were given; allocate what state_names(groups) says, with the hyperparameters of every group"
+                f"were given; allocate those that state_names(groups) names, with the hyperparameters of every group"
             )
         numel = param.size
         _check_array("param", param, _F32, numel)
@@ -223,7 +223,7 @@ def _check_array(name: str, array: Array, dtype: np.dtype[np.generic], numel: in
     if array.dtype != dtype or array.shape != (numel,) or not array.flags.c_contiguous:
         raise InvalidRequest(
             f"{name} is {array.dtype}{list(array.shape)} with strides {array.strides}; needed is a contiguous "
-            f"{dtype}[{numel}]; pass 1-D contiguous pieces that are as long as param"
+            f"{dtype}[{numel}]; pass 1-D contiguous arrays that are as long as param"
         )
 
 

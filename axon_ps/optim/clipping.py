@@ -16,15 +16,15 @@ _EPS = 1e-6
 
 
 def global_norm(sums_of_squares: Iterable[float]) -> float:
-    """The L2 norm of a gradient whose pieces have these sums of squares.
+    """The L2 norm of a gradient, from the sums of squares of its slices.
 
     The sum is exactly rounded (`math.fsum`), so the order in which servers reported does not matter.
 
     Args:
-        sums_of_squares: per piece, the sum of the squares of its elements, f64.
+        sums_of_squares: per slice, the sum of the squares of its elements, f64.
 
     Returns:
-        The square root of their sum; inf or NaN when a piece was not finite, 0.0 without pieces.
+        The square root of their sum; inf or NaN when a slice was not finite, 0.0 without slices.
     """
     return math.sqrt(math.fsum(sums_of_squares))
 

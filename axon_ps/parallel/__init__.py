@@ -1,6 +1,6 @@
 """PyTorch models on shard servers: wrappers and optimizers. The only room that imports torch.
 
-Importing it makes the backend "axon" known to torch.distributed: `init_process_group("axon")`.
+Importing it registers the backend "axon" with torch.distributed: `init_process_group("axon")`.
 """
 
 try:

@@ -14,7 +14,7 @@ with Nesterov momentum outside).
 Owns: the copy at the last sync (f32, on the host) and how many inner steps were made since. Refuses to touch the inner
 optimizer's state, which is this worker's own, and buffers (running statistics), which nobody averages.
 
-Invariant: `_anchor` is what the servers hold at `_synced`, (epoch, version), in the parameters' dtype; the parameters
+Invariant: `_anchor` has the servers' values at `_synced`, (epoch, version), in the parameters' dtype; the parameters
 are that plus the local progress.
 """
 
@@ -43,14 +43,14 @@ from axon_ps.worker.step_client import StepClient
 from axon_ps.worker.world import World, world_of
 
 _BUFFERS = 2
-"""How many of the largest unit the pushes under way may hold."""
+"""Limit of the push buffers, in units of the largest one."""
 
 
 class DiLoCo:
-    """Train a plain module with a plain optimizer, and meet the other workers every `inner_steps` steps.
+    """Train a plain module with a plain optimizer, and synchronize with the other workers every `inner_steps` steps.
 
     The module stays the user's: no hooks, every parameter in memory. Every worker must build the same module; its
-    values become those that the servers hold. A worker that joins later begins with the servers' values. Buffers are
+    values become those of the servers. A worker that joins later begins with the servers' values. Buffers are
     each worker's own.
 
     Args:
@@ -72,7 +72,7 @@ class DiLoCo:
 
     Raises:
         LayoutMismatch: another worker registered another module, `inner_steps` or outer optimizer.
-        InvalidRequest: the module cannot be cut into units, or a setting is out of range.
+        InvalidRequest: the module cannot be divided into units, or a setting is out of range.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class DiLoCo:
             )
         if len(group.ranks) != (world_size := world_of(group).world_size):
             raise InvalidRequest(
-                f"the group has {len(group.ranks)} of the world's {world_size} workers; all of them meet "
-                "at an outer step, pass world.default_group"
+                f"the group has {len(group.ranks)} of the world's {world_size} workers; all of them "
+                "take part in an outer step, pass world.default_group"
             )
         if meta := [name for name, p in model.named_parameters() if p.is_meta]:
             raise InvalidRequest(f"parameter {meta[0]!r} is on the meta device; build the module on the CPU or a GPU")
@@ -111,19 +111,19 @@ class DiLoCo:
         self._group = group
         self._wire = dtype_from_torch(wire_dtype, "wire_dtype")
         kinds = tuple(unit_types)
-        self._parts = wrap.partition(model, lambda child: isinstance(child, kinds))
+        self._wrapped_units = wrap.partition(model, lambda child: isinstance(child, kinds))
         self._spec = JobSpec(
-            layout=wrap.layout_of(self._parts),
+            layout=wrap.layout_of(self._wrapped_units),
             precision=WirePrecision(param=DType.F32, grad=self._wire),
             options=plan_options or PlanOptions(),
             policy=policy,
             model=type(model).__qualname__,
         )
-        pinned = any(p.device.type == "cuda" for part in self._parts for p in part.params)
-        most_numel = max(part.unit.numel for part in self._parts)
+        pinned = any(p.device.type == "cuda" for wrapped in self._wrapped_units for p in wrapped.params)
+        most_numel = max(wrapped.unit.numel for wrapped in self._wrapped_units)
         self._meter = Meter()
         self._out = BufferPool(_BUFFERS * most_numel * self._wire.itemsize, self._meter, pinned=pinned)
-        self._anchor = [torch.empty(part.unit.numel, pin_memory=pinned) for part in self._parts]
+        self._anchor = [torch.empty(wrapped.unit.numel, pin_memory=pinned) for wrapped in self._wrapped_units]
         self._synced = (-1, -1)
         self._done = 0
         self._counters = {"inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0}
@@ -136,9 +136,11 @@ class DiLoCo:
         while not initialized:
             steps, registered = world_of(self._group).models.register(self._spec, self.name)
             if registered.upload:
-                materialize.upload(model, self._parts, steps, None)
+                materialize.upload(model, self._wrapped_units, steps, None)
             initialized = steps.wait_initialized(registered)
-        group_of = tuple(0 if self._parts[unit].unit.trainable else -1 for unit, _ in self._spec.layout.parameters())
+        group_of = tuple(
+            0 if self._wrapped_units[unit].unit.trainable else -1 for unit, _ in self._spec.layout.parameters()
+        )
         if 0 not in group_of:
             raise InvalidRequest("no parameter of the module is trainable; there is nothing to train")
         steps.register_optimizer(OptimizerSpec(name="sgd", groups=(self._hyper(),), group_of=group_of))
@@ -157,15 +159,15 @@ class DiLoCo:
 
         Returns:
             None after an inner step. After an outer step what was decided: committed, and the parameters are the
-            servers' new ones; or not committed, and the parameters keep their local progress, which is pushed together
-            with that of the next `inner_steps` steps. Exceptions to that: after non-finite pseudo-gradients, a worker
+            servers' new ones; or not committed, and the parameters retain their local progress, which is pushed with
+            that of the next `inner_steps` steps. Exceptions to that: after non-finite pseudo-gradients, a worker
             whose own were non-finite goes back to the last sync with a fresh inner optimizer; and a worker that finds
             the job at another version than it synced with (a checkpoint was restored, or the job went on without it)
             takes the servers' values and loses its progress, at once, whatever the number of steps made.
 
         Raises:
             Timeout: no decision came in time.
-            Broken: the coordinator or a shard server is lost for good.
+            Broken: the coordinator or a shard server is gone for good.
 
         After an error: the outer step may or may not have committed; the next `step()` finds out and pulls if it has.
         """
@@ -191,10 +193,10 @@ class DiLoCo:
         ticket = self._steps.ticket(self._synced)
         pushes = []
         finite = True
-        for index, part in enumerate(self._parts):
-            if part.unit.trainable:
-                self._out.wait_for_room(part.unit.numel * self._wire.itemsize)
-                buffer = self._out.take(part.unit.numel, TORCH_DTYPES[self._wire])
+        for index, wrapped in enumerate(self._wrapped_units):
+            if wrapped.unit.trainable:
+                self._out.wait_for_room(wrapped.unit.numel * self._wire.itemsize)
+                buffer = self._out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
                 finite &= self._progress_into(index, buffer, 1.0 / ticket.num_replicas)
                 done = partial(self._out.give, buffer)
                 pushes.append(self._steps.push(index, array_of(buffer, self._wire), ticket, done))
@@ -242,27 +244,27 @@ class DiLoCo:
 
     def _progress_into(self, index: int, out: torch.Tensor, scale: float) -> bool:
         """out = scale · (anchor - parameters), of one unit; whether all of it is finite."""
-        part, anchor = self._parts[index], self._anchor[index]
+        wrapped, anchor = self._wrapped_units[index], self._anchor[index]
         with torch.no_grad():
-            for spec, param in zip(part.unit.parameters, part.params, strict=True):
+            for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                 moved = anchor[spec.offset : spec.end].view(spec.shape) - param.to("cpu", torch.float32)
                 out[spec.offset : spec.end].view(spec.shape).copy_(moved.mul_(scale))
         return bool(torch.isfinite(out).all())
 
     def _to_anchor(self) -> None:
         with torch.no_grad():
-            for part, anchor in zip(self._parts, self._anchor, strict=True):
-                for spec, param in zip(part.unit.parameters, part.params, strict=True):
+            for wrapped, anchor in zip(self._wrapped_units, self._anchor, strict=True):
+                for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                     param.copy_(anchor[spec.offset : spec.end].view(spec.shape))
 
     def _round_anchor(self) -> None:
         """Progress is measured from where this worker begins: parameters below f32 begin at the rounded values."""
-        for part, anchor in zip(self._parts, self._anchor, strict=True):
-            for spec, param in zip(part.unit.parameters, part.params, strict=True):
+        for wrapped, anchor in zip(self._wrapped_units, self._anchor, strict=True):
+            for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
                 if param.dtype != torch.float32:
                     anchor[spec.offset : spec.end].view(spec.shape).copy_(param.detach())
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ values and counters
 
     @contextmanager
     def synced_parameters(self) -> Iterator[nn.Module]:
@@ -270,7 +272,7 @@ class DiLoCo:
 
         Do not train inside. Costs a second copy of the parameters meanwhile.
         """
-        params = [p for part in self._parts for p in part.params]
+        params = [p for wrapped in self._wrapped_units for p in wrapped.params]
         local = [p.detach().clone() for p in params]
         try:
             self._to_anchor()
@@ -291,7 +293,7 @@ class DiLoCo:
         return self._steps.latest_version
 
     def release(self) -> None:
-        """As `FullyShardedDataParallel.release`; the module keeps its values, and is a module like any other."""
+        """As `FullyShardedDataParallel.release`; the module retains its values, and is a module like any other."""
         world_of(self._group).barrier("axon_ps/release")
         world_of(self._group).models.release(self._steps)
 

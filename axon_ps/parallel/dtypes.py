@@ -28,10 +28,10 @@ _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
 
 def dtype_from_torch(dtype: torch.dtype, what: str) -> DType:
-    """Our name of a torch dtype in which parameters can be held and travel.
+    """Our name of a torch dtype in which parameters can be stored and travel.
 
     Raises:
-        InvalidRequest: parameters of this dtype are not supported; `what` says whose it is.
+        InvalidRequest: parameters of this dtype are not supported; `what` names it in the message.
     """
     ours = _FROM_TORCH.get(dtype)
     if ours not in WIRE_DTYPES:
@@ -64,7 +64,7 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """What a short form stands for: None and False for nothing, True for bfloat16, a dtype for `param_dtype`.
+        """The meaning of a short form: None and False for nothing, True for bfloat16, a dtype for `param_dtype`.
 
         Raises:
             InvalidRequest: it is none of these.
@@ -89,7 +89,9 @@ class MixedPrecision:
         """
         param, packed_param = _travels(self.wire_dtype or self.compute(built), "wire_dtype")
         if packed_param is not None and not isinstance(packed_param, Int8):
-            raise InvalidRequest(f"wire_dtype is {self.wire_dtype!r}; parameters travel whole, use a dtype or Int8()")
+            raise InvalidRequest(
+                f"wire_dtype is {self.wire_dtype!r}; parameters cannot travel as a top-k, use a dtype or Int8()"
+            )
         grad, packed_grad = _travels(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else (param, packed_param)
         return WirePrecision(param=param, grad=grad, param_compression=packed_param, grad_compression=packed_grad)
 
@@ -106,9 +108,11 @@ def scale_into(target: torch.Tensor, grad: torch.Tensor | None, scale: float) ->
     """target = grad * scale, computed in the wider of both dtypes; zero without a gradient."""
     if grad is None:
         target.zero_()
-    elif cuda.memory().holds(grad) != cuda.memory().holds(target):
+    elif cuda.memory().is_on_device(grad) != cuda.memory().is_on_device(target):
         wide = grad if grad.dtype.itemsize >= target.dtype.itemsize else grad.to(target.dtype)
-        target.copy_((wide * scale).to(target.dtype))  # scaled and cast where it is, so what crosses is what travels
+        target.copy_(
+            (wide * scale).to(target.dtype)
+        )  # scaled and cast on its device, so that only the wire dtype is copied
     elif grad.device == target.device and grad.dtype.itemsize >= target.dtype.itemsize:
         torch.mul(grad, scale, out=target)
     else:

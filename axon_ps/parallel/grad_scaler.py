@@ -1,7 +1,7 @@
 """`GradScaler`: loss scaling for fp16 when gradients leave the worker before `step()`.
 
 torch's scaler divides gradients and looks for infinities in `step()`. By then ours are on the servers: so they are
-divided as they are pushed, and it is the servers that find the infinities and skip the step.
+divided as they are pushed, and the servers find infinities and skip the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a wrapped model and one of our optimizers; used in the same way.
 
     Gradients are divided by the scale in the wider of their dtype and the wire's, then cast to the wire's: with
-    `param_dtype=torch.float16` give `reduce_dtype=torch.float32`, or what the scale has saved is lost on the wire.
+    `param_dtype=torch.float16` give `reduce_dtype=torch.float32`, or the cast underflows what the scale has saved.
     With `no_sync()` the scale must stay the same until the step, as with torch's.
 
     Args:

@@ -7,7 +7,7 @@ fastest, so its ranks are neighbours (usually on one host: the place for the axi
 Invariants:
 - All members have agreed on axes and sizes before a mesh exists.
 - A group of the mesh is made by its members alone and without a message, under a name that no other group has; so
-  asking for one blocks nobody. Its first collective is where its members meet.
+  asking for one blocks nobody. Its members communicate in its first collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.redistribute import Placements, redistribute
 
-_WORDS_BYTES = 512
+_DESCRIPTION_BYTES = 512
 
 
 class Mesh:
@@ -45,7 +45,7 @@ class Mesh:
     Raises:
         InvalidRequest: no axis, a size below 1, or sizes that do not multiply to the size of the group. Nothing was
             sent: the other members still wait for this one.
-        Disagreement: the members gave different axes; every one is told who gave what.
+        Disagreement: the members gave different axes; every one gets the list of who gave what.
         Misuse: this worker is no member of the group.
 
     After an error: there is no mesh. After a member died its groups are over like all of a process group's; make
@@ -131,24 +131,24 @@ class Mesh:
         *,
         shape: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """This rank's part of a tensor that lies on the mesh in one way, once it lies in another; data really moves.
+        """This rank's shard of a tensor with other placements on the mesh; data really moves.
 
         Differentiable; collective over the groups of the axes that change. `parallel.redistribute` has what
         each change costs.
 
         Args:
-            local: this rank's part.
-            placements: how it lies: for each axis `Shard(dim)`, `Replicate()` or `Partial()` of
+            local: this rank's shard.
+            placements: of `local`: for each axis `Shard(dim)`, `Replicate()` or `Partial()` of
                 `torch.distributed.tensor`, in the order of the axes, or by name; an axis that is not named replicates.
-            target: how it shall lie. What is Partial can stay so, and nothing can become so.
-            shape: of the whole tensor, where parts may differ; None = they are equal.
+            target: the placements to give it. What is Partial can stay so, and nothing can become so.
+            shape: of the full tensor, where shards may differ; None = they are equal.
 
         Returns:
-            The part, in memory of its own if anything changed.
+            The shard, in memory of its own if anything changed.
 
         Raises:
-            InvalidRequest: a placement is none, or this rank's part is not of the shape it should have; the other
-                ranks of the axis are told.
+            InvalidRequest: a placement is none, or this rank's shard is not of the shape it should have; the other
+                ranks of the axis get the error too.
             Disagreement: the ranks gave different things.
 
         After an error: see `ProcessGroup`.
@@ -186,17 +186,17 @@ class Mesh:
 
 def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """The sizes, with one that is -1 filled in."""
-    words = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    given = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     sizes = {axis: int(size) for axis, size in axes.items()}
     free = [axis for axis, size in sizes.items() if size == -1]
     if not sizes or len(free) > 1 or any(size < 1 for axis, size in sizes.items() if axis not in free):
-        raise InvalidRequest(f"Mesh({words}) needs at least one axis, sizes from 1, and at most one of them -1")
+        raise InvalidRequest(f"Mesh({given}) needs at least one axis, sizes from 1, and at most one of them -1")
     if free:
         sizes[free[0]] = max(1, world_size // math.prod(s for a, s in sizes.items() if a not in free))
     product = math.prod(sizes.values())
     if product != world_size:
         raise InvalidRequest(
-            f"Mesh({words}) has places for {product} workers; the group has {world_size}: "
+            f"Mesh({given}) has places for {product} workers; the group has {world_size}: "
             "choose sizes whose product that is, or start as many workers"
         )
     return sizes
@@ -205,13 +205,15 @@ def _sizes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
 def _agree(group: ProcessGroup, axes: Mapping[str, int]) -> str:
     """A name for the mesh that every member has and that the group never had before; collective."""
     number = group.sequence
-    words = json.dumps([number, list(axes.items())]).encode()
-    if len(words) > _WORDS_BYTES:
-        raise InvalidRequest(f"the names of the axes are too long: {len(words)} bytes as JSON, {_WORDS_BYTES} are left")
-    ours = np.full(_WORDS_BYTES, ord(" "), np.uint8)
-    ours[: len(words)] = np.frombuffer(words, np.uint8)
+    description = json.dumps([number, list(axes.items())]).encode()
+    if len(description) > _DESCRIPTION_BYTES:
+        raise InvalidRequest(
+            f"the names of the axes are too long: {len(description)} bytes as JSON, {_DESCRIPTION_BYTES} are left"
+        )
+    ours = np.full(_DESCRIPTION_BYTES, ord(" "), np.uint8)
+    ours[: len(description)] = np.frombuffer(description, np.uint8)
     theirs = [json.loads(bytes(row)) for row in group.all_gather(ours).reshape(group.world_size, -1)]
-    said = {r: f"Mesh({', '.join(f'{a}={n}' for a, n in t[1])})" for r, t in zip(group.ranks, theirs, strict=True)}
-    if len(set(said.values())) > 1:
-        raise disagreement(said, "a mesh")
+    described = {r: f"Mesh({', '.join(f'{a}={n}' for a, n in t[1])})" for r, t in zip(group.ranks, theirs, strict=True)}
+    if len(set(described.values())) > 1:
+        raise disagreement(described, "a mesh")
     return f"mesh-{theirs[0][0]}"  # calls of a group never have a number twice, so rank 0's is new

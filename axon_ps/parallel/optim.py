@@ -1,7 +1,7 @@
 """Optimizers whose state lives on the shard servers, as real `torch.optim.Optimizer`s.
 
 `param_groups` hold the hyperparameters that the next step will use, so torch's LR schedulers work on them unchanged.
-`step()` sends what is left of the gradients, votes, and returns what was decided. State (moments, momentum) never
+`step()` sends the remaining gradients, votes, and returns the decision. State (moments, momentum) never
 exists on a worker: `state` is empty, and checkpoints are written by the servers.
 """
 
@@ -53,7 +53,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
-        self._runtime.foresee = None if owner.spec.policy.asynchronous else self._hyper  # others commit in between
+        # asynchronous: others commit in between, so what a step will make cannot be known before
+        self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._hyper
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; only while the optimizer is being made, since the servers then know its groups.
@@ -77,7 +78,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         _zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
-        """Vote for this step and wait for what the coordinator decides.
+        """Vote for this step and wait for the coordinator's decision.
 
         Args:
             closure: computes the loss and runs backward; called once, before the step.
@@ -89,10 +90,10 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises:
             Timeout: no decision came in time.
-            Broken: the coordinator or a shard server is lost for good.
+            Broken: the coordinator or a shard server is gone for good.
             Misuse: this process is a fork of a worker.
 
-        After an error: the step may or may not have committed; `World.version` tells once the session is back.
+        After an error: the step may or may not have committed; see `World.version` once the session is back.
         """
         fork.check()
         assert self._runtime is not None

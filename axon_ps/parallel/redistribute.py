@@ -1,20 +1,20 @@
-"""`redistribute`: a tensor that lies on the axes of a mesh in one way, in another.
+"""`redistribute`: change the placements of a tensor on the axes of a mesh.
 
-Owns: which collectives that takes. How a tensor lies on an axis is said with torch's placements: `Shard(dim)` (each
-rank has its part as `torch.chunk` makes it), `Replicate()` (the same on all) and `Partial()` (each has a summand). Axes
-that split the same dimension do so from the first to the last, as in torch's DTensor.
+Owns: which collectives that takes. Placements are torch's: `Shard(dim)` (each rank has its shard as `torch.chunk` makes
+it), `Replicate()` (the same on all) and `Partial()` (each has a summand). Axes that shard the same dimension do so from
+the first to the last, as in torch's DTensor.
 
-    from -> to                 collective on the axis' group            bytes a rank receives, of S for the whole
+    from -> to                 collective on the axis' group            bytes a rank receives, of S in full
     Shard(a) -> Replicate      all-gather                               (n - 1)/n S
     Shard(a) -> Shard(b)       all-to-all                               (n - 1)/n² S
     Replicate -> Shard(a)      none                                     0
     Partial -> Replicate       all-reduce                               2 (n - 1)/n S
     Partial -> Shard(a)        reduce-scatter                           (n - 1)/n S
 
-Where several axes split one dimension, and an outer one changes, the inner ones are gathered first and split last.
+Where several axes shard one dimension, and an outer one changes, the inner ones are gathered first and sharded last.
 
-Backward goes the other way, with the gradient of a summand being that of the sum; as for all whole tensors, every rank
-must compute the same from a replicated one (see `tensor.functions`, Note: [Whole gradients]).
+Backward goes the other way, with the gradient of a summand being that of the sum; every rank must compute the same from
+a replicated tensor (see `tensor.functions`, Note: [Replicated gradients]).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _OPS = {
 
 
 @dataclass(frozen=True)
-class _Place:
-    """How a tensor lies on one axis: split along `dim`, or waiting to be combined with `op`, or neither."""
+class _Placement:
+    """The placement on one axis: sharded along `dim`, or to be combined with `op` (Partial), or neither (Replicate)."""
 
     dim: int | None = None
     op: ReduceOp | None = None
@@ -58,25 +58,25 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done, all of it known before anything is.
+    """What is to be done, all of it known before the first collective.
 
     Attributes:
         groups: by axis.
         source, target: by axis.
-        shape: of the whole.
+        shape: of the full tensor.
         changing: axes whose placement changes, or must be undone and done again.
         direct: those of them that one collective of their own takes from source to target.
     """
 
     groups: tuple[ProcessGroup, ...]
-    source: tuple[_Place, ...]
-    target: tuple[_Place, ...]
+    source: tuple[_Placement, ...]
+    target: tuple[_Placement, ...]
     shape: tuple[int, ...]
     changing: tuple[int, ...]
     direct: tuple[int, ...]
 
     def extent(self, dim: int, axis: int) -> int:
-        """How long a dimension is on this rank before `axis` splits it, with the axes before it as in `source`."""
+        """The size of a dimension on this rank before `axis` shards it, with the axes before it as in `source`."""
         size = self.shape[dim]
         for place, group in zip(self.source[:axis], self.groups[:axis], strict=True):
             if place.dim == dim:
@@ -91,12 +91,12 @@ class _Plan:
     @property
     def first(self) -> ProcessGroup | None:
         """The group of the first collective; None = there is none."""
-        gathered = [axis for axis in reversed(self.others) if self.source[axis] != _Place()]
+        gathered = [axis for axis in reversed(self.others) if self.source[axis] != _Placement()]
         return next((self.groups[axis] for axis in (*self.direct, *gathered)), None)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's part in `source`."""
+        """Of this rank's shard in `source`."""
         return tuple(self.extent(dim, len(self.groups)) for dim in range(len(self.shape)))
 
 
@@ -108,27 +108,27 @@ def redistribute(
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """See `Mesh.redistribute`; `axes` has the group along each axis, outermost first."""
-    whole = tuple(shape) if shape is not None else None
-    ndim = local.dim() if whole is None else len(whole)
+    full = tuple(shape) if shape is not None else None
+    ndim = local.dim() if full is None else len(full)
     source, wanted = _places(axes, placements, ndim), _places(axes, target, ndim)
     groups = tuple(axes.values())
-    if whole is None:
+    if full is None:
         sizes = list(local.shape)
         for place, group in zip(source, groups, strict=True):
             if place.dim is not None:
                 sizes[place.dim] *= group.world_size
-        whole = tuple(sizes)
-    plan = _planned(groups, source, wanted, whole)
+        full = tuple(sizes)
+    plan = _planned(groups, source, wanted, full)
     if not plan.changing:
         return local
-    told = plan.first
-    with told.preparing("redistribute", local.is_cuda, None, False) if told is not None else contextlib.nullcontext():
+    first = plan.first
+    with first.preparing("redistribute", local.is_cuda, None, False) if first is not None else contextlib.nullcontext():
         _check(local, plan)
     result: torch.Tensor = _apply(local, plan)
     return result
 
 
-def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Place, ...]:
+def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> tuple[_Placement, ...]:
     """The placements in the order of the axes."""
     from torch.distributed.tensor import Partial, Replicate, Shard  # half a second, which few programs need
 
@@ -144,11 +144,11 @@ def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> t
     places = []
     for axis, placement in zip(axes, listed, strict=True):
         if type(placement) is Replicate:
-            places.append(_Place())
+            places.append(_Placement())
         elif type(placement) is Partial and placement.reduce_op in _OPS:
-            places.append(_Place(op=_OPS[placement.reduce_op]))
+            places.append(_Placement(op=_OPS[placement.reduce_op]))
         elif type(placement) is Shard and -ndim <= placement.dim < ndim:
-            places.append(_Place(dim=placement.dim % ndim))
+            places.append(_Placement(dim=placement.dim % ndim))
         else:
             raise InvalidRequest(
                 f"the placement on {axis} is {placement!r} of a tensor of {ndim} dimensions; give Shard(dim), "
@@ -158,7 +158,10 @@ def _places(axes: Mapping[str, ProcessGroup], given: Placements, ndim: int) -> t
 
 
 def _planned(
-    groups: tuple[ProcessGroup, ...], source: tuple[_Place, ...], target: tuple[_Place, ...], shape: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...],
+    source: tuple[_Placement, ...],
+    target: tuple[_Placement, ...],
+    shape: tuple[int, ...],
 ) -> _Plan:
     pairs = list(zip(source, target, strict=True))
     dims = [{p.dim for p in pair if p.dim is not None} for pair in pairs]
@@ -173,7 +176,7 @@ def _planned(
     direct = [
         axis
         for axis in changing
-        if source[axis] not in (target[axis], _Place())
+        if source[axis] not in (target[axis], _Placement())
         and target[axis].dim is not None
         and not any(dims[axis] & dims[other] for other in changing if other != axis)
     ]
@@ -183,8 +186,8 @@ def _planned(
 def _check(local: torch.Tensor, plan: _Plan) -> None:
     if tuple(local.shape) != plan.local_shape:
         raise InvalidRequest(
-            f"this rank's part is {list(local.shape)}; of a tensor {list(plan.shape)} it should be "
-            f"{list(plan.local_shape)} (give shape= where parts differ)"
+            f"this rank's shard is {list(local.shape)}; of a tensor {list(plan.shape)} it should be "
+            f"{list(plan.local_shape)} (give shape= where shards differ)"
         )
     ops = {plan.source[axis].op for axis in plan.changing} - {None, ReduceOp.SUM, ReduceOp.AVERAGE}
     if ops and local.requires_grad:
@@ -206,7 +209,7 @@ class _Redistribute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         plan: _Plan = ctx.plan
-        source, target = ([_Place(p.dim) for p in places] for places in (plan.source, plan.target))
+        source, target = ([_Placement(p.dim) for p in places] for places in (plan.source, plan.target))
         for axis in plan.changing:
             if plan.source[axis].op is ReduceOp.AVERAGE:
                 grad = grad / plan.groups[axis].world_size
@@ -214,7 +217,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """This rank's part in `target`, new memory; collective over the groups of the axes that change."""
+    """This rank's shard in `target`, new memory; collective over the groups of the axes that change."""
     for axis in plan.direct:
         old, new, group = plan.source[axis], plan.target[axis], plan.groups[axis]
         assert new.dim is not None
@@ -233,18 +236,18 @@ def _moved(local: torch.Tensor, plan: _Plan) -> torch.Tensor:
     for axis in plan.others:
         new, group = plan.target[axis], plan.groups[axis]
         if new.dim is not None:
-            local = _parts(local, new.dim, group.world_size)[group.rank]
+            local = _shards(local, new.dim, group.world_size)[group.rank]
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def _parts(local: torch.Tensor, dim: int, n: int) -> Sequence[torch.Tensor]:
+def _shards(local: torch.Tensor, dim: int, n: int) -> Sequence[torch.Tensor]:
     return torch.split(local, list(counts_of(local.size(dim), n)), dim=dim)
 
 
 def _all_gather(local: torch.Tensor, group: ProcessGroup, dim: int, size: int) -> torch.Tensor:
     rows = local.movedim(dim, 0).contiguous()
-    whole: torch.Tensor = group.all_gather(rows, counts=counts_of(size, group.world_size))
-    return whole.movedim(0, dim)
+    full: torch.Tensor = group.all_gather(rows, counts=counts_of(size, group.world_size))
+    return full.movedim(0, dim)
 
 
 def _reduce_scatter(local: torch.Tensor, group: ProcessGroup, dim: int, op: ReduceOp) -> torch.Tensor:
@@ -254,15 +257,15 @@ def _reduce_scatter(local: torch.Tensor, group: ProcessGroup, dim: int, op: Redu
 
 
 def _all_to_all(local: torch.Tensor, group: ProcessGroup, old: int, new: int, size: int) -> torch.Tensor:
-    """From split along `old`, which is `size` long, to split along `new`."""
+    """From sharded along `old`, whose size is `size`, to sharded along `new`."""
     n = group.world_size
-    sent = [part.reshape(-1) for part in _parts(local, new, n)]
+    sent = [shard.reshape(-1) for shard in _shards(local, new, n)]
     shape = list(local.shape)
     shape[new] = counts_of(local.size(new), n)[group.rank]
     shapes = [[*shape[:old], length, *shape[old + 1 :]] for length in counts_of(size, n)]
     counts = [torch.Size(s).numel() for s in shapes]
     flat: torch.Tensor = group.all_to_all(
-        torch.cat(sent), output_counts=counts, input_counts=[part.numel() for part in sent]
+        torch.cat(sent), output_counts=counts, input_counts=[shard.numel() for shard in sent]
     )
     received = torch.split(flat, counts)
-    return torch.cat([part.view(s) for part, s in zip(received, shapes, strict=True)], dim=old)
+    return torch.cat([shard.view(s) for shard, s in zip(received, shapes, strict=True)], dim=old)

@@ -1,4 +1,4 @@
-"""`LaneWork`: a handle on what a lane does, and on what that leaves under way on the background loop."""
+"""`QueuedWork`: a handle on a call of a `WorkQueue`, and on the work that the call started on the background loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from axon_ps.errors import Timeout
 T = TypeVar("T")
 
 
-class LaneWork(Generic[T]):
-    """A call that a lane does among others, in order; it may result in another `Work`, which then counts.
+class QueuedWork(Generic[T]):
+    """A call on a `WorkQueue`. If its result is another `Work`, this handle is done when that work is done.
 
     Args:
         future: the call.
@@ -25,7 +25,7 @@ class LaneWork(Generic[T]):
         self.what = what
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it is done, and what it left under way as well.
+        """Block until the call is done, and the work that it started.
 
         Raises:
             Timeout: it is not done yet; it goes on.
@@ -40,13 +40,13 @@ class LaneWork(Generic[T]):
         return result.wait(timeout_s) if isinstance(result, Work) else result
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not, and what it left under way as well."""
+        """Whether the call and the work that it started ended, with a result or an error."""
         if not self._future.done():
             return False
-        left = None if self._future.exception() is not None else self._future.result()
-        return not isinstance(left, Work) or left.is_completed()
+        result = None if self._future.exception() is not None else self._future.result()
+        return not isinstance(result, Work) or result.is_completed()
 
     def cancel(self) -> None:
-        """Block until it has ended: the other workers take part in it, so it cannot be taken back."""
+        """Block until it has ended: the other workers take part in it, so it cannot be cancelled."""
         with contextlib.suppress(Exception):
             self.wait()

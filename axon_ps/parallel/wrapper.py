@@ -1,6 +1,6 @@
-"""`ModuleWrapper`: a module that stands for another, as a user of torch expects of a wrapper.
+"""`ModuleWrapper`: a module that wraps another, as a user of torch expects of a wrapper.
 
-Owns: what is seen of the module inside: signature, attributes, names, class; what cannot be done to it, in words.
+Owns: what the wrapper shows of the module inside: signature, attributes, names, class; the errors of what it cannot do.
 Refuses: values and steps.
 
 A wrapper is no copy of its module and cannot be copied: its values are elsewhere, and it takes part in a job.
@@ -20,7 +20,7 @@ from axon_ps.errors import Misuse
 
 
 class _Forward:
-    """`forward` of a wrapper: a method with the signature of the module's; an instance's own `forward` hides it."""
+    """`forward` of a wrapper: a method with the signature of the module's; an instance's own `forward` overrides it."""
 
     def __get__(self, wrapper: ModuleWrapper | None, owner: type[ModuleWrapper]) -> Any:
         return owner._run if wrapper is None else MethodType(wrapper._forward, wrapper)
@@ -37,20 +37,20 @@ class ModuleWrapper(nn.Module):
     _forward: Callable[..., Any]
     forward = _Forward()
 
-    def _stand_for(self, module: nn.Module) -> None:
+    def _wrap(self, module: nn.Module) -> None:
         """Wrap a module."""
         self.module = module
         self._forward = _with_signature(module.forward)
         wrapper: Any = type(self)
         kind: Any = type(module)
-        self._seen_as = _joined(wrapper, kind)
+        self._reported_class = _joined(wrapper, kind)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return self.__dict__.get("_seen_as", type(self))
+        return self.__dict__.get("_reported_class", type(self))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -65,7 +65,7 @@ class ModuleWrapper(nn.Module):
         return inside[key]
 
     def unwrap(self) -> nn.Module:
-        """The user's module; its parameters are whole only inside `summon_full_params()`."""
+        """The user's module; its parameters have values only inside `summon_full_params()`."""
         return self.module
 
     def into_inner(self) -> nn.Module:

@@ -1,7 +1,7 @@
-"""What the ranks of a group ask for together, in words that can be compared and shown.
+"""The collective that the ranks of a group ask for, as a value that can be compared and printed.
 
 Owns: `Operation`, `Call` and the error for ranks that disagree. Both ends need them: the backends that make the calls,
-and the shard servers that see whether all ranks make the same one.
+and the shard servers that check whether all ranks make the same one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from axon_ps.errors import Disagreement
 from axon_ps.types import DType, ReduceOp
 
 REASON_CHARS = 200
-"""How much of a reason travels."""
+"""Longest reason that is sent."""
 
 
 class Operation(enum.Enum):
-    """What the ranks of a group do together; or, a refusal, that one of them will not. See Note: [Agreement]."""
+    """Which collective; REFUSAL: one rank cannot make the call. See Note: [Agreement]."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE = "reduce"
@@ -42,12 +42,12 @@ class Call:
         operation: which one.
         dtype: element type.
         counts: ALL_REDUCE, REDUCE, BROADCAST: (elements,). ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER: elements of
-            each rank's part, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has counts of its
-            own; the sender's and the receiver's are compared pair by pair).
+            each rank's partition, by rank. ALL_TO_ALL and BARRIER: empty (in an all-to-all every rank has counts of its
+            own; those of sender and receiver are compared pair by pair).
         op: ALL_REDUCE, REDUCE, REDUCE_SCATTER: how to combine.
         root: REDUCE, BROADCAST, GATHER, SCATTER: which rank (position in the group); else -1.
-        reason: REFUSAL: which call this rank refused, and why; at most `REASON_CHARS` are kept.
-            Not compared: ranks that all refuse are agreed.
+        reason: REFUSAL: which call this rank refused, and why; at most `REASON_CHARS` characters.
+            Not compared: ranks that all refuse agree.
     """
 
     sequence: int
@@ -59,46 +59,46 @@ class Call:
     reason: str = field(default="", compare=False)
 
     def refused(self, error: BaseException) -> Call:
-        """The call to make instead, when this rank cannot make this one: it equals nobody's, so all are told why."""
+        """The call to make instead when this rank cannot make this one: it equals nobody's, so all get the reason."""
         return Call.refusal(self.sequence, self.operation.value, str(error))
 
     @staticmethod
     def refusal(sequence: int, what: str, why: str) -> Call:
-        """The same for a call that was never made up."""
+        """As `refused`, for a call that could not even be described."""
         return Call(sequence=sequence, operation=Operation.REFUSAL, reason=f"refused {what}: {why}"[:REASON_CHARS])
 
     def __str__(self) -> str:
-        """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": what messages say."""
-        words = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
+        """ "all_reduce(sum) of 12 f32", "broadcast of 3 i64 from rank 1": for error messages."""
+        text = self.operation.value + (f"({self.op.value})" if self.op is not None else "")
         if self.operation is Operation.BARRIER:
-            return words
+            return text
         if self.operation is Operation.REFUSAL:
             return self.reason
         if self.operation is Operation.ALL_TO_ALL:
-            return f"{words} of {self.dtype.value}"
+            return f"{text} of {self.dtype.value}"
         counts = set(self.counts)
         if len(self.counts) == 1:
             numel = str(self.counts[0])
         elif len(counts) == 1:
             numel = f"{len(self.counts)} x {self.counts[0]}"
         else:
-            shown = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
-            numel = f"({shown})"
-        words += f" of {numel} {self.dtype.value}"
+            listed = ", ".join(map(str, self.counts[:8])) + (", ..." if len(self.counts) > 8 else "")
+            numel = f"({listed})"
+        text += f" of {numel} {self.dtype.value}"
         if self.root >= 0:
-            words += f" {'to' if self.operation in (Operation.REDUCE, Operation.GATHER) else 'from'} rank {self.root}"
-        return words
+            text += f" {'to' if self.operation in (Operation.REDUCE, Operation.GATHER) else 'from'} rank {self.root}"
+        return text
 
 
 def disagreement(calls: Mapping[int, str], what: str) -> Disagreement:
     """The error for ranks that asked for different things.
 
     Args:
-        calls: by world rank, what it asked for, in words (`str(call)`).
+        calls: by world rank, what it asked for, as text (`str(call)`).
         what: which call of which group: "call 17 of group 'default'".
     """
     ranks_by_call: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(calls):
         ranks_by_call[calls[rank]].append(rank)
-    said = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
-    return Disagreement(f"the ranks disagree on {what}: {said}; every rank must make the same calls in the same order")
+    asked = "; ".join(f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items())
+    return Disagreement(f"the ranks disagree on {what}: {asked}; every rank must make the same calls in the same order")

@@ -1,6 +1,6 @@
-"""Reductions of flat arrays in any dtype: what every backend and the servers' collectives combine with.
+"""Reductions of flat arrays in any dtype, for every backend and the servers' collectives.
 
-Owns: what a `ReduceOp` means for a dtype. Refuses: to know who contributes; the caller brings the order.
+Owns: what a `ReduceOp` means for a dtype. Refuses: to know who contributes; the caller decides the order.
 
 Invariants:
 - Contributions are combined in the order given, ((x0 + x1) + x2) + ..., so results do not depend on who computes them.
@@ -46,10 +46,10 @@ _BLOCK_OF_F32 = np.dtype((np.float32, (INT8_BLOCK_NUMEL,)))
 
 
 def check(op: ReduceOp, dtype: DType) -> None:
-    """See that `op` has a meaning for `dtype`.
+    """Check that `op` is defined for `dtype`.
 
     Raises:
-        InvalidRequest: it has none.
+        InvalidRequest: it is not.
     """
     if dtype is DType.INT8_BLOCK:
         if op not in _ADDING:

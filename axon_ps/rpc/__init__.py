@@ -3,7 +3,7 @@
 security    who may bind where, TLS and the job token
 channels    connections to an address         server     a listening server with health and reflection
 service     servicers and stubs built from the schema's descriptors, without generated gRPC code
-stream      a client's end of a streaming call, which raises our errors · stream_pool (open between uses) · shielded
+stream      a client's end of a streaming call, which raises our errors · stream_pool (open streams) · shielded
 status      the map between errors and statuses          health   asks a server for its own
 in_process  calls without sockets
 background_loop   the SDK's event loop        deadlines  deadlines and retries

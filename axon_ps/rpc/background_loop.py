@@ -7,9 +7,9 @@ Note: [Nothing runs on after run]
     logged, and a second Ctrl-C.
 
 Note: [Locks and Ctrl-C]
-    A Ctrl-C that comes inside `threading.Event.wait`, between taking the event's inner lock and the `with` that would
-    give it back (both are Python code), leaves it taken, and whoever sets the event then waits for ever: here the loop
-    itself. So what the two threads share is a bare lock, which is taken and waited for in one step.
+    A Ctrl-C inside `threading.Event.wait`, between acquiring the event's inner lock and the `with` that releases it
+    (both are Python code), leaves it locked, and whoever sets the event then waits for ever: here the loop itself. So
+    the two threads share a bare lock, which is waited for and acquired in one step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CANCEL_WAIT_S: Final = 5.0
 """How long a cancelled coroutine is waited for."""
 
 SETTLE_S: Final = 0.02
-"""How long a loop that is being closed still takes what gRPC has to say about cancelled calls.
+"""How long a loop that is being closed still processes gRPC's completions of cancelled calls.
 
-gRPC has one queue of completions for all loops of a process. One that comes for a closed loop is reported as an error
-by another loop, if there is one; it means nothing, and nothing is lost by it.
+gRPC has one queue of completions for all loops of a process. A completion for a closed loop is reported as an error by
+another loop, if there is one; it is harmless.
 """
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class BackgroundLoop:
         settle_s: see `SETTLE_S`; 0 where nothing on it uses gRPC.
 
     Raises:
-        OSError: the loop cannot be made (too many open files, say).
+        OSError: the loop cannot be created, for example because too many files are open.
     """
 
     def __init__(self, name: str = "axon_ps-loop", *, settle_s: float = SETTLE_S) -> None:
@@ -62,7 +62,7 @@ class BackgroundLoop:
         fork.check()
         fork.opened()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._live, args=(started,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, args=(started,), name=name, daemon=True)
         self._thread.start()
         started.result()
         fork.at_exit(self.close)
@@ -145,7 +145,7 @@ class BackgroundLoop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _live(self, started: concurrent.futures.Future[None]) -> None:
+    def _run_loop(self, started: concurrent.futures.Future[None]) -> None:
         main = self._main(started)
         try:
             asyncio.run(main)
@@ -192,7 +192,7 @@ class BackgroundLoop:
 
 @fork.in_child
 def _tasks() -> object:
-    """What is under way, of all loops."""
+    """The tasks of all loops."""
     return [(loop, asyncio.all_tasks(loop._loop)) for loop in list(_loops)]
 
 
@@ -202,8 +202,8 @@ class _Job(Generic[T]):
     def __init__(self, coro: Coroutine[Any, Any, T]) -> None:
         self.name = getattr(coro, "__qualname__", repr(coro))
         self.is_over = False
-        self._going_on = threading.Lock()  # See Note: [Locks and Ctrl-C]
-        self._going_on.acquire()
+        self._running = threading.Lock()  # See Note: [Locks and Ctrl-C]
+        self._running.acquire()
         self._coro = coro
         self._task: asyncio.Task[T] | None = None
 
@@ -213,20 +213,20 @@ class _Job(Generic[T]):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it is over; False when that takes longer."""
-        if not self.is_over and self._going_on.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            self._going_on.release()
+        if not self.is_over and self._running.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            self._running.release()
         return self.is_over
 
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        else:  # the loop's callbacks run in order: it was never asked to start
+        else:  # the loop's callbacks run in order: it has not been started
             self._coro.close()
             self._finish()
 
     def _finish(self) -> None:
         self.is_over = True
-        self._going_on.release()
+        self._running.release()
 
     @property
     def was_cancelled(self) -> bool:

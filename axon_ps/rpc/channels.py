@@ -1,7 +1,7 @@
 """Connections to an address, and the channel options that both ends share.
 
-A *lane* is a connection of its own: gRPC lets channels with equal arguments share one, so a lane is an argument. Bulk
-traffic of both directions goes over different lanes so that neither queues behind the other.
+gRPC lets channels with equal arguments share a connection, so the number of the connection is an argument. Bulk traffic
+of the two directions goes over different connections, so that neither queues behind the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 LOOKAHEAD_BYTES: Final = 4 << 20
 """Flow-control window of a stream: how much a receiver that does not read yet may be sent.
 
-1 to 16 MiB are equally fast on loopback. This holds what 10 Gbit/s carry in 3 ms, and bounds what a stream that waits
-costs its server.
+1 to 16 MiB are equally fast on loopback. This is what 10 Gbit/s carry in 3 ms, and bounds the memory that a stream
+that waits costs its server.
 """
 
 FRAME_BYTES: Final = 5 << 18
@@ -87,14 +87,14 @@ _logger = logging.getLogger(__name__)
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 
 
-def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
+def connect(address: str, security: Security, *, connection: int = 0) -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
         address: "host:port"; an IPv6 host stands in brackets. One of this process (`rpc.in_process`) is called
             without gRPC's core.
         security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
-        lane: channels of different lanes are different connections.
+        connection: its number; channels with different numbers never share a connection.
 
     Raises:
         ConfigurationError: the address is malformed, or a file of `security` cannot be used.
@@ -104,7 +104,7 @@ def connect(address: str, security: Security, *, lane: int = 0) -> Channel:
         inside = cast(Channel, InProcessChannel(address))  # as far as `service.Stub` uses one
         _addresses[inside] = address
         return inside
-    options = [*CLIENT_OPTIONS, ("axon_ps.lane", lane)]
+    options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
     credentials = security.channel_credentials()
     if credentials is None:
         if security.token and not security.insecure and not is_loopback(host):
@@ -123,7 +123,7 @@ def _warn_plaintext() -> None:  # once a process
 
 @fork.in_child
 def _leave_connections() -> object:
-    """Have a fork hold none of our connections: a peer shall learn at once when the worker itself dies.
+    """Close our connections in a fork, so that a peer learns at once when the worker itself dies.
 
     gRPC does not know of it and may close a descriptor later, so its number stays taken: it is a file that is always
     empty. What the worker sends and receives is not touched.

@@ -1,4 +1,4 @@
-"""Deadlines and retries: how long a caller still has, and how to try again without hammering."""
+"""Deadlines, and retries with backoff: how much time a caller has left, and when it may try again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A moment by which something must be done, made from a number of seconds once and passed along."""
+    """The time by which something must be done; made once from a number of seconds, and passed along."""
 
     def __init__(self, timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Start counting `timeout_s` seconds now; None = never ends.
@@ -34,13 +34,13 @@ class Deadline:
         return max(0.0, self._end_s - self._clock())
 
     @property
-    def passed(self) -> bool:
+    def expired(self) -> bool:
         """Whether no time is left."""
         return self.remaining() <= 0
 
     def check(self, what: str) -> None:
         """Raise `Timeout` naming `what` when no time is left."""
-        if self.passed:
+        if self.expired:
             raise Timeout(f"{what} was not done within {self.timeout_s:g} s")
 
 
@@ -50,13 +50,13 @@ async def retry(
     until: Deadline,
     on: tuple[type[BaseException], ...],
     first_s: float = 0.05,
-    most_s: float = 2.0,
+    max_s: float = 2.0,
     rng: random.Random | None = None,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> T:
     """Call `fn` until it succeeds, raises something that is not in `on`, or the deadline passed.
 
-    The wait before attempt n+1 is drawn evenly from [w/2, w], w = min(most_s, first_s * 2**n): the randomness keeps a
+    The wait before attempt n+1 is drawn evenly from [w/2, w], w = min(max_s, first_s * 2**n): the randomness keeps a
     job's workers from returning all at once. The last attempt is made at the deadline.
 
     Args:
@@ -64,7 +64,7 @@ async def retry(
         until: when to give up.
         on: the errors worth another attempt.
         first_s: longest first wait.
-        most_s: longest wait.
+        max_s: longest wait.
         rng: source of the jitter.
         sleep: how to wait (a test's clock).
 
@@ -79,8 +79,8 @@ async def retry(
         try:
             return await fn()
         except on as error:
-            if until.passed:
+            if until.expired:
                 error.add_note(f"gave up after {attempts} attempts in {until.timeout_s:g} s")
                 raise
         await sleep(min(rng.uniform(longest_s / 2, longest_s), until.remaining()))
-        longest_s = min(most_s, longest_s * 2)
+        longest_s = min(max_s, longest_s * 2)

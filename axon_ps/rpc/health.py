@@ -13,7 +13,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
 async def health_of(address: str, security: Security, *, service: str = "", timeout_s: float) -> str:
-    """What a server says of its health: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
+    """The health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
 
     Args:
         address: the server's.

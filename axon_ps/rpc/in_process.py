@@ -1,14 +1,14 @@
 """Calls inside one process: what `channels.connect` and `server.listen` give for hosts that end with `SUFFIX`.
 
 Clients and servers of one event loop call each other through it with their own code, messages encoded and errors as
-statuses, and without gRPC's core: no sockets, no ports, no threads. It is what a job in one process is made of.
+statuses, and without gRPC's core: no sockets, no ports, no threads. A job in one process runs on it.
 
 Owns: the servers of this process by address, and calls between them and their clients. Refuses: calls from another
 event loop, and what only a wire has (TLS, tokens, connections that break).
 
 Invariants:
 - A call ends once, with the status that came first, on both ends. The client still reads what was sent before it.
-- A stream holds at most `MOST_BYTES` and one message each way; who writes more waits for the reader.
+- A stream queues at most `MAX_QUEUED_BYTES` and one message each way; a writer of more waits for the reader.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import grpc
 from axon_ps.errors import Misuse
 
 SUFFIX: Final = ".in-process"
-"""Of the hosts of this process."""
+"""How the host names of this process end."""
 
 PORT: Final = 1
-"""Of every server: its host is its own."""
+"""The port of every server; each has a host name of its own."""
 
-MOST_BYTES: Final = 4 << 20
-"""How much a stream holds of what its reader has not read yet; as much as a connection of gRPC (`channels`)."""
+MAX_QUEUED_BYTES: Final = 4 << 20
+"""How much a stream queues for its reader; as much as a connection of gRPC (`channels`)."""
 
-CANCEL_S: Final = 5.0
+CANCEL_WAIT_S: Final = 5.0
 """How long a server that stops waits for the calls that it has cancelled."""
 
 EOF: Final = grpc.aio.EOF
@@ -44,7 +44,7 @@ _servers: WeakValueDictionary[str, InProcessServer] = WeakValueDictionary()
 
 
 def new_network() -> str:
-    """What the hosts of one job end with: `"shard-0" + new_network()` is no other job's."""
+    """A suffix for the host names of one job: `"shard-0" + new_network()` is no other job's."""
     return f".{uuid.uuid4().hex}{SUFFIX}"
 
 
@@ -77,7 +77,7 @@ class InProcessServer:
         """Serve, and return the port.
 
         Raises:
-            Misuse: there is a server of that name.
+            Misuse: there is a server of that name already.
         """
         if self.address in _servers:
             raise Misuse(f"{self.address} is a server of this process already")
@@ -86,14 +86,14 @@ class InProcessServer:
         return self.port
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, give those under way `grace_s` seconds, then cancel them."""
+        """Accept no new calls, give those under way `grace_s` seconds, then cancel them."""
         _servers.pop(self.address, None)
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
         for call in self._calls:
             call.cancel()
         if self._calls:
-            await asyncio.wait(self._calls, timeout=CANCEL_S)
+            await asyncio.wait(self._calls, timeout=CANCEL_WAIT_S)
 
     def handler(self, path: str) -> Any:
         """gRPC's handler of "/SERVICE/METHOD"; None when it is not served."""
@@ -109,7 +109,7 @@ class InProcessServer:
 
 
 class InProcessChannel:
-    """A client's way to the server of an address, as far as `service.Stub` uses a channel."""
+    """A client's channel to the server of an address, with what `service.Stub` uses of one."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -161,7 +161,7 @@ class InProcessChannel:
 
 
 class _Method(NamedTuple):
-    """What a generic handler is asked with."""
+    """The argument of a generic handler."""
 
     method: str
     invocation_metadata: tuple[Any, ...]
@@ -178,22 +178,22 @@ class _Status(NamedTuple):
 
 
 class _Queue:
-    """Messages one way, in order; bounded. `close` lets everybody go."""
+    """Messages in one direction, in order; bounded. `close` wakes everybody who waits."""
 
     def __init__(self) -> None:
         self._messages: deque[bytes] = deque()
-        self._held_bytes = 0
+        self._queued_bytes = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.closed = False
 
     async def add(self, message: bytes) -> bool:
         """Add a message once there is room; False when the queue was closed."""
-        while self._held_bytes >= MOST_BYTES and not self.closed:
+        while self._queued_bytes >= MAX_QUEUED_BYTES and not self.closed:
             await self._change()
         if self.closed:
             return False
         self._messages.append(message)
-        self._held_bytes += len(message)
+        self._queued_bytes += len(message)
         self._wake()
         return True
 
@@ -204,12 +204,12 @@ class _Queue:
         if not self._messages:
             return None
         message = self._messages.popleft()
-        self._held_bytes -= len(message)
+        self._queued_bytes -= len(message)
         self._wake()
         return message
 
     def close(self, *, drop: bool = False) -> None:
-        """Take nothing more; with `drop` forget what was not read."""
+        """Accept nothing more; with `drop` discard what was not read."""
         self.closed = True
         if drop:
             self._messages.clear()
@@ -250,7 +250,7 @@ class _Call:
         self._cython_call = self  # where `Stream` looks for the two methods of gRPC's that have no public name
 
     def begin(self, request: bytes | None) -> None:
-        """Have the server perform it: a stream, or a unary call with its request."""
+        """Start it on the server: a stream, or a unary call with its request."""
         loop = asyncio.get_running_loop()
         if self._server is None or self._server.loop is not loop:
             why = "no server of this process" if self._server is None else "a server of another event loop"
@@ -277,7 +277,7 @@ class _Call:
         except asyncio.CancelledError:
             status = _Status(grpc.StatusCode.UNAVAILABLE, "the server stopped")
         except grpc.aio.AbortError:
-            pass  # `_Context.abort` has said the status
+            pass  # `_Context.abort` has set the status
         finally:
             self.end(status)
 
@@ -299,12 +299,12 @@ class _Call:
     # ------------------------------------------------------------------ as a call of gRPC
 
     async def wait_for_connection(self) -> None:
-        """Raise what ended it, if that was before it had begun."""
+        """Raise what ended the call, if that was before it had begun."""
         if self.status is not None and self._task is None:
             raise _error(self.status)
 
     async def read(self) -> Any:
-        """The next message of the server's, or EOF; raises as gRPC does. Who is cancelled here cancels the call."""
+        """The next message of the server's, or EOF; raises as gRPC does. Cancelling the reader cancels the call."""
         try:
             message = await self.replies.get()
         except asyncio.CancelledError:
@@ -320,7 +320,7 @@ class _Call:
         return EOF
 
     def send_serialized_message(self, message: bytes) -> Awaitable[None]:
-        """Give the server a message."""
+        """Send the server a message."""
         return self._send(message)
 
     async def _send(self, message: bytes) -> None:
@@ -328,25 +328,25 @@ class _Call:
             raise grpc.aio.InternalError("the call is over")
 
     async def done_writing(self) -> None:
-        """No message comes after those that were sent."""
+        """Half-close: no message will be sent any more."""
         self.requests.close()
 
     def cancel(self) -> bool:
-        """End it from this side."""
+        """End the call from this side."""
         before = self.status
         self.end(_Status(grpc.StatusCode.CANCELLED, "cancelled by the client", local=True))
         return before is None
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         return self.status is not None
 
     def is_locally_cancelled(self) -> bool:
-        """Whether this side ended it."""
+        """Whether this side ended the call."""
         return self.status is not None and self.status.local
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Have `callback` called with this when it has ended."""
+        """Have `callback` called with this call when it has ended."""
         if self.status is None:
             self._callbacks.append(callback)
         else:

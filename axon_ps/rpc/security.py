@@ -1,8 +1,8 @@
 """Who may listen where, and how both ends prove who they are: TLS certificates and the job token.
 
 Loopback may be plaintext. Any other bind address needs TLS and a token, or an explicit `insecure`. The token travels
-as metadata `authorization: Bearer ...` on every call (put there by `service.Stub`, checked by the server before any
-servicer sees the call, the health service excepted). It is never logged and not part of any repr or message.
+as metadata `authorization: Bearer ...` on every call (added by `service.Stub`, checked by the server before any
+servicer gets the call, the health service excepted). It is never logged and not part of any repr or message.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Security:
         if missing:
             raise ConfigurationError(
                 f"listening on {host!r}, which is not loopback, needs {' and '.join(missing)}; "
-                "set what is missing, or say insecure to go without"
+                "set what is missing, or set insecure to go without"
             )
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
@@ -146,7 +146,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Give the call its handler, or one of the same kind that refuses it."""
+        """Return the call's handler, or one of the same kind that refuses the call."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_HEALTH_PREFIX):
             return handler

@@ -99,7 +99,7 @@ class Server:
         return join_address(self.host, self.port)
 
     async def stop(self, grace_s: float) -> None:
-        """Say NOT_SERVING, take no new calls, give those under way `grace_s` seconds, then cancel them."""
+        """Report NOT_SERVING, accept no new calls, give those under way `grace_s` seconds, then cancel them."""
         if self._server is None:
             return
         await self._set_health(serving=False)
@@ -113,7 +113,7 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server, credentials: grpc.ServerCredentials | None) -> None:
         address = self.address
-        if why := _why_not(self.host, self.port):  # first, since gRPC would log it in its own words, and not say it
+        if why := _bind_error(self.host, self.port):  # checked first: gRPC would only log the reason, and not raise it
             raise ConfigurationError(f"cannot listen on {address}: {why}")
         try:
             if credentials is None:
@@ -148,8 +148,8 @@ class Server:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 
-def _why_not(host: str, port: int) -> str:
-    """Why a port cannot be bound, in words; empty when it can."""
+def _bind_error(host: str, port: int) -> str:
+    """Why a port cannot be bound; empty when it can."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

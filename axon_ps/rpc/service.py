@@ -8,19 +8,19 @@ A servicer is any object with one coroutine method per RPC, named in snake case 
 
 Streams go both ways; there are none that only one end writes to.
 
-Bulk messages pass as raw bytes in both directions (see `wire.frames`); everything else as protobuf messages. What a
+Bulk messages are raw bytes in both directions (see `wire.frames`); everything else is protobuf messages. What a
 servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
 logged with its traceback, and arrives as `InternalError`.
 
 Note: [Every call is answered]
-    A servicer that ends with `CancelledError` without having been cancelled by gRPC (it awaited something that the
-    server cancelled while shutting down, say) would leave its client waiting: gRPC sends no status then. The client
+    A servicer that ends with `CancelledError` without having been cancelled by gRPC (because it awaited something that
+    the server cancelled while shutting down) would leave its client waiting: gRPC sends no status then. The client
     gets `Broken` instead.
 
-Note: [An end of input is not a goodbye]
+Note: [An end of input may be a broken connection]
     When a client's connection breaks, gRPC first gives `EOF` to a servicer that reads, exactly as for a clean
-    half-close, and cancels the servicer's task a moment later. A servicer must therefore never take `EOF` alone as
-    "the client has sent all it wanted": count, or let the client say so in a message.
+    half-close, and cancels the servicer's task a moment later. So `EOF` alone never means that the client has sent
+    everything: count, or have the client send a message that marks the end.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in BULK
 """Messages that servicers and stubs see as their encoded bytes."""
 
 _logger = logging.getLogger(__name__)
-_WORD_STARTS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_CAPITALS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def method_name(rpc: str) -> str:
     """The servicer's method for an RPC: "AllGather" -> "all_gather", "KV" -> "kv"."""
-    return _WORD_STARTS.sub("_", rpc).lower()
+    return _CAPITALS.sub("_", rpc).lower()
 
 
 def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
@@ -70,7 +70,7 @@ def service_handler(descriptor: ServiceDescriptor, servicer: object) -> grpc.Gen
         raise InternalError(f"{type(servicer).__name__} lacks {', '.join(missing)} of {descriptor.full_name}")
     if one_way := [m.name for m in descriptor.methods if _is_one_way(m)]:
         raise InternalError(
-            f"{', '.join(one_way)} of {descriptor.full_name} stream in one direction only; let it be both"
+            f"{', '.join(one_way)} of {descriptor.full_name} stream in one direction only; they must stream in both"
         )
     return grpc.method_handlers_generic_handler(
         descriptor.full_name,
@@ -202,7 +202,7 @@ def _is_one_way(method: MethodDescriptor) -> bool:
 
 
 async def _abort(context: Any, error: AxonError) -> None:
-    if context.done():  # a status was sent before: nobody is left to tell
+    if context.done():  # a status was sent before: the client gets no other
         raise asyncio.CancelledError
     code, details, metadata = status_of(error)
     try:

@@ -1,4 +1,4 @@
-"""Awaiting what must not be left half done.
+"""Awaiting what must not be cancelled in the middle.
 
 Note: [A read that is cancelled]
     gRPC hands a message over only to whoever still awaits it. When the task that reads is cancelled while a message is
@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, Generic, TypeVar
 
-PATIENCE_S: Final = 1.0
-"""Seconds until a coroutine that does not end after all is cancelled itself."""
+CANCEL_WAIT_S: Final = 1.0
+"""Seconds until a coroutine that does not end after `stop` is cancelled itself."""
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def _nothing() -> None:
 class Shielded(Generic[T]):
     """Awaits a coroutine to its end also when the task is cancelled meanwhile, which it then is afterwards.
 
-    It is `asyncio.shield` without a task and a turn of the loop of its own, for what is done often.
+    It is `asyncio.shield` without a task and a turn of the loop of its own, for frequent calls.
 
     Args:
         coroutine: what must not be cancelled.
@@ -38,7 +38,7 @@ class Shielded(Generic[T]):
         self._coroutine = coroutine
         self._stop = stop
         self._future: asyncio.Future[Any] | None = None
-        self._hurried = False
+        self._stopped = False
 
     def __await__(self) -> Generator[Any, Any, T]:
         cancelled: asyncio.CancelledError | None = None
@@ -47,11 +47,11 @@ class Shielded(Generic[T]):
             while True:
                 self._future = future = self._coroutine.send(None)
                 try:
-                    yield None if future is None else _Uncancelled(future, self._hurry)
+                    yield None if future is None else _Uncancelled(future, self._request_stop)
                 except asyncio.CancelledError as error:
                     if future is None:
-                        self._hurry()
-                    if self._hurried:
+                        self._request_stop()
+                    if self._stopped:
                         cancelled = error  # else the future's
                 except Exception:
                     pass  # the future's, and the coroutine finds it there
@@ -65,7 +65,7 @@ class Shielded(Generic[T]):
         return result
 
     def close(self) -> None:
-        """It is not awaited after all."""
+        """Close the coroutine, which will not be awaited."""
         self._coroutine.close()
 
     def drop(self) -> None:
@@ -73,11 +73,11 @@ class Shielded(Generic[T]):
         if self._future is not None:
             self._future.cancel()
 
-    def _hurry(self) -> None:
-        if not self._hurried:
-            self._hurried = True
+    def _request_stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
             self._loop.call_soon(self._stop)
-            self._loop.call_later(PATIENCE_S, self.drop)
+            self._loop.call_later(CANCEL_WAIT_S, self.drop)
 
 
 class _Uncancelled:
@@ -91,6 +91,6 @@ class _Uncancelled:
         self.get_loop = future.get_loop
 
     def cancel(self, msg: object = None) -> bool:
-        """Whether it is cancelled. It is not: the task is told when it wakes."""
+        """Whether it is cancelled. It is not: the task gets its cancellation when it wakes."""
         self._cancel()
         return False

@@ -1,14 +1,14 @@
 """The one map between our errors and gRPC statuses.
 
 Going out, an `AxonError` becomes a status code, its message (shortened), and an `ErrorDetail` in the trailing metadata
-`axon-ps-error-bin`, which keeps the class and `GenerationChanged.generation`. Coming in, the detail wins; a status
+`axon-ps-error-bin`, which carries the class and `GenerationChanged.generation`. Coming in, the detail wins; a status
 without one was made by gRPC itself (nobody listens, the deadline passed, the connection broke) or by another program,
 and is translated by its code.
 
 Note: [Unreachable or Broken]
-    `Unreachable` says that the call was never sent, so nothing was done and it may be repeated without a thought.
+    `Unreachable` means that the call was never sent, so nothing was done and it may be repeated safely.
     gRPC gives the same code, UNAVAILABLE, for "could not connect" and for "the connection broke under the call"; only
-    its words differ. We say `Unreachable` when they are words of connecting and nothing was received on the call,
+    the text differs. We raise `Unreachable` when the text is about connecting and nothing was received on the call,
     and `Broken` in every other case: when in doubt, something may have been done.
 """
 
@@ -134,14 +134,14 @@ def error_of(
     answered: bool = False,
     timeout_s: float | None = None,
 ) -> AxonError:
-    """The error behind a failed call; see `error_of_status`, which it gives the parts of `error`."""
-    words, trailing = error.details() or "", error.trailing_metadata()
-    return error_of_status(error.code(), words, trailing, peer, method, answered=answered, timeout_s=timeout_s)
+    """The error behind a failed call; see `error_of_status`."""
+    details, trailing = error.details() or "", error.trailing_metadata()
+    return error_of_status(error.code(), details, trailing, peer, method, answered=answered, timeout_s=timeout_s)
 
 
 def error_of_status(
     code: grpc.StatusCode,
-    words: str,
+    details: str,
     trailing: Iterable[tuple[str, str | bytes]] | None,
     peer: str = "",
     method: str = "",
@@ -156,7 +156,7 @@ def error_of_status(
 
     Args:
         code: the status code; not OK.
-        words: the status details.
+        details: the status details.
         trailing: the trailing metadata.
         peer: "host:port" the call went to.
         method: the method called.
@@ -169,31 +169,31 @@ def error_of_status(
         raised = error_from_detail(detail)
         raised.add_note(f"raised by {place}")
         return raised
-    lower = words.lower()
+    lower = details.lower()
     if code is _Code.UNAVAILABLE and not answered and any(w in lower for w in _CONNECTING):
-        return _not_connected(peer, words)
+        return _not_connected(peer, details)
     if code is _Code.DEADLINE_EXCEEDED:
         within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
         return errors.Timeout(f"{place} did not answer {within}")
     if code is _Code.RESOURCE_EXHAUSTED and "larger than max" in lower:
-        return errors.InvalidRequest(f"{place}: a message is too large ({words})")
+        return errors.InvalidRequest(f"{place}: a message is too large ({details})")
     if code is _Code.UNIMPLEMENTED:
-        return errors.ConfigurationError(f"{place} is not offered there: wrong service or version? ({words})")
+        return errors.ConfigurationError(f"{place} is not offered there: wrong service or version? ({details})")
     if code in (_Code.UNAVAILABLE, _Code.CANCELLED) or any(w in lower for w in _BROKEN):
-        return errors.Broken(f"the connection broke during {place} ({words})")
-    return ERROR_OF.get(code, InternalError)(f"{place} failed: {words or code.name}")
+        return errors.Broken(f"the connection broke during {place} ({details})")
+    return ERROR_OF.get(code, InternalError)(f"{place} failed: {details or code.name}")
 
 
-def _not_connected(peer: str, words: str) -> AxonError:
-    lower = words.lower()
+def _not_connected(peer: str, details: str) -> AxonError:
+    lower = details.lower()
     for sign, hint in _TLS_HINTS.items():
         if sign in lower:
-            return PermissionDenied(f"no TLS connection to {peer}: {hint} ({words})")
+            return PermissionDenied(f"no TLS connection to {peer}: {hint} ({details})")
     if "socket closed" in lower:
         hint = "somebody listens but hangs up; it may want TLS (ca_file) or a client's certificate (mutual TLS)"
     else:
         hint = "is the address right and the server up?"
-    return Unreachable(f"nobody answers at {peer}: {hint} ({words})")
+    return Unreachable(f"nobody answers at {peer}: {hint} ({details})")
 
 
 def _detail(trailing: Iterable[tuple[str, str | bytes]]) -> common_pb2.ErrorDetail | None:

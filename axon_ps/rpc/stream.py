@@ -3,13 +3,13 @@
 Note: [Whose cancellation]
     gRPC raises `asyncio.CancelledError` in whoever awaits a call that was cancelled locally, also when another task
     called `cancel()`. A task that was not cancelled itself must not see one (it would look as if it had been), so it
-    becomes `Closed` here. A task that is cancelled while it waits on a call takes the call with it.
+    becomes `Closed` here. A task that is cancelled while it waits on a call cancels the call.
 
 Note: [Why a write failed]
     When the peer ends a call under a write, gRPC's `write` overwrites the status that the peer sent with its own
-    INTERNAL, "Internal error from Core", and the peer's words are lost. So we hand messages to the call below that
-    layer, and when that fails wait for the status. It comes once all messages before it were read: whoever writes to a
-    peer that may send must have somebody read meanwhile.
+    INTERNAL, "Internal error from Core", and the peer's message is lost. So we pass messages to the call below that
+    layer, and when that fails wait for the status. It comes once all messages before it were read: while one task
+    writes to a peer that may send, another task must read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, error_of_status
 
 EOF: Final = grpc.aio.EOF
-"""What `Stream.read` and a servicer's `context.read` give when no message will come any more."""
+"""What `Stream.read` and a servicer's `context.read` return when no message will come any more."""
 
 _streams: WeakSet[Stream] = WeakSet()
 
@@ -110,7 +110,7 @@ class Stream:
             raise self._cancelled() from None
 
     async def done_writing(self) -> None:
-        """Half-close: nothing more will be written. Does nothing when the call is over: `read` tells."""
+        """Half-close: nothing more will be written. Does nothing when the call is over; `read` raises why it is."""
         try:
             async with self._writing:
                 if self._half_closed or self._call.done():

@@ -1,9 +1,9 @@
-"""Streams that are kept between uses: which one a client uses next, and what ends a server's idle ones.
+"""A pool of open streams: which one a client uses next, and what ends a server's idle ones.
 
-Note: [Streams are kept]
-    To open a stream costs both ends as much as to move a hundred kilobytes, and to end it well another way back. So
-    what is done often is done on streams that stay open, one use at a time on each. Both ends know from the messages
-    when a use is over; one that does not end well ends the stream, with its error.
+Note: [Streams are pooled]
+    Opening a stream costs both ends as much as moving a hundred kilobytes, and ending it well another round trip. So
+    frequent calls go over streams that stay open, one call at a time on each. Both ends know from the messages when a
+    call is over; one that fails ends the stream, with its error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from axon_ps.rpc.stream import EOF, task_is_cancelled
 NEVER = Deadline(None)
 
 
-class Keepable(Protocol):
+class Poolable(Protocol):
     """A stream, or something around one."""
 
     async def is_free(self) -> bool:
@@ -38,28 +38,28 @@ class Keepable(Protocol):
         """What is called where, for errors."""
 
 
-T = TypeVar("T", bound=Keepable)
+T = TypeVar("T", bound=Poolable)
 
 
-class KeptStreams(Generic[T]):
+class StreamPool(Generic[T]):
     """A client's streams of one method, to any number of servers. Everything runs on one event loop.
 
     Args:
         open: opens another one.
-        most_idle: how many to one server are kept; as many as are usually in use at once.
+        max_idle: how many idle ones to one server stay open; as many as are usually in use at once.
     """
 
-    def __init__(self, open: Callable[[Stub], T], most_idle: int) -> None:
+    def __init__(self, open: Callable[[Stub], T], max_idle: int) -> None:
         self._open = open
-        self._most_idle = most_idle
+        self._max_idle = max_idle
         self._idle: WeakKeyDictionary[Stub, list[T]] = WeakKeyDictionary()
 
     @contextlib.asynccontextmanager
-    async def take(self, stub: Stub, deadline: Deadline = NEVER) -> AsyncIterator[T]:
-        """A stream for one use; an error ends it, else it is kept.
+    async def acquire(self, stub: Stub, deadline: Deadline = NEVER) -> AsyncIterator[T]:
+        """A stream for one call; an error ends it, else it goes back to the pool.
 
         Raises:
-            Timeout: the use was not over in time.
+            Timeout: the call was not over in time.
         """
         idle = self._idle.setdefault(stub, [])
         while idle:
@@ -75,20 +75,20 @@ class KeptStreams(Generic[T]):
             yield stream
         except BaseException as error:
             stream.cancel()
-            if isinstance(error, Closed) and deadline.passed:
+            if isinstance(error, Closed) and deadline.expired:
                 raise Timeout(f"{stream.place} did not answer within {deadline.timeout_s:g} s") from None
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        if len(idle) < self._most_idle:
+        if len(idle) < self._max_idle:
             idle.append(stream)
         else:
             stream.cancel()
 
 
 class IdleStreams:
-    """A server's streams that nothing is under way on: once it stops, nobody waits for them."""
+    """A server's idle streams, on which no call is under way: a server that stops does not wait for them."""
 
     def __init__(self) -> None:
         self._idle: set[Shielded[Any]] = set()
@@ -96,7 +96,7 @@ class IdleStreams:
         self._draining = False
 
     async def next(self, read: Shielded[Any]) -> Any:
-        """What `read` gives, the first message of the next use, or `EOF`: the stream is over, or we are draining."""
+        """What `read` gives, the first message of the next call, or `EOF`: the stream is over, or we are draining."""
         if self._draining:
             read.close()
             return EOF

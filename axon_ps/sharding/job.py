@@ -22,7 +22,7 @@ class JobSpec:
         options: chunk and slice sizes.
         replica_is_node: HYBRID_SHARD: the workers of a node contribute one gradient together.
         policy: who waits for whom between steps.
-        model: class of the module that it is of; empty = not known. Told apart by it, not made of it.
+        model: class of the module, for messages; empty = not known. Does not count when specs are compared.
     """
 
     layout: Layout
@@ -82,7 +82,7 @@ class JobSpec:
         return ""
 
     def difference(self, job: JobSpec) -> str:
-        """Say in words where this spec first differs from the one the job has; empty when they are equal."""
+        """Where this spec first differs from the one the job has, in words; empty when they are equal."""
         if difference := first_difference(self.layout, job.layout):
             return difference
         for what, ours, theirs in (

@@ -137,7 +137,7 @@ def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str:
-    """Say in words where two layouts first differ; empty when they are equal."""
+    """Where two layouts first differ, in words; empty when they are equal."""
     for i, (a, b) in enumerate(zip(ours.units, theirs.units, strict=False)):
         if a.name != b.name:
             return f"unit {i} is called {a.name!r} here and {b.name!r} in the job"

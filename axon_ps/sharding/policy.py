@@ -1,6 +1,6 @@
 """Who waits for whom between steps: the policy of a job. Pure descriptions, equal on every worker.
 
-Owns what the policies are called and what they need. Refuses to act: the coordinator admits and decides, the shard
+Owns the names and settings of the policies. Refuses to act: the coordinator admits and decides, the shard
 servers sum and apply, the wrappers in `parallel` train.
 
     policy               a step is made of           a worker goes on when

@@ -12,10 +12,10 @@ from axon_ps.wire.codec import dtype_from_proto, dtype_to_proto
 from axon_ps.wire.v1 import collective_pb2
 
 MAX_RANKS: Final = 1 << 16
-"""Most members of a group accepted from the wire."""
+"""Most members of a group that are accepted from the wire."""
 
 MAX_NUMEL: Final = 1 << 45
-"""Most elements of one collective accepted from the wire."""
+"""Most elements of one collective that are accepted from the wire."""
 
 _OPERATIONS: Final = {
     Operation.ALL_REDUCE: collective_pb2.OPERATION_ALL_REDUCE,
@@ -29,7 +29,7 @@ _OPERATIONS: Final = {
     Operation.BARRIER: collective_pb2.OPERATION_BARRIER,
     Operation.REFUSAL: collective_pb2.OPERATION_REFUSAL,
 }
-_OPERATIONS_BACK: Final[dict[int, Operation]] = {number: operation for operation, number in _OPERATIONS.items()}
+_OPERATIONS_BY_NUMBER: Final[dict[int, Operation]] = {number: operation for operation, number in _OPERATIONS.items()}
 _REDUCE_OPS: Final = {
     ReduceOp.SUM: collective_pb2.REDUCE_OP_SUM,
     ReduceOp.PRODUCT: collective_pb2.REDUCE_OP_PRODUCT,
@@ -40,15 +40,15 @@ _REDUCE_OPS: Final = {
     ReduceOp.BOR: collective_pb2.REDUCE_OP_BOR,
     ReduceOp.BXOR: collective_pb2.REDUCE_OP_BXOR,
 }
-_REDUCE_OPS_BACK: Final[dict[int, ReduceOp]] = {number: op for op, number in _REDUCE_OPS.items()}
+_REDUCE_OPS_BY_NUMBER: Final[dict[int, ReduceOp]] = {number: op for op, number in _REDUCE_OPS.items()}
 _REDUCING: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
-_ONE_COUNT: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
-_NO_COUNTS: Final = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
+_SINGLE_COUNT: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
+_UNCOUNTED: Final = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
 _ROOTED: Final = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 
 
 def call_to_proto(call: Call) -> collective_pb2.Call:
-    """A call as a message."""
+    """The message for a call."""
     return collective_pb2.Call(
         sequence=call.sequence,
         operation=_OPERATIONS[call.operation],
@@ -61,12 +61,12 @@ def call_to_proto(call: Call) -> collective_pb2.Call:
 
 
 def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
-    """A call of a group of `world_size` ranks from its message.
+    """The call of a message, in a group of `world_size` ranks.
 
     Raises:
         InvalidRequest: the operation, dtype or reduce operation is unknown, or counts or root do not fit the group.
     """
-    operation = _OPERATIONS_BACK.get(message.operation)
+    operation = _OPERATIONS_BY_NUMBER.get(message.operation)
     if operation is None:
         raise InvalidRequest(f"a collective has operation number {message.operation}, which is unset or unknown here")
     call = Call(
@@ -74,15 +74,15 @@ def call_from_proto(message: collective_pb2.Call, world_size: int) -> Call:
         operation=operation,
         dtype=dtype_from_proto(message.dtype, blocks=True),
         counts=tuple(message.counts),
-        op=_REDUCE_OPS_BACK.get(message.op),
+        op=_REDUCE_OPS_BY_NUMBER.get(message.op),
         root=message.root,
         reason=message.reason[:REASON_CHARS],
     )
-    needed = 0 if operation in _NO_COUNTS else 1 if operation in _ONE_COUNT else world_size
+    needed = 0 if operation in _UNCOUNTED else 1 if operation in _SINGLE_COUNT else world_size
     if len(call.counts) != needed or sum(call.counts) > MAX_NUMEL:
         raise InvalidRequest(
             f"{operation.value} in a group of {world_size} came with {len(call.counts)} counts of {sum(call.counts)} "
-            f"elements in all; needed are {needed} of at most {MAX_NUMEL}"
+            f"elements in all; it needs {needed} of at most {MAX_NUMEL}"
         )
     if operation in _REDUCING:
         if call.op is None:

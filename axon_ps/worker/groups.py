@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from axon_ps.collectives.backends.base import GroupContext, Store
 from axon_ps.collectives.current_world import JobWorld
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.group_base import EVERYBODY, MakeBackend
+from axon_ps.collectives.group_base import WORLD_PREFIX, MakeBackend
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, MemberLost
 from axon_ps.types import Member, Membership
@@ -169,7 +169,7 @@ class Groups:
 
 def _name_of(workers: tuple[Member, ...]) -> str:
     """The name of the default group of these workers: the same on all of them, and no other group's."""
-    return f"{EVERYBODY}{max(m.joined for m in workers)}-{_digest_of(workers)}"
+    return f"{WORLD_PREFIX}{max(m.joined for m in workers)}-{_digest_of(workers)}"
 
 
 def _gone(members: Sequence[Member], how: str, generation: int) -> MemberLost:

@@ -124,7 +124,7 @@ class JobView:
                 return value is not None
 
             while not self.changed.wait_for(check, min(next(pauses), deadline.remaining())):
-                if deadline.passed:
+                if deadline.expired:
                     raise Timeout(f"{what()} after {timeout_s:g} s{self.waiting_for()}")
                 _logger.warning("%s after %.0f s%s", what(), timeout_s - deadline.remaining(), self.waiting_for())
             return result[0]

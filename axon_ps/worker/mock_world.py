@@ -134,5 +134,5 @@ def world_of_backend(backend: Backend) -> MockWorld:
     """
     assert isinstance(backend, MockBackend)
     nodes = [member.node for member in backend.context.members]
-    worlds = backend.share("mock/worlds", lambda: create_worlds(len(nodes), nodes=nodes))
+    worlds = backend.get_or_make("mock/worlds", lambda: create_worlds(len(nodes), nodes=nodes))
     return worlds[backend.rank]

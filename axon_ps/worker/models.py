@@ -115,7 +115,7 @@ class Models:
                 self._clients[number] = StepClient(
                     self._loop,
                     self._coordinator,
-                    self._shards.for_another() if number else self._shards,
+                    self._shards.for_another_model() if number else self._shards,
                     self._view,
                     model=number,
                     timeout_s=self._timeout_s,

@@ -243,7 +243,7 @@ class StepClient:
         staleness = {"clock": float(self._staleness.clock), "slowest_clock": float(self._staleness.slowest)}
         waits = {**staleness, "staleness_wait_s": self._staleness_wait_s} if self._staleness.asynchronous else {}
         counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
-        for name in ("bytes_in", "lent_bytes_in", "mapped_bytes_in"):
+        for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
             counters[name] += self._mapped_bytes
         return {**counters, **waits}
 
@@ -494,12 +494,16 @@ class StepClient:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
 
         Needs no message. It must not be read after this worker's next vote.
+
+        Raises:
+            Misuse: the model was released; the servers may still have its memory.
         """
         with self._changed:
+            self.check_released()
             known = self._mapped.get(unit)
             if known is None or known[:2] != (self.membership.generation, self.epoch):
                 return None
-            if not known[2].holds(self._version_of(unit, exact=True)):
+            if not known[2].is_at(self._version_of(unit, exact=True)):
                 return None
             self._mapped_bytes += known[2].values.nbytes
         return known[2]
@@ -590,7 +594,7 @@ class StepClient:
         if epoch is not None and epoch != self.epoch:
             raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {self.epoch}, no longer {epoch}")
 
-    def gather_ahead(
+    def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -600,7 +604,7 @@ class StepClient:
         begin: int = 0,
         end: int | None = None,
     ) -> LoopWork[int]:
-        """Fill `out` with the unit as it will be if the step commits unclipped with `hyper`, before that is decided.
+        """Before the step is decided, fill `out` with the unit as it will be if it commits unclipped with `hyper`.
 
         Args:
             unit: its number.
@@ -619,7 +623,7 @@ class StepClient:
         return LoopWork(
             self._loop,
             self._explained(
-                lambda: self._shards.gather_ahead(
+                lambda: self._shards.gather_speculative(
                     unit,
                     out,
                     step=ticket.step,
@@ -631,7 +635,7 @@ class StepClient:
                 ),
                 self.epoch,
             ),
-            f"gathering unit {unit} ahead of step {ticket.step}",
+            f"gathering unit {unit} as step {ticket.step} is expected to leave it",
         )
 
     def push(
@@ -844,7 +848,7 @@ class StepClient:
                 except Timeout as error:
                     if work.is_completed():
                         raise
-                    if deadline.passed:
+                    if deadline.expired:
                         raise Timeout(f"{error}{self._stragglers()}") from error
                 if not self._staleness.asynchronous and self.valid(ticket):
                     self._coordinator.arrived(

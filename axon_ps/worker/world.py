@@ -737,4 +737,4 @@ def _mock_world(backend: Backend) -> World:
     return world_of_backend(backend)
 
 
-current_world.find_mock_worlds(_mock_world)
+current_world.register_mock_worlds(_mock_world)

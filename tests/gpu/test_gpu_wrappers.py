@@ -86,7 +86,7 @@ def test_what_crosses_arrives_in_both_directions_behind_what_the_stream_does() -
     staging = Staging()
     tensor = torch.zeros(1 << 22, device="cuda")
     flat = arrays.flatten(tensor)
-    host = staging.take(flat.array)
+    host = staging.allocate(flat.array)
     with arrays.on_stream(flat):
         for number in range(1, 20):
             tensor.add_(1.0)  # not waited for
@@ -96,7 +96,7 @@ def test_what_crosses_arrives_in_both_directions_behind_what_the_stream_does() -
             staging.upload(host, flat.array)
             assert tensor[-1] == -number
             tensor.fill_(number)
-    staging.give(host)
+    staging.free(host)
     assert staging.statistics()["downloaded_bytes"] == 19 * tensor.nbytes
     assert torch.from_numpy(host).is_pinned()
 

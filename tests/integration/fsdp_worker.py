@@ -237,7 +237,7 @@ def measure(world: axon_ps.World, case: Case, adapter: bool) -> Any:
         received.append(world.statistics()["bytes_in"])  # all that this step gathers has arrived
         if step == 2:
             memory = model.statistics() | dataclasses.asdict(model.memory_stats())
-        if step >= 2:  # nothing is gathered ahead of a step that is clipped
+        if step >= 2:  # nothing is gathered speculatively where gradients are clipped
             model.clip_grad_norm(1e9)
         optimizer.step()
         sent.append(world.statistics()["bytes_out"])  # all that it pushes has been summed

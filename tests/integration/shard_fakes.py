@@ -165,7 +165,7 @@ class Job:
 
     def raw(self, server: int = 0) -> Stub:
         """A bare stub, for what our own client would not send."""
-        return Stub(connect(self.servers[server].address, Security(), lane=5), SERVICE)
+        return Stub(connect(self.servers[server].address, Security(), connection=5), SERVICE)
 
 
 @contextlib.asynccontextmanager

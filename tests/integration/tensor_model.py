@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two blocks between an embedding and a head, which are whole on every rank; returns the loss."""
+    """Two blocks between an embedding and a head, which are replicated; returns the loss."""
 
     def __init__(self, group: ProcessGroup | None = None, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
 
 
 def initial() -> dict[str, torch.Tensor]:
-    """The same whole state dict in every process."""
+    """The same full state dict in every process."""
     torch.manual_seed(1234)
     return Transformer().state_dict()
 
@@ -133,7 +133,7 @@ def train_plain() -> tuple[dict[str, torch.Tensor], list[float]]:
 
 
 def train_on_meshes(world: axon_ps.World, cases: Cases) -> list[Any]:
-    """For each (data, tensor, sequence_parallel): the whole state dict after training, and the gradient norms."""
+    """For each (data, tensor, sequence_parallel): the full state dict after training, and the gradient norms."""
     results = []
     for data, tensor, sequence_parallel in cases:
         mesh = Mesh(world.default_group, data=data, tensor=tensor)
@@ -141,8 +141,8 @@ def train_on_meshes(world: axon_ps.World, cases: Cases) -> list[Any]:
         load_full_state_dict(module, initial())
         model = DDP(module, mesh.group("data")) if data > 1 else module
         norms = train(model, data, mesh.coordinate("data"), mesh)
-        whole = {name: value.numpy().copy() for name, value in full_state_dict(module).items()}
-        results.append((whole, norms, mesh.group("tensor").backend))
+        full = {name: value.numpy().copy() for name, value in full_state_dict(module).items()}
+        results.append((full, norms, mesh.group("tensor").backend))
     return results
 
 

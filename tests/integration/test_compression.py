@@ -15,7 +15,7 @@ import axon_ps
 import tables
 from axon_ps import parallel
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.parts import part_bounds
+from axon_ps.sharding.partitions import partition_bounds
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.worker.step_client import StepClient
@@ -92,7 +92,7 @@ def train_int8(per_node: int) -> Any:
         losses: list[float] = []
         while len(losses) < STEPS:
             loss = model(sequences(len(losses), rank))
-            model.clip_grad_norm(1e9)  # clips nothing; without it a node pulls its parts ahead of decisions
+            model.clip_grad_norm(1e9)  # clips nothing; without it a node pulls its parts speculatively
             if len(losses) == BAD_STEP and not pushes[-1]:
                 (loss * (math.nan if rank else 1.0)).backward()
                 pushes[-1] += 1  # not again
@@ -117,7 +117,7 @@ def train_int8(per_node: int) -> Any:
 def chunks_of(spec: JobSpec, unit: int, servers: int, per_node: int, rank: int) -> list[int]:
     """Elements of the chunks of a unit that this worker moves: all, or those of its part."""
     slices = spec.plan(servers).slices[unit]
-    bounds = part_bounds(slices, spec.options.chunk_numel, per_node)
+    bounds = partition_bounds(slices, spec.options.chunk_numel, per_node)
     low, high = bounds[rank % per_node], bounds[rank % per_node + 1]
     return [
         end - begin for s in slices for begin, end in s.chunks(spec.options.chunk_numel) if low <= begin < end <= high

@@ -70,7 +70,7 @@ PARITY = [
     Case(strategy="HYBRID_SHARD", precision="int8", workers=4, servers=2, per_node=2),
     Case(strategy="HYBRID_SHARD", precision="int8", offload="PARAMS", workers=3, servers=2, per_node=3),
 ]
-AHEAD = [
+SPECULATIVE = [
     two("HYBRID_SHARD"),
     Case(strategy="HYBRID_SHARD", workers=4, servers=2, per_node=2, precision="bf16 wire"),
 ]
@@ -101,7 +101,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
         "resume": [("go_on", case, (full, RESUMED)) for case in RESUMERS],
         "resume from NO_SHARD": [("go_on", two("FULL_SHARD"), (local, RESUMED))],
         "replace": [("replace", two(s), (str(directory / f"dcp-{s}"),)) for s in STRATEGIES],
-        "ahead": [("run_case", case, (6, max_norm)) for case in AHEAD for max_norm in (0.0, 1e9)],
+        "speculative": [("run_case", case, (6, max_norm)) for case in SPECULATIVE for max_norm in (0.0, 1e9)],
         "diverge": [("diverge", two("HYBRID_SHARD"), ())],
         "uninterrupted": [("run_case", two("FULL_SHARD"), (4, 0.0))],
         "measure": [("measure", case, (adapter,)) for case, adapter in MEASURED],
@@ -185,14 +185,14 @@ def test_values_are_replaced_and_training_goes_on_from_them(results: dict[str, l
             assert_same_bits(after, uninterrupted)
 
 
-def test_parts_that_a_node_pulls_ahead_of_the_decision_are_those_pulled_behind_it(
+def test_parts_that_a_node_pulls_speculatively_are_those_pulled_after_the_decision(
     results: dict[str, list[list[Any]]],
 ) -> None:
-    """Where gradients are clipped nothing is pulled ahead; this clips none of them."""
-    for ahead, behind in zip(results["ahead"][::2], results["ahead"][1::2], strict=True):
-        for values, norms in ahead:
-            assert norms == behind[0][1]
-            assert_same_bits(values, behind[0][0])
+    """Where gradients are clipped nothing is pulled speculatively; the norm given here clips none of them."""
+    for speculative, plain in zip(results["speculative"][::2], results["speculative"][1::2], strict=True):
+        for values, norms in speculative:
+            assert norms == plain[0][1]
+            assert_same_bits(values, plain[0][0])
 
 
 def test_workers_of_a_node_that_run_other_units_are_told_and_nothing_moves(results: dict[str, list[list[Any]]]) -> None:

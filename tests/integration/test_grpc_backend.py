@@ -280,20 +280,20 @@ def test_overlapping_groups_are_used_at_the_same_time(ranks: Ranks) -> None:
         future.result(TIMEOUT_S)
 
 
-def test_closing_drops_mail_and_nothing_is_held_on_the_servers(ranks: Ranks) -> None:
+def test_closing_empties_the_mailbox_and_no_memory_is_in_use_on_the_servers(ranks: Ranks) -> None:
     group = Group(ranks)
     for peer in (1, 2):
         group.backends[0].send(np.zeros(3), DType.F64, peer, 0, TIMEOUT_S)
     assert group.backends[1].recv(np.zeros(3), DType.F64, 0, 0, TIMEOUT_S) == 0
     group.backends[0].send(np.zeros(3), DType.F64, 1, 0, TIMEOUT_S)
     assert group.backends[2].recv(np.zeros(3), DType.F64, -1, 0, TIMEOUT_S) == 0
-    assert ranks.stats("collective_mail_bytes") > 0
+    assert ranks.stats("collective_mailbox_bytes") > 0
     for backend in group.backends:
         backend.close()
         backend.close()
     with pytest.raises(Closed, match="is closed"):
         group.backends[0].barrier(group.call(Operation.BARRIER), TIMEOUT_S)
-    for name in ("mail", "held", "sums", "queued"):
+    for name in ("mailbox", "pending", "sums", "queued"):
         assert ranks.stats(f"collective_{name}_bytes") == 0.0
     assert ranks.stats("collective_streams") == 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +166,44 @@ def count_repeated_gathers() -> Any:
             model(torch.ones(4, 200)).square().mean().backward()
             assert optimizer.step().committed
             optimizer.zero_grad()
-        return world.statistics()["lent_bytes_in"], model.statistics()["gathers_repeated"]
+        return world.statistics()["leased_bytes_in"], model.statistics()["gathers_repeated"]
 
 
-def test_what_is_lent_ahead_of_a_decision_need_not_be_asked_for_again() -> None:
+def test_a_lease_granted_before_the_decision_need_not_be_asked_for_again() -> None:
     with LocalCluster(shards=2, world_size=2) as cluster:
         for result in cluster.run_workers(count_repeated_gathers):
-            lent_bytes, repeated = result.value
-            assert lent_bytes > 0
+            leased_bytes, repeated = result.value
+            assert leased_bytes > 0
             assert repeated == 0
+
+
+def release(pipes: Path) -> Any:
+    with axon_ps.World.init(timeout_s=30.0) as world:
+        model = model_of(world)
+        with torch.no_grad():
+            model(torch.ones(4, WIDTH))
+            assert world.statistics()["mapped_bytes_in"] > 0
+            pause(pipes)
+            model.release()
+            refused = []
+            for use in (lambda: model(torch.ones(4, WIDTH)), model.state_dict):
+                try:
+                    use()
+                except axon_ps.errors.Misuse as error:
+                    refused.append(str(error))
+        pause(pipes)
+        return refused
+
+
+def test_a_released_model_is_refused_while_the_server_still_has_its_memory(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    with LocalCluster(shards=1, world_size=1, lease_s=30.0) as cluster:
+        (worker,) = cluster.start_workers(release, args=(tmp_path,))
+        with paused(tmp_path):
+            cluster.kill(Role.SHARD, 0, signal.SIGSTOP)
+        with paused(tmp_path):
+            cluster.kill(Role.SHARD, 0, signal.SIGCONT)
+        result = worker.result()
+    assert not result.error, result.error
+    assert len(result.value) == 2
+    assert all("was released" in said for said in result.value)

@@ -81,8 +81,8 @@ def test_full_shard_memory(precision: dict[str, torch.dtype], compute: int, wire
         results = cluster.run_workers(train, args=("FULL_SHARD", precision))
     for result in results:
         worker, servers = result.value["worker"], result.value["servers"]
-        # worker: parameters in memory = the root + the unit in use + one unit's worth gathered ahead; with a narrower
-        # wire, what is gathered ahead waits in wire buffers, which count too
+        # worker: parameters in memory = the root + the unit in use + one unit's worth prefetched; with a narrower wire,
+        # what is prefetched waits in wire buffers, which count too
         root, unit = compute * ROOT_NUMEL + (wire * ROOT_NUMEL if wire != compute else 0), compute * BLOCK_NUMEL
         assert unit < worker["peak_param_memory_bytes"] <= root + 2 * unit
         # worker: gradients on their way = at most two units as they travel

@@ -56,8 +56,8 @@ def assert_close(values: Values, expected: Values, relative: float) -> None:
         assert difference <= relative * float(np.linalg.norm(value)), f"{name} differs by {difference}"
 
 
-AHEAD: list[dict[str, torch.dtype]] = [{}, {"wire_dtype": torch.bfloat16}]
-"""Precisions whose gathering ahead of the decision is looked at."""
+SPECULATIVE: list[dict[str, torch.dtype]] = [{}, {"wire_dtype": torch.bfloat16}]
+"""Precisions that speculative gathers are tested in."""
 
 pytestmark = pytest.mark.timeout(120)  # all of the work is in one fixture
 
@@ -69,9 +69,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any
     kinds = {
         "parity": [train(workers, servers, *OPTIMIZERS[name], s) for s, workers, servers, name in CASES],
         "twice": [train(3, 2, *twice), train(3, 2, *twice)],
-        "ahead": [
+        "speculative": [
             train(2, 2, "Adam", {"lr": 3e-3}, strategy, precision, STEPS, 0.0, prefetch)
-            for precision in AHEAD
+            for precision in SPECULATIVE
             for strategy, prefetch in (("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", True))
         ],
         "lion": [Job(function="parity_model:train_lion", workers=2, servers=2)],
@@ -106,14 +106,14 @@ def test_the_same_job_twice_gives_the_same_bits(results: dict[str, list[list[Any
         assert all(np.array_equal(values[name], value) for name, value in first.items())
 
 
-@pytest.mark.parametrize("number", range(len(AHEAD)), ids=["f32", "bf16 wire"])
-def test_gathering_ahead_of_the_decision_changes_no_bit(results: dict[str, list[list[Any]]], number: int) -> None:
-    plain, full, grad_op = results["ahead"][3 * number : 3 * number + 3]
+@pytest.mark.parametrize("number", range(len(SPECULATIVE)), ids=["f32", "bf16 wire"])
+def test_speculative_gathers_change_no_bit(results: dict[str, list[list[Any]]], number: int) -> None:
+    plain, full, grad_op = results["speculative"][3 * number : 3 * number + 3]
     first_values, first_norms, _ = plain[0]
     for values, norms, _ in (*plain, *full, *grad_op):
         assert norms == first_norms
         assert all(np.array_equal(values[name], value) for name, value in first_values.items())
-    for _, _, statistics in grad_op:  # each step but the first gathered ahead, and gathered nothing again
+    for _, _, statistics in grad_op:  # each step but the first gathered speculatively, and gathered nothing again
         assert statistics["gathers"] == 3 + 3 * STEPS
 
 

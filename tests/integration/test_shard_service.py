@@ -25,8 +25,8 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
-from axon_ps.host.leases import Lender, Loan
-from axon_ps.host.process_memory import Borrower
+from axon_ps.host.leases import ReadLease, ReadLeases
+from axon_ps.host.process_memory import LeaseReader
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
 from axon_ps.shard.same_host import access
@@ -41,18 +41,18 @@ from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 SPEC = spec_of(3000, 200, 700, frozen=[2])
 
 
-@pytest.fixture(autouse=True, params=["sent", "lent"])
+@pytest.fixture(autouse=True, params=["sent", "leased"])
 def chunks_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Everything here holds whether chunks go through sockets or are read from memory."""
-    if request.param == "lent":
+    if request.param == "leased":
         monkeypatch.setattr(shard_fakes, "WORKERS_NODE", "n")
         for module in (servicer, transfers):
-            monkeypatch.setattr(module, "LEAST_LENT_BYTES", 1)
+            monkeypatch.setattr(module, "MIN_LEASED_BYTES", 1)
     return str(request.param)
 
 
 SENT = pytest.mark.parametrize("chunks_are", ["sent"], indirect=True)
-"""Of calls and of bytes on a connection: they are others when chunks are lent."""
+"""Of calls and of bytes on a connection: they are others when chunks are leased."""
 
 
 def values_of(*numels: int, seed: int = 0) -> list[Array]:
@@ -76,49 +76,51 @@ def run(scenario: Any) -> None:
 
 # ---------------------------------------------------------------------- memory of the same host
 
-LENT = pytest.mark.parametrize("chunks_are", ["lent"], indirect=True)
+LEASED = pytest.mark.parametrize("chunks_are", ["leased"], indirect=True)
 
 
-@LENT
-def test_lent_chunks_go_through_no_socket() -> None:
+@LEASED
+def test_leased_chunks_go_through_no_socket() -> None:
     async def scenario() -> None:
         async with job(SPEC, servers=2) as j:
             await j.upload(FIRST)
             assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
             await j.push(0, 0, GRADS[0][0])
             counters = j.groups[0].statistics()
-            assert counters["lent_bytes_in"] == counters["bytes_in"] == FIRST[0].nbytes
-            assert counters["lent_bytes_out"] == GRADS[0][0].nbytes
-            assert j.statistics("lent_bytes_in") == counters["lent_bytes_out"]
-            assert j.statistics("lent_bytes_out") == counters["lent_bytes_in"]
+            assert counters["leased_bytes_in"] == counters["bytes_in"] == FIRST[0].nbytes
+            assert counters["leased_bytes_out"] == GRADS[0][0].nbytes
+            assert j.statistics("leased_bytes_in") == counters["leased_bytes_out"]
+            assert j.statistics("leased_bytes_out") == counters["leased_bytes_in"]
 
     run(scenario())
 
 
-@LENT
+@LEASED
 @pytest.mark.parametrize("what", ["gather", "push"])
-def test_what_was_taken_back_before_it_was_read_is_asked_for_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, lend, lenders = Borrower.read, access.lend, []
+def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, grant, granted = LeaseReader.read, access.grant, []
 
-    def remember(lender: Lender, address: int, size_bytes: int) -> memory_pb2.Loan:
-        lenders.append(lender)
-        return lend(lender, address, size_bytes)
+    def remember(leases: ReadLeases, address: int, size_bytes: int) -> memory_pb2.ReadLease:
+        granted.append(leases)
+        return grant(leases, address, size_bytes)
 
-    def late(self: Borrower, loan: Loan, out: Array) -> None:
+    def late(self: LeaseReader, lease: ReadLease, out: Array) -> None:
         """The owner is faster than the first reader."""
-        if lenders:
-            lenders[0].take_back()
-            lenders.clear()
+        if granted:
+            granted[0].revoke()
+            granted.clear()
             for module in (servicer, transfers):
-                monkeypatch.setattr(module, "lend", lend)
-        read(self, loan, out)
+                monkeypatch.setattr(module, "grant", grant)
+        read(self, lease, out)
 
     async def scenario() -> None:
         async with job(SPEC) as j:
             await j.upload(FIRST)
             for module in (servicer, transfers):
-                monkeypatch.setattr(module, "lend", remember)
-            monkeypatch.setattr(Borrower, "read", late)
+                monkeypatch.setattr(module, "grant", remember)
+            monkeypatch.setattr(LeaseReader, "read", late)
             if what == "gather":
                 assert (await j.gather(0, 0))[1].tobytes() == FIRST[0].tobytes()
             for unit in range(2):
@@ -233,7 +235,7 @@ def test_a_replica_waits_for_its_turn_without_blocking_others() -> None:
             ahead = [asyncio.create_task(j.push(rank, 0, GRADS[0][0])) for rank in (2, 1)]
             await until(lambda: j.statistics("waits") >= 4)
             assert not any(t.done() for t in ahead)
-            assert (await j.gather(2, 0))[0] == 0  # another lane: gathers go on
+            assert (await j.gather(2, 0))[0] == 0  # another connection: gathers go on
             await j.push(0, 0, GRADS[0][0])
             await asyncio.gather(*ahead)
             assert j.statistics("duplicates") == 0
@@ -431,7 +433,7 @@ def test_a_new_generation_ends_open_pushes() -> None:
                 await stream.read()
             await j.push(0, 0, GRADS[0][0])
             await j.push(1, 0, GRADS[1][0])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (GRADS[0][0] + GRADS[1][0]).tobytes()
 
@@ -496,7 +498,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
             # Only what the server lacked was sent again: less than the whole, and nothing was summed twice.
             assert statistics["bytes_out"] - 800_000 < 2 * 800_000
             await j.push(1, 0, grads[1])
-            accumulator = j.shells[0].engine.slices[0].accumulator
+            accumulator = j.shells[0].engine.slices[0].gradient_sum
             assert accumulator is not None
             assert accumulator.tobytes() == (grads[0] + grads[1]).tobytes()
 
@@ -659,7 +661,7 @@ def test_a_server_that_missed_a_commit_gives_up_loudly() -> None:
         ({"offset": 1 << 63}, InvalidRequest, "no chunk of unit 0 begins"),
         ({"end": 0}, InvalidRequest, "elements 0 to 0 of unit 0 were announced; this server has 0 to 3000"),
         ({"end": 3001}, InvalidRequest, "elements 0 to 3001 of unit 0 were announced"),
-        ({}, InvalidRequest, "ended before everything had come that its first message says"),
+        ({}, InvalidRequest, "ended before everything had come that its first message announced"),
         ({"numel": 255}, InvalidRequest, "payload of 1024 bytes; it must have 1020"),
         ({"numel": 257}, InvalidRequest, "payload of 1024 bytes; it must have 1028"),
         ({"payload": np.ones(255, np.float32), "numel": 255}, InvalidRequest, "255 elements; it must have 256"),
@@ -713,7 +715,7 @@ def test_chunks_that_follow_are_of_the_same_push(fields: dict[str, int], words: 
     run(scenario())
 
 
-def test_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Counter[str] = Counter()
     stub_open = Stub.open
 

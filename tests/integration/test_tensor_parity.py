@@ -18,7 +18,7 @@ def test_meshes_of_data_and_tensor_equal_one_process(record_property: Record) ->
         results = cluster.run_workers(everything, args=(CASES, str(cluster.directory / "dcp")))
     expected, expected_norms = train_plain()
     for case, *ranks in zip(CASES, *(result.value for result in results), strict=True):
-        off = max(distance(whole, {n: v.numpy() for n, v in expected.items()}) for whole, _, _ in ranks)
+        off = max(distance(full, {n: v.numpy() for n, v in expected.items()}) for full, _, _ in ranks)
         data, tensor, sequence = case
         tables.add(
             record_property,
@@ -35,4 +35,4 @@ def test_meshes_of_data_and_tensor_equal_one_process(record_property: Record) ->
             assert backend == "shm"
             np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
         first = ranks[0][0]
-        assert all(np.array_equal(whole[name], value) for whole, _, _ in ranks for name, value in first.items())
+        assert all(np.array_equal(full[name], value) for full, _, _ in ranks for name, value in first.items())

@@ -15,7 +15,7 @@ from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 
 class OperationStream:
-    """One stream while an operation is performed on it.
+    """A stream while operations are performed on it.
 
     Args:
         stream: the call.
@@ -34,7 +34,7 @@ class OperationStream:
 
         Raises:
             AxonError: what ended the operation.
-            Broken: the server ended it too early.
+            Broken: the server ended it before all data had come.
         """
         header, payload = await self._read()
         if header.ended:
@@ -42,7 +42,7 @@ class OperationStream:
         return header, payload
 
     async def ended(self) -> None:
-        """See that the server ends the operation now, well.
+        """Wait for the server's end of the operation; it must be the next message.
 
         Raises:
             AxonError: what ended it.
@@ -53,8 +53,8 @@ class OperationStream:
             raise Broken("a shard server sent more than was asked for")
 
     def will_end(self) -> None:
-        """The operation is over for us; that the server says so is seen to meanwhile, before the next one begins."""
-        self._ending = asyncio.ensure_future(self._see_end())
+        """The operation is over for us; its `ended` message is read in the background, before the next one begins."""
+        self._ending = asyncio.ensure_future(self._await_end())
 
     async def is_free(self) -> bool:
         """Whether another operation may begin."""
@@ -69,10 +69,10 @@ class OperationStream:
 
     @property
     def place(self) -> str:
-        """What is called where, for errors."""
+        """Which RPC at which address, for errors."""
         return self._stream.place
 
-    async def _see_end(self) -> None:
+    async def _await_end(self) -> None:
         try:
             await self.ended()
         except AxonError:

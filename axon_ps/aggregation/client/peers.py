@@ -1,6 +1,6 @@
 """The shard servers of a job as a worker knows them: how many, addresses and connections.
 
-All of it runs on one event loop. What is not known yet is waited for: the members, a server that was lost.
+All of it runs on one event loop. Calls wait for what is not known yet: the members, a server that was lost.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from axon_ps.types import Member, Membership
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 MakeContext = Callable[[], common_pb2.CallContext]
-"""Gives who calls: job, generation and incarnation."""
+"""Returns who calls: job, generation and incarnation."""
 
 _SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 
 class Peers:
-    """Who they are, and how to reach them.
+    """The shard servers' addresses and connections.
 
     Args:
         security: TLS and token.
-        lanes: connections per server.
+        connections: how many per server.
     """
 
-    def __init__(self, security: Security, lanes: int) -> None:
+    def __init__(self, security: Security, connections: int) -> None:
         self._security = security
-        self._lanes = lanes
+        self._connections = connections
         self._num_servers = 0
         self._members: dict[int, Member] = {}
         self._stubs: dict[tuple[int, int], tuple[str, Channel, Stub]] = {}
@@ -42,7 +42,7 @@ class Peers:
         self._closed = False
 
     def set_members(self, membership: Membership) -> None:
-        """Take the current shard servers; whoever has moved is connected to anew."""
+        """Set the current shard servers; a server with a new address gets new connections."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._num_servers = len(membership.shards)
@@ -56,41 +56,41 @@ class Peers:
         self.wake()
 
     async def num_servers(self, deadline: Deadline) -> int:
-        """How many shard servers the job has, once it was complete.
+        """How many shard servers the job has; waits until it is complete.
 
         Raises:
-            Timeout: it was not in time.
+            Timeout: it was not at the deadline.
             Closed: the connections were closed.
         """
         while not self._num_servers:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"the job's shard servers did not become known within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
         self._check_open()
         return self._num_servers
 
-    async def stub(self, server: int, lane: int, deadline: Deadline) -> Stub:
+    async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
         """How to reach a shard server, once it is a member.
 
         Raises:
             Timeout: it was not in time.
             Closed: the connections were closed.
         """
-        key = (server, lane % self._lanes)
+        key = (server, connection % self._connections)
         if (known := self._stubs.get(key)) is not None:
             return known[2]
         while (member := self._members.get(server)) is None:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"shard server {server} was not there within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
         self._check_open()
         if key not in self._stubs:
-            channel = connect(member.address, self._security, lane=key[1])
+            channel = connect(member.address, self._security, connection=key[1])
             self._stubs[key] = member.address, channel, Stub(channel, _SERVICE, self._security.token)
         return self._stubs[key][2]
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for news, at most `timeout_s`.
+        """Wait for a change of members, at most `timeout_s`.
 
         Raises:
             Closed: the connections were closed.
@@ -119,7 +119,7 @@ class Peers:
             raise Closed("the connections to the shard servers were closed")
 
     def wake(self) -> None:
-        """There is news for who waits."""
+        """Wake all who wait for a change."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

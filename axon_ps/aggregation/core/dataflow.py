@@ -1,12 +1,13 @@
-"""How data flows between the seats of an agreed operation: `Reduction` combines it, `Relay` and `Passage` pass it on.
+"""How data flows between the participants of an operation that all ranks agreed on.
 
-All use a rank's message as soon as it may be used, and leave it held until then; who sends it sends no further. What
-may wait is bounded: one message of each rank, `LIVE_SUMS` results under way, `QUEUE_PIECES` for each rank to get.
+`Reduction` combines what ranks send; `Forwarding` and `PointToPoint` send it on as it is. All use a rank's message as
+soon as they can. Until then it is pending, and the rank's stream is not read further. Memory is bounded: one pending
+message for each rank, `MAX_PARTIAL_SUMS` unfinished results, `MAX_QUEUED_SEGMENTS` for each rank to get.
 
 Invariants:
-- Contributions to a piece are combined in rank order, whatever the order of arrival.
-- A result is encoded once and sent to everybody as the same bytes; what is only passed on is never encoded here at all.
-- A reader that is slow stops those that send to it, and nobody else's stream is read further than its window.
+- Contributions to a segment are combined in rank order, whatever the order of arrival.
+- A result is encoded once and sent to everybody as the same bytes; a message that is forwarded is not encoded again.
+- A slow reader stops those that send to it, and nobody's stream is read further than its window.
 """
 
 from __future__ import annotations
@@ -15,173 +16,180 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from axon_ps.aggregation.core.participants import Held, Ledger, Seat
-from axon_ps.aggregation.core.stripes import Exchange, Piece
+from axon_ps.aggregation.core.participants import MemoryAccounting, Participant, PendingMessage
+from axon_ps.aggregation.core.stripes import Segment, StripePlan
 from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call
 from axon_ps.types import Array
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
-LIVE_SUMS = 8
-"""Results of one operation that may be under way at once: how far rank 0 may be ahead of the last rank."""
+MAX_PARTIAL_SUMS = 8
+"""Unfinished results of one operation at once: so many segments may rank 0 be ahead of the last rank."""
 
-Wake = Callable[[Seat], None]
+Wake = Callable[[Participant], None]
 
 
 class Reduction:
-    """Combine what all ranks send, piece by piece.
+    """Combine what all ranks send, segment by segment.
 
     Args:
-        call: says how.
-        exchange: of any rank: pieces are the same for all, and so is who gets them.
-        seats: of all ranks, in order.
-        ledger: counts the sums.
-        wake: tells that something of a seat changed.
+        call: the collective.
+        plan: of any rank: segments and their recipients are the same for all.
+        participants: all ranks, in order.
+        memory: counts the partial sums.
+        wake: called with a participant whose state changed.
     """
 
-    def __init__(self, call: Call, exchange: Exchange, seats: Sequence[Seat], ledger: Ledger, wake: Wake) -> None:
+    def __init__(
+        self,
+        call: Call,
+        plan: StripePlan,
+        participants: Sequence[Participant],
+        memory: MemoryAccounting,
+        wake: Wake,
+    ) -> None:
         assert call.op is not None
         self._op, self._dtype = call.op, call.dtype
         self._accumulator = ops.accumulator_dtype(call.dtype)
-        self._exchange = exchange
-        self._seats = seats
-        self._ledger = ledger
+        self._plan = plan
+        self._participants = participants
+        self._memory = memory
         self._wake = wake
-        self._sums: dict[int, Array] = {}  # by index of the piece
-        for seat in seats:
-            seat.arrived, seat.has_room = self._advance_seat, self._room
-        for seat in seats:
-            self._advance(seat.rank)
+        self._partial_sums: dict[int, Array] = {}  # by index of the segment
+        for participant in participants:
+            participant.on_message, participant.on_room = self._on_message, self._on_room
+        for participant in participants:
+            self._advance(participant.rank)
 
-    def _advance_seat(self, seat: Seat) -> None:
-        self._advance(seat.rank)
+    def _on_message(self, participant: Participant) -> None:
+        self._advance(participant.rank)
 
-    def _room(self, _: Seat) -> None:
-        self._advance(len(self._seats) - 1)
+    def _on_room(self, _: Participant) -> None:
+        self._advance(len(self._participants) - 1)
 
     def _advance(self, rank: int) -> None:
-        """Use the held message of `rank` if it may be, and what that makes usable."""
-        last = len(self._seats) - 1
+        """Use the pending message of `rank` if its turn has come, and then those that waited for it."""
+        last = len(self._participants) - 1
         while rank <= last:
-            seat = self._seats[rank]
-            if seat.held is None or not self._may(rank, last):
+            participant = self._participants[rank]
+            if participant.pending is None or not self._may_use(rank, last):
                 return
-            index = seat.sent
-            self._add(index, seat.use(), rank)
-            self._wake(seat)
+            index = participant.consumed
+            self._add(index, participant.consume(), rank)
+            self._wake(participant)
             if rank == last:
-                self._complete(index, seat.uploads[index])
+                self._complete(index, participant.uploads[index])
                 self._advance(0)
             rank += 1
 
-    def _may(self, rank: int, last: int) -> bool:
-        index = self._seats[rank].sent
+    def _may_use(self, rank: int, last: int) -> bool:
+        index = self._participants[rank].consumed
         if rank == 0:
-            if len(self._sums) >= LIVE_SUMS:
+            if len(self._partial_sums) >= MAX_PARTIAL_SUMS:
                 return False
-        elif self._seats[rank - 1].sent <= index:
+        elif self._participants[rank - 1].consumed <= index:
             return False
         if rank == last:
-            piece = self._seats[rank].uploads[index]
-            return not any(self._seats[r].full for r in self._exchange.recipients(piece))
+            segment = self._participants[rank].uploads[index]
+            return not any(self._participants[r].full for r in self._plan.recipients(segment))
         return True
 
-    def _add(self, index: int, held: Held, rank: int) -> None:
+    def _add(self, index: int, pending: PendingMessage, rank: int) -> None:
         if rank == 0:
-            total = self._sums[index] = np.empty(held.data.size, self._accumulator)
-            self._ledger.add("sums", total.nbytes)
-            ops.start(total, held.data, self._dtype)
+            total = self._partial_sums[index] = np.empty(pending.data.size, self._accumulator)
+            self._memory.add("sums", total.nbytes)
+            ops.start(total, pending.data, self._dtype)
         else:
-            ops.accumulate(self._sums[index], held.data, self._op, self._dtype)
+            ops.accumulate(self._partial_sums[index], pending.data, self._op, self._dtype)
 
-    def _complete(self, index: int, piece: Piece) -> None:
-        total = self._sums.pop(index)
-        self._ledger.add("sums", -total.nbytes)
+    def _complete(self, index: int, segment: Segment) -> None:
+        total = self._partial_sums.pop(index)
+        self._memory.add("sums", -total.nbytes)
         out = total if total.dtype == self._dtype.numpy else np.empty(len(total), self._dtype.numpy)
-        ops.finish(out, total, self._op, self._dtype, len(self._seats))
-        message = encode_chunk(CollectiveChunk(part=piece.part, offset=piece.begin), out)
-        for rank in self._exchange.recipients(piece):
-            self._seats[rank].queue(message, out.size)
-            self._wake(self._seats[rank])
+        ops.finish(out, total, self._op, self._dtype, len(self._participants))
+        message = encode_chunk(CollectiveChunk(partition=segment.partition, offset=segment.begin), out)
+        for rank in self._plan.recipients(segment):
+            self._participants[rank].enqueue(message, out.size)
+            self._wake(self._participants[rank])
 
     def clear(self) -> None:
-        """Let go of the sums."""
-        for total in self._sums.values():
-            self._ledger.add("sums", -total.nbytes)
-        self._sums.clear()
+        """Drop the partial sums."""
+        for total in self._partial_sums.values():
+            self._memory.add("sums", -total.nbytes)
+        self._partial_sums.clear()
 
 
-class Relay:
-    """Pass on what ranks send, piece by piece.
+class Forwarding:
+    """Send on what ranks send, segment by segment.
 
     Args:
-        exchanges: of all ranks, by position; they say who gets what.
-        seats: of all ranks, by position.
-        wake: tells that something of a seat changed.
+        plans: by position; they say who gets what.
+        participants: all ranks, by position.
+        wake: called with a participant whose state changed.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], seats: Sequence[Seat], wake: Wake) -> None:
-        self._exchanges = exchanges
-        self._seats = seats
+    def __init__(self, plans: Sequence[StripePlan], participants: Sequence[Participant], wake: Wake) -> None:
+        self._plans = plans
+        self._participants = participants
         self._wake = wake
-        self._blocked: dict[int, None] = {}  # ranks whose message waits for room, the longest waiting first
-        for seat in seats:
-            seat.arrived, seat.has_room = self._pass, self._room
-        for seat in seats:
-            self._pass(seat)
+        self._blocked: dict[int, None] = {}  # ranks whose message waits for room in a queue, in order
+        for participant in participants:
+            participant.on_message, participant.on_room = self._forward, self._on_room
+        for participant in participants:
+            self._forward(participant)
 
-    def _pass(self, seat: Seat) -> None:
-        if seat.held is None:
+    def _forward(self, participant: Participant) -> None:
+        if participant.pending is None:
             return
-        piece = seat.uploads[seat.sent]
-        recipients = [self._seats[r] for r in self._exchanges[seat.rank].recipients(piece)]
+        segment = participant.uploads[participant.consumed]
+        recipients = [self._participants[r] for r in self._plans[participant.rank].recipients(segment)]
         if any(recipient.full for recipient in recipients):
-            self._blocked[seat.rank] = None
+            self._blocked[participant.rank] = None
             return
-        self._blocked.pop(seat.rank, None)
-        message, numel = passed_on(seat.use())
-        self._wake(seat)
+        self._blocked.pop(participant.rank, None)
+        message, numel = forwarded(participant.consume())
+        self._wake(participant)
         for recipient in recipients:
-            recipient.queue(message, numel)
+            recipient.enqueue(message, numel)
             self._wake(recipient)
 
-    def _room(self, _: Seat) -> None:
+    def _on_room(self, _: Participant) -> None:
         for rank in list(self._blocked):
-            self._pass(self._seats[rank])
+            self._forward(self._participants[rank])
 
     def clear(self) -> None:
-        """Nothing is kept here."""
+        """There is nothing to drop."""
 
 
-class Passage:
-    """Pass on what one rank sends to one other.
+class PointToPoint:
+    """Send on what one rank sends to one other.
 
     Args:
-        sender: from whom.
-        receiver: to whom.
-        wake: tells that something of a seat changed.
+        sender: the rank that sends.
+        receiver: the rank that receives.
+        wake: called with a participant whose state changed.
     """
 
-    def __init__(self, sender: Seat, receiver: Seat, wake: Wake) -> None:
+    def __init__(self, sender: Participant, receiver: Participant, wake: Wake) -> None:
         self._sender = sender
         self._receiver = receiver
         self._wake = wake
-        sender.arrived = receiver.has_room = self._pass
-        self._pass(sender)
+        sender.on_message = receiver.on_room = self._forward
+        self._forward(sender)
 
-    def _pass(self, _: Seat) -> None:
-        if self._sender.held is None or self._receiver.full:
+    def _forward(self, _: Participant) -> None:
+        if self._sender.pending is None or self._receiver.full:
             return
-        self._receiver.queue(*passed_on(self._sender.use()))
+        self._receiver.enqueue(*forwarded(self._sender.consume()))
         self._wake(self._sender)
         self._wake(self._receiver)
 
 
-def passed_on(held: Held) -> tuple[bytes, int]:
-    """A received message as it goes on to others, and its elements: as it is, but without a first message's begin."""
-    header = held.header
+def forwarded(pending: PendingMessage) -> tuple[bytes, int]:
+    """A received message as others get it, and its number of elements: as it is, but without `begin`."""
+    header = pending.header
     if not header.HasField("begin"):
-        return held.message, held.data.size
-    header = CollectiveChunk(source=header.source, part=header.part, offset=header.offset)
-    return encode_chunk(header, held.data), held.data.size
+        return pending.encoded, pending.data.size
+    header = CollectiveChunk(source=header.source, partition=header.partition, offset=header.offset)
+    return encode_chunk(header, pending.data), pending.data.size

@@ -1,17 +1,17 @@
 """The collectives that this server performs: a deterministic state machine without threads, sockets or clocks.
 
-Events in: the job's workers, a rank that comes, its messages, a message that was taken to be sent, a stream that is
-over, time. Out: what each seat is to be sent, what ended it, and which seats changed (`woken`). The shell around it
-(`aggregation.server.shell`) reads, writes and waits.
+Events in: the job's workers, a rank that joins, its messages, a message that left the queue, a stream that ended, time.
+Out: what to send to each participant, what ended its operation, and which participants changed (`woken`). The shell
+around it (`aggregation.server.shell`) reads, writes and waits.
 
 Invariants:
-- An operation is named by group and sequence; its state lives until every member has got its answer or has left.
-- A group is the ids of its members. When one of them is no worker any more, everything of the group ends with
-  `MemberLost`, also what comes later, except calls in which it had done its part. Workers outside the group come and
-  go without any effect on it.
-- A member that has *finished* ends the group's collectives likewise, but not its messages: what it sent is received,
-  and only who waits for another message of it, or sends it one, gets `MemberLost`.
-- Nothing is allocated for data before all ranks of an operation are there and agree.
+- An operation is named by group and sequence; its state lives until every member has its result or has left.
+- A group is the ids of its members. When one of them is no longer a worker, everything of the group ends with
+  `MemberLost`, later requests too, except operations that it had left already. Workers outside the group come and go
+  without any effect on it.
+- A member that has *finished* ends the group's collectives likewise, but not its messages: what it sent can still be
+  received. Only a rank that waits for another message from it, or sends it one, gets `MemberLost`.
+- No memory is allocated for data before all ranks of an operation are there and agree.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from axon_ps.aggregation.core.mailbox import EAGER_BYTES, Letter, Mailbox, check_letter
-from axon_ps.aggregation.core.operations import Meeting
-from axon_ps.aggregation.core.participants import Ledger, Seat
-from axon_ps.aggregation.core.stripes import Exchange
+from axon_ps.aggregation.core.mailbox import EAGER_BYTES, Envelope, Mailbox, check_envelope
+from axon_ps.aggregation.core.operations import PendingOperation
+from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
+from axon_ps.aggregation.core.stripes import StripePlan
 from axon_ps.errors import AxonError, InvalidRequest, MemberLost
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.types import Array
@@ -32,22 +32,22 @@ from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 MAX_TIMEOUT_S = 1e9
-"""Longer than any job: time-outs beyond it are taken for it."""
+"""Longer than any job; longer time-outs are cut to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What a rank's first message says, decoded.
+class OperationRequest:
+    """A rank's first message, decoded: what it asks for.
 
     Attributes:
         group: name of the group.
         rank: the caller's position in it.
         ranks: the members' world ranks, by position.
         members: the members' ids, by position.
-        timeout_s: seconds until it gives up.
-        share: which share of the operation this is.
-        shares: how many there are.
-        owners: by part, the share that has all of it; empty: each has a range of every part.
+        timeout_s: seconds until the caller gives up.
+        stripe: which stripe of the operation this is.
+        stripes: how many stripes there are.
+        owners: by partition, the stripe that has all of it; empty: each stripe has a range of every partition.
         what: a collective, or a message between two ranks.
         input_counts: ALL_TO_ALL: elements for each rank.
         output_counts: ALL_TO_ALL: elements from each rank.
@@ -58,255 +58,256 @@ class Opening:
     ranks: tuple[int, ...]
     members: tuple[str, ...]
     timeout_s: float
-    share: int
-    shares: int
-    what: Call | Letter
+    stripe: int
+    stripes: int
+    what: Call | Envelope
     owners: tuple[int, ...] = ()
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
 
 
 class _Group:
-    def __init__(self, opening: Opening, mailbox: Mailbox) -> None:
-        self.name = opening.group
-        self.ranks = opening.ranks
-        self.members = opening.members
-        self.meetings: dict[int, Meeting] = {}
+    def __init__(self, request: OperationRequest, mailbox: Mailbox) -> None:
+        self.name = request.group
+        self.ranks = request.ranks
+        self.members = request.members
+        self.operations: dict[int, PendingOperation] = {}
         self.mailbox = mailbox
 
     @property
     def over(self) -> bool:
-        return not self.meetings and self.mailbox.over
+        return not self.operations and self.mailbox.over
 
 
 class CollectiveEngine:
     """See the module's docstring.
 
     Attributes:
-        ledger: bytes of memory held.
+        memory: the memory in use.
     """
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.memory = MemoryAccounting()
         self._workers: frozenset[str] = frozenset()
         self._finished: frozenset[str] = frozenset()
         self._groups: dict[str, _Group] = {}
-        self._places: dict[Seat, tuple[_Group, Meeting | Mailbox]] = {}
-        self._woken: dict[Seat, None] = {}
-        self._counters: Counter[str] = Counter(dict.fromkeys(("collectives", "letters", "failures"), 0))
+        self._participants: dict[Participant, tuple[_Group, PendingOperation | Mailbox]] = {}
+        self._woken: dict[Participant, None] = {}
+        self._counters: Counter[str] = Counter(dict.fromkeys(("collectives", "messages", "failures"), 0))
 
     # ------------------------------------------------------------------ events
 
     def set_workers(self, ids: Collection[str], finished: Collection[str] = ()) -> None:
-        """Take who is a worker of the job now, and who was and has finished; groups that lost a member end."""
+        """Set the job's workers, and those that have finished; groups that lost a member end."""
         self._workers, self._finished = frozenset(ids), frozenset(finished)
         for group in list(self._groups.values()):
-            if (error := self._loss(group.name, group.ranks, group.members)) is not None:
+            if (error := self._loss_error(group.name, group.ranks, group.members)) is not None:
                 self._counters["failures"] += 1
-                gone = [i for i, member in enumerate(group.members) if member not in self._workers]
-                for meeting in group.meetings.values():
-                    meeting.lose(gone, error)
-                if self._have_finished(group.members, gone):
-                    group.mailbox.finish(gone, error)
+                lost = [i for i, member in enumerate(group.members) if member not in self._workers]
+                for operation in group.operations.values():
+                    operation.lose_members(lost, error)
+                if self._have_finished(group.members, lost):
+                    group.mailbox.finish(lost, error)
                 else:
                     group.mailbox.fail(error)
-                # whoever comes later is told by `open`
-                group.meetings = {n: meeting for n, meeting in group.meetings.items() if not meeting.failed}
+                # `open` raises for who comes later
+                group.operations = {n: operation for n, operation in group.operations.items() if not operation.failed}
                 self._tidy(group)
 
     def open(
-        self, opening: Opening, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
-    ) -> Seat:
-        """A rank comes to an operation; what it brought along is used or held.
+        self, request: OperationRequest, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
+    ) -> Participant:
+        """A rank joins an operation; the data in its first message is used or pending.
 
         Args:
-            opening: what it says.
+            request: what it asks for.
             message: its first message, encoded.
             header: that message's header.
             payload: and its payload.
-            now_s: the present, on any clock that `tick` shares.
+            now_s: the present, on the clock of `tick`.
 
         Raises:
-            MemberLost: a member of the group is no worker any more.
-            InvalidRequest: what it says cannot be.
-            AxonError: what ended the operation before it came.
+            MemberLost: a member of the group is no longer a worker.
+            InvalidRequest: the request is not valid.
+            AxonError: the operation ended before with this error.
         """
-        self._check(opening)
-        error = self._loss(opening.group, opening.ranks, opening.members)
-        gone = [i for i, member in enumerate(opening.members) if member not in self._workers]
-        if error is not None and not self._may_be_received(opening, gone):
+        self._check(request)
+        error = self._loss_error(request.group, request.ranks, request.members)
+        lost = [i for i, member in enumerate(request.members) if member not in self._workers]
+        if error is not None and not self._may_be_received(request, lost):
             raise error
-        group = self._groups.get(opening.group)
+        group = self._groups.get(request.group)
         if group is None:
-            mailbox = Mailbox(opening.group, opening.ranks, self.ledger, self._wake)
-            group = self._groups[opening.group] = _Group(opening, mailbox)
-        if (group.ranks, group.members) != (opening.ranks, opening.members):
+            mailbox = Mailbox(request.group, request.ranks, self.memory, self._wake)
+            group = self._groups[request.group] = _Group(request, mailbox)
+        if (group.ranks, group.members) != (request.ranks, request.members):
             raise InvalidRequest(
-                f"group {opening.group!r} has the ranks {group.ranks[:32]} here; {opening.ranks[:32]} were given, or "
+                f"group {request.group!r} has the ranks {group.ranks[:32]} here; {request.ranks[:32]} were given, or "
                 "other lives of the same ranks: a group's name is used once in a job"
             )
         try:
-            if isinstance(opening.what, Call):
-                seat = self._join(group, opening, opening.what, now_s)
-                if payload.nbytes and seat.error is None:
-                    self._offer_first(seat, message, header, payload, now_s)
+            if isinstance(request.what, Call):
+                participant = self._join(group, request, request.what, now_s)
+                if payload.nbytes and participant.error is None:
+                    self._receive_first(participant, message, header, payload, now_s)
             else:
-                seat = self._post(group, opening, opening.what, payload, now_s)
+                participant = self._enqueue_message(group, request, request.what, payload, now_s)
                 if error is not None:
-                    group.mailbox.finish(gone, error)
+                    group.mailbox.finish(lost, error)
         finally:
             self._tidy(group)
-        return seat
+        return participant
 
-    def offer(self, seat: Seat, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
-        """The next message of a stream; the stream goes on when `seat.held` is None.
+    def receive(self, participant: Participant, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
+        """The next message of a stream has come; the one after it may be read when `participant.pending` is None.
 
         Raises:
-            InvalidRequest: it is not the piece whose turn it is.
+            InvalidRequest: it is not the next segment.
         """
-        seat.hold(message, header, payload)
-        seat.arrived(seat)
+        participant.receive(message, header, payload)
+        participant.on_message(participant)
 
-    def take(self, seat: Seat) -> bytes:
-        """The next message to send to a rank."""
-        message = seat.take()
-        seat.has_room(seat)
+    def dequeue(self, participant: Participant) -> bytes:
+        """Remove the next message to send to a rank from its queue."""
+        message = participant.dequeue()
+        participant.on_room(participant)
         return message
 
-    def leave(self, seat: Seat, now_s: float) -> None:
-        """A stream has left its operation, well or not."""
-        seat.left = True
-        group, place = self._places.pop(seat)
-        place.leave(seat, now_s)
+    def leave(self, participant: Participant, now_s: float) -> None:
+        """A stream has left its operation, with or without an error."""
+        participant.left = True
+        group, operation = self._participants.pop(participant)
+        operation.leave(participant, now_s)
         self._tidy(group)
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""
         for group in list(self._groups.values()):
-            for meeting in group.meetings.values():
-                meeting.tick(now_s)
+            for operation in group.operations.values():
+                operation.tick(now_s)
             group.mailbox.tick(now_s)
             self._tidy(group)
 
-    # ------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------ results
 
     def next_s(self) -> float:
         """When `tick` has something to do; infinity when never."""
-        moments_s = [m.next_s() for group in self._groups.values() for m in group.meetings.values()]
+        moments_s = [m.next_s() for group in self._groups.values() for m in group.operations.values()]
         moments_s += [moment_s for group in self._groups.values() for moment_s in group.mailbox.next_s()]
         return min(moments_s, default=math.inf)
 
-    def woken(self) -> list[Seat]:
-        """The seats that changed since the last time this was asked."""
+    def woken(self) -> list[Participant]:
+        """The participants that changed since the last call."""
         woken = list(self._woken)
         self._woken.clear()
         return woken
 
     def statistics(self) -> dict[str, float]:
-        """Groups with anything under way, streams in operations, bytes held, and how many operations there were."""
+        """How many operations there were, memory in use, groups with anything under way, and streams in operations."""
         counters = {f"collective_{name}": float(value) for name, value in self._counters.items()}
-        held = {
-            f"collective_{name}_bytes": float(self.ledger.bytes[name]) for name in ("held", "sums", "queued", "mail")
-        }
+        purposes = ("pending", "sums", "queued", "mailbox")
+        memory = {f"collective_{name}_bytes": float(self.memory.bytes[name]) for name in purposes}
         return {
             **counters,
-            **held,
-            "collective_peak_bytes": float(self.ledger.peak_bytes),
+            **memory,
+            "collective_peak_bytes": float(self.memory.peak_bytes),
             "collective_groups": float(len(self._groups)),
-            "collective_streams": float(len(self._places)),
+            "collective_streams": float(len(self._participants)),
         }
 
     # ------------------------------------------------------------------ inside
 
-    def _join(self, group: _Group, opening: Opening, call: Call, now_s: float) -> Seat:
-        meeting = group.meetings.get(call.sequence)
-        if meeting is None:
-            meeting = Meeting(group.name, group.ranks, call.sequence, self.ledger, self._wake)
-            group.meetings[call.sequence] = meeting
+    def _join(self, group: _Group, request: OperationRequest, call: Call, now_s: float) -> Participant:
+        operation = group.operations.get(call.sequence)
+        if operation is None:
+            operation = PendingOperation(group.name, group.ranks, call.sequence, self.memory, self._wake)
+            group.operations[call.sequence] = operation
             self._counters["collectives"] += 1
-        exchange = Exchange(
+        plan = StripePlan(
             call=call,
-            rank=opening.rank,
-            world_size=len(opening.ranks),
-            share=opening.share,
-            shares=opening.shares,
-            owners=opening.owners,
-            input_counts=opening.input_counts,
-            output_counts=opening.output_counts,
+            rank=request.rank,
+            world_size=len(request.ranks),
+            stripe=request.stripe,
+            stripes=request.stripes,
+            owners=request.owners,
+            input_counts=request.input_counts,
+            output_counts=request.output_counts,
         )
-        seat = meeting.join(exchange, min(opening.timeout_s, MAX_TIMEOUT_S), now_s)
-        self._places[seat] = group, meeting
-        return seat
+        participant = operation.join(plan, min(request.timeout_s, MAX_TIMEOUT_S), now_s)
+        self._participants[participant] = group, operation
+        return participant
 
-    def _offer_first(
-        self, seat: Seat, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
+    def _receive_first(
+        self, participant: Participant, message: bytes, header: CollectiveChunk, payload: memoryview, now_s: float
     ) -> None:
         try:
-            self.offer(seat, message, header, payload)
+            self.receive(participant, message, header, payload)
         except InvalidRequest:  # nobody will close a stream that was never opened
-            self.leave(seat, now_s)
+            self.leave(participant, now_s)
             raise
 
-    def _post(self, group: _Group, opening: Opening, letter: Letter, payload: memoryview, now_s: float) -> Seat:
+    def _enqueue_message(
+        self, group: _Group, request: OperationRequest, envelope: Envelope, payload: memoryview, now_s: float
+    ) -> Participant:
         data: Array | None = None
-        nbytes = letter.numel * letter.dtype.itemsize
-        if not letter.receive and (payload.nbytes or not nbytes):
-            data = elements(payload, letter.dtype)
-            if data.size != letter.numel or nbytes > EAGER_BYTES:
+        nbytes = envelope.numel * envelope.dtype.itemsize
+        if not envelope.receive and (payload.nbytes or not nbytes):
+            data = elements(payload, envelope.dtype)
+            if data.size != envelope.numel or nbytes > EAGER_BYTES:
                 raise InvalidRequest(
-                    f"a message of {letter} came with {data.size} elements; it brings all of them along if they are "
-                    f"at most {EAGER_BYTES} bytes, and else none"
+                    f"a message of {envelope} came with {data.size} elements; the first message has all of them if "
+                    f"they are at most {EAGER_BYTES} bytes, and else none"
                 )
-        self._counters["letters"] += 1
-        seat = group.mailbox.post(letter, data, min(opening.timeout_s, MAX_TIMEOUT_S), now_s)
-        self._places[seat] = group, group.mailbox
-        return seat
+        self._counters["messages"] += 1
+        participant = group.mailbox.enqueue(envelope, data, min(request.timeout_s, MAX_TIMEOUT_S), now_s)
+        self._participants[participant] = group, group.mailbox
+        return participant
 
-    def _wake(self, seat: Seat) -> None:
-        self._woken[seat] = None
+    def _wake(self, participant: Participant) -> None:
+        self._woken[participant] = None
 
     def _tidy(self, group: _Group) -> None:
-        for sequence in [sequence for sequence, meeting in group.meetings.items() if meeting.over]:
-            del group.meetings[sequence]
+        for sequence in [sequence for sequence, operation in group.operations.items() if operation.over]:
+            del group.operations[sequence]
         if group.over and self._groups.get(group.name) is group:
             del self._groups[group.name]
 
-    def _may_be_received(self, opening: Opening, gone: Sequence[int]) -> bool:
-        """Whether somebody asks for a message in a group whose missing members have all finished."""
-        letter = opening.what
-        receives = isinstance(letter, Letter) and (letter.receive or letter.peer not in gone)
-        return receives and self._have_finished(opening.members, gone)
+    def _may_be_received(self, request: OperationRequest, lost: Sequence[int]) -> bool:
+        """Whether this is about a message in a group whose missing members have all finished."""
+        envelope = request.what
+        receives = isinstance(envelope, Envelope) and (envelope.receive or envelope.peer not in lost)
+        return receives and self._have_finished(request.members, lost)
 
-    def _have_finished(self, members: Sequence[str], gone: Sequence[int]) -> bool:
-        return all(members[position] in self._finished for position in gone)
+    def _have_finished(self, members: Sequence[str], positions: Sequence[int]) -> bool:
+        return all(members[position] in self._finished for position in positions)
 
-    def _loss(self, name: str, ranks: Sequence[int], members: Sequence[str]) -> AxonError | None:
+    def _loss_error(self, name: str, ranks: Sequence[int], members: Sequence[str]) -> AxonError | None:
         lost = [r for r, member in zip(ranks, members, strict=True) if member not in self._workers]
         if not lost:
             return None
-        words = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
-        return MemberLost(f"{words} left the job, and with it group {name!r}, which cannot go on; make another group")
+        subject = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
+        return MemberLost(f"{subject} left the job, and with it group {name!r}, which cannot go on; make another group")
 
     @staticmethod
-    def _check(opening: Opening) -> None:
-        size = len(opening.ranks)
-        if len(opening.members) != size or not 0 <= opening.rank < size:
+    def _check(request: OperationRequest) -> None:
+        size = len(request.ranks)
+        if len(request.members) != size or not 0 <= request.rank < size:
             raise InvalidRequest(
-                f"group {opening.group!r} came with {size} ranks, {len(opening.members)} members, and a "
-                f"caller at position {opening.rank}"
+                f"group {request.group!r} came with {size} ranks, {len(request.members)} members, and a "
+                f"caller at position {request.rank}"
             )
-        if not 0 <= opening.share < opening.shares:
-            raise InvalidRequest(f"there is no share {opening.share} of {opening.shares}")
-        if opening.owners and (len(opening.owners) != size or max(opening.owners) >= opening.shares):
+        if not 0 <= request.stripe < request.stripes:
+            raise InvalidRequest(f"there is no stripe {request.stripe} of {request.stripes}")
+        if request.owners and (len(request.owners) != size or max(request.owners) >= request.stripes):
             raise InvalidRequest(
-                f"group {opening.group!r} came with owners {opening.owners[:32]} of its parts; {size} are needed, each "
-                f"below {opening.shares}"
+                f"group {request.group!r} came with owners {request.owners[:32]} of its partitions; {size} are needed, "
+                f"each below {request.stripes}"
             )
-        if not opening.timeout_s >= 0:
-            raise InvalidRequest(f"timeout_s is {opening.timeout_s}; it must be 0 or more")
-        if isinstance(opening.what, Letter):
-            check_letter(opening.what, size)
-        elif opening.what.operation is Operation.ALL_TO_ALL and not (
-            len(opening.input_counts) == len(opening.output_counts) == size
+        if not request.timeout_s >= 0:
+            raise InvalidRequest(f"timeout_s is {request.timeout_s}; it must be 0 or more")
+        if isinstance(request.what, Envelope):
+            check_envelope(request.what, size)
+        elif request.what.operation is Operation.ALL_TO_ALL and not (
+            len(request.input_counts) == len(request.output_counts) == size
         ):
             raise InvalidRequest(f"an all_to_all of {size} ranks needs {size} counts in each direction")

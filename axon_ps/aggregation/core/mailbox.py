@@ -1,13 +1,15 @@
-"""Messages between two ranks of a group: senders and receivers find each other here, in order.
+"""Messages between two ranks of a group: sends and receives are matched here, in order.
 
-A *letter* waits for its receiver. A small one (`EAGER_BYTES`) comes whole, and its sender need not wait as long as the
-receiver's mail is less than `MAIL_BYTES`; of a large one only the description waits, with its sender, whose data flows
-from rank to rank once both are there.
+An *envelope* describes a message; a message that has not been received waits in its receiver's mailbox. A small one
+(`EAGER_BYTES`) comes with its data, and its sender need not wait while the receiver's mailbox has less than
+`MAX_MAILBOX_BYTES`. Of a large message only the envelope waits, and its sender with it; the data goes from rank to rank
+once both are there.
 
 Invariants:
-- Letters of one sender, receiver and tag are received in the order they were posted; "of whoever" is the longest
-  waiting of all.
-- What does not fit its receiver is dropped, and both sides (if both are still there) are told.
+- Messages of one sender, receiver and tag are received in the order they were sent; "from any rank" takes the one that
+  has waited longest.
+- A message whose size or dtype is not what its receiver expects is dropped, and both sides get an error if they are
+  still there.
 """
 
 from __future__ import annotations
@@ -16,34 +18,34 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from axon_ps.aggregation.core.dataflow import Passage, Wake
+from axon_ps.aggregation.core.dataflow import PointToPoint, Wake
 from axon_ps.aggregation.core.operations import GRACE_S
-from axon_ps.aggregation.core.participants import Ledger, Seat
-from axon_ps.aggregation.core.stripes import pieces_of
+from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
+from axon_ps.aggregation.core.stripes import segments_of
 from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
 EAGER_BYTES = 1 << 16
-"""Longest message that travels with its description."""
+"""Longest message whose data comes with its envelope."""
 
-MAIL_BYTES = 1 << 22
-"""How much a rank's mail may hold before senders wait."""
+MAX_MAILBOX_BYTES = 1 << 22
+"""How much a rank's mailbox may hold before senders wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Letter:
-    """What one side says about a message between two ranks.
+class Envelope:
+    """A message between two ranks, as its sender or its receiver describes it.
 
     Attributes:
         receive: whether this is the receiver's side.
         rank: the caller's position.
-        peer: the other's; a receiver's -1 = whoever.
-        tag: tells streams of messages apart.
+        peer: the other side's position; a receiver's -1 = any rank.
+        tag: distinguishes sequences of messages.
         dtype: element type.
         numel: elements.
-        closes: of a receiver that closes its group: it asks for nothing any more, and its mail is dropped.
+        closes: of a receiver that closes its group: it will receive nothing more, and its mailbox is emptied.
     """
 
     receive: bool
@@ -58,194 +60,199 @@ class Letter:
         return f"{self.numel} {self.dtype.value} with tag {self.tag}"
 
 
-class _Post:
-    """A letter that waits: whose it is, and its data if that came along."""
+class _Unmatched:
+    """A send or a receive that waits for its other side; a send with its data if that came with it."""
 
-    def __init__(self, letter: Letter, seat: Seat, data: Array | None = None) -> None:
-        self.letter = letter
-        self.seat = seat
+    def __init__(self, envelope: Envelope, participant: Participant, data: Array | None = None) -> None:
+        self.envelope = envelope
+        self.participant = participant
         self.data = data
         self.stored = False
 
 
 class Mailbox:
-    """The mail of one group on this server.
+    """The messages between ranks of one group on this server.
 
     Args:
         group: the group's name.
         ranks: the members' world ranks, by position.
-        ledger: counts memory.
-        wake: tells that something of a seat changed.
+        memory: counts the memory of stored messages.
+        wake: called with a participant whose state changed.
     """
 
-    def __init__(self, group: str, ranks: Sequence[int], ledger: Ledger, wake: Wake) -> None:
+    def __init__(self, group: str, ranks: Sequence[int], memory: MemoryAccounting, wake: Wake) -> None:
         self._group = group
         self._ranks = ranks
-        self._ledger = ledger
+        self._memory = memory
         self._wake = wake
-        self._letters: list[_Post] = []
-        self._receivers: list[_Post] = []
-        self._seats: dict[Seat, Letter] = {}
-        self._partners: dict[Seat, Seat] = {}
-        self._suspects: dict[Seat, tuple[float, int]] = {}  # whose partner broke off: when to say so, and who it was
+        self._sends: list[_Unmatched] = []
+        self._receives: list[_Unmatched] = []
+        self._participants: dict[Participant, Envelope] = {}
+        self._partners: dict[Participant, Participant] = {}
+        # those whose partner broke off: when that is an error, and the partner's rank
+        self._suspects: dict[Participant, tuple[float, int]] = {}
         self._stored_bytes: Counter[int] = Counter()
 
     @property
     def over(self) -> bool:
-        """Whether there is neither mail nor anybody who waits for it."""
-        return not self._letters and not self._seats and not self._suspects
+        """Whether no message waits, and nobody waits for one."""
+        return not self._sends and not self._participants and not self._suspects
 
-    def post(self, letter: Letter, data: Array | None, timeout_s: float, now_s: float) -> Seat:
-        """A sender or receiver comes.
+    def enqueue(self, envelope: Envelope, data: Array | None, timeout_s: float, now_s: float) -> Participant:
+        """Queue a send or a receive, or match it with its other side if that is there.
 
         Args:
-            letter: what it says.
-            data: T[numel], when it came along with a sender's.
-            timeout_s: seconds until it gives up.
+            envelope: the message.
+            data: T[numel] of a send whose data came with its envelope.
+            timeout_s: seconds until the caller gives up.
             now_s: the present.
         """
-        dtype, numel = letter.dtype, letter.numel
-        uploads = pieces_of(numel, dtype.itemsize) if not letter.receive and data is None else []
-        seat = Seat(letter.rank, now_s + timeout_s, self._ledger, dtype, uploads, numel if letter.receive else 0)
-        self._seats[seat] = letter
-        if letter.closes:
-            self._discard(letter.rank)
-            seat.agreed = True
-            return seat
-        post = _Post(letter, seat, data)
-        others, own = (self._letters, self._receivers) if letter.receive else (self._receivers, self._letters)
+        dtype, numel = envelope.dtype, envelope.numel
+        uploads = segments_of(numel, dtype.itemsize) if not envelope.receive and data is None else []
+        downloads = numel if envelope.receive else 0
+        participant = Participant(envelope.rank, now_s + timeout_s, self._memory, dtype, uploads, downloads)
+        self._participants[participant] = envelope
+        if envelope.closes:
+            self._discard(envelope.rank)
+            participant.agreed = True
+            return participant
+        new = _Unmatched(envelope, participant, data)
+        others, own = (self._sends, self._receives) if envelope.receive else (self._receives, self._sends)
         for other in others:
-            if _fits(*((other, post) if letter.receive else (post, other))):
+            if _matches(*((other, new) if envelope.receive else (new, other))):
                 others.remove(other)
-                self._match(*((other, post) if letter.receive else (post, other)))
-                return seat
-        own.append(post)
+                self._match(*((other, new) if envelope.receive else (new, other)))
+                return participant
+        own.append(new)
         if data is not None:
-            self._store(post, data)
-        return seat
+            self._store(new, data)
+        return participant
 
-    def leave(self, seat: Seat, now_s: float) -> None:
-        """A stream is over."""
-        del self._seats[seat]
-        self._receivers = [p for p in self._receivers if p.seat is not seat]
-        self._letters = [p for p in self._letters if p.seat is not seat or p.stored]
-        self._suspects.pop(seat, None)
-        partner = self._partners.pop(seat, None)
-        if partner is not None and not seat.done and not partner.left:
+    def leave(self, participant: Participant, now_s: float) -> None:
+        """A stream has left its operation."""
+        del self._participants[participant]
+        self._receives = [r for r in self._receives if r.participant is not participant]
+        self._sends = [s for s in self._sends if s.participant is not participant or s.stored]
+        self._suspects.pop(participant, None)
+        partner = self._partners.pop(participant, None)
+        if partner is not None and not participant.done and not partner.left:
             self._suspects[partner] = (
                 now_s + GRACE_S,
-                self._ranks[seat.rank],
+                self._ranks[participant.rank],
             )  # see `aggregation.core.operations`, Note: [Broken off, or lost]
-        seat.clear()
+        participant.clear()
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""
-        for seat, letter in list(self._seats.items()):
-            if seat.error is not None or seat.left or seat.done:
+        for participant, envelope in list(self._participants.items()):
+            if participant.error is not None or participant.left or participant.done:
                 continue
-            who = "any rank" if letter.peer < 0 else f"rank {self._ranks[letter.peer]}"
-            suspicion_s, partner = self._suspects.get(seat, (now_s + 1.0, 0))
+            who = "any rank" if envelope.peer < 0 else f"rank {self._ranks[envelope.peer]}"
+            suspicion_s, partner = self._suspects.get(participant, (now_s + 1.0, 0))
             if now_s >= suspicion_s:
-                self._end(seat, Broken(f"rank {partner} broke off a message of {letter}, or lost its connection"))
-            elif now_s >= seat.deadline_s:
-                verb = "received nothing from" if letter.receive else "was not received by"
-                begun = " in full" if seat in self._partners else ""
-                self._end(seat, Timeout(f"a message of {letter} {verb} {who}{begun} before the deadline"))
+                error = Broken(f"rank {partner} broke off a message of {envelope}, or lost its connection")
+                self._end(participant, error)
+            elif now_s >= participant.deadline_s:
+                verb = "received nothing from" if envelope.receive else "was not received by"
+                begun = " in full" if participant in self._partners else ""
+                self._end(participant, Timeout(f"a message of {envelope} {verb} {who}{begun} before the deadline"))
 
     def next_s(self) -> list[float]:
         """When `tick` has something to do."""
         return [
             *(moment_s for moment_s, _ in self._suspects.values()),
-            *(s.deadline_s for s in self._seats if not s.left),
+            *(p.deadline_s for p in self._participants if not p.left),
         ]
 
     def finish(self, positions: Collection[int], error: AxonError) -> None:
-        """Members have finished: what they sent stays for its receivers; who waits for one of them gets `error`."""
+        """Members have finished: what they sent can still be received; who waits for one of them gets `error`."""
         others = set(range(len(self._ranks))) - set(positions)
         for rank in positions:
             self._discard(rank)
-        for post in [*self._receivers, *self._letters]:
-            letter = post.letter
-            waits = letter.peer in positions or (letter.peer < 0 and others == {letter.rank})
-            if waits and not post.stored and not post.seat.done:
-                self._end(post.seat, error)
+        for waiting in [*self._receives, *self._sends]:
+            envelope = waiting.envelope
+            lost = envelope.peer in positions or (envelope.peer < 0 and others == {envelope.rank})
+            if lost and not waiting.stored and not waiting.participant.done:
+                self._end(waiting.participant, error)
 
     def fail(self, error: AxonError) -> None:
-        """End everything."""
-        for seat in self._seats:
-            if not seat.done:
-                self._end(seat, error)
-        for post in self._letters:
-            self._unstore(post)
-        self._letters.clear()
-        self._receivers.clear()
+        """End all sends and receives."""
+        for participant in self._participants:
+            if not participant.done:
+                self._end(participant, error)
+        for send in self._sends:
+            self._unstore(send)
+        self._sends.clear()
+        self._receives.clear()
 
     # ------------------------------------------------------------------ inside
 
-    def _match(self, sent: _Post, wanted: _Post) -> None:
-        letter, sender, receiver = sent.letter, sent.seat, wanted.seat
-        self._unstore(sent)
-        if (letter.dtype, letter.numel) != (wanted.letter.dtype, wanted.letter.numel):
+    def _match(self, send: _Unmatched, receive: _Unmatched) -> None:
+        envelope, sender, receiver = send.envelope, send.participant, receive.participant
+        expected = receive.envelope
+        self._unstore(send)
+        if (envelope.dtype, envelope.numel) != (expected.dtype, expected.numel):
             error = Disagreement(
-                f"rank {self._ranks[letter.rank]} sends {letter} to rank {self._ranks[wanted.letter.rank]} of group "
-                f"{self._group!r}, which expects {wanted.letter}; the message is dropped"
+                f"rank {self._ranks[envelope.rank]} sends {envelope} to rank {self._ranks[expected.rank]} of group "
+                f"{self._group!r}, which expects {expected}; the message is dropped"
             )
-            for seat in (sender, receiver):
-                if not seat.left and not seat.done:
-                    self._end(seat, error)
+            for participant in (sender, receiver):
+                if not participant.left and not participant.done:
+                    self._end(participant, error)
             return
-        header = CollectiveChunk(matched=True, source=letter.rank)
+        header = CollectiveChunk(matched=True, source=envelope.rank)
         receiver.agreed = sender.agreed = True
-        if sent.data is not None:
-            receiver.queue(encode_chunk(header, sent.data), letter.numel)
+        if send.data is not None:
+            receiver.enqueue(encode_chunk(header, send.data), envelope.numel)
         else:
             message = encode_chunk(header, None)
-            receiver.queue(message, 0)
-            sender.queue(message, 0)
+            receiver.enqueue(message, 0)
+            sender.enqueue(message, 0)
             self._partners[sender], self._partners[receiver] = receiver, sender
-            Passage(sender, receiver, self._wake)
+            PointToPoint(sender, receiver, self._wake)
         self._wake(sender)
         self._wake(receiver)
 
     def _discard(self, rank: int) -> None:
-        for post in [p for p in self._letters if p.letter.peer == rank and p.stored]:
-            self._letters.remove(post)
-            self._unstore(post)
+        """Drop the stored messages to a rank."""
+        for send in [s for s in self._sends if s.envelope.peer == rank and s.stored]:
+            self._sends.remove(send)
+            self._unstore(send)
 
-    def _store(self, post: _Post, data: Array) -> None:
-        receiver = post.letter.peer
-        if self._stored_bytes[receiver] + data.nbytes > MAIL_BYTES:
-            return  # it waits with its sender
-        post.data = data.copy()  # the message it came in may be larger
-        post.stored = post.seat.agreed = True
+    def _store(self, send: _Unmatched, data: Array) -> None:
+        receiver = send.envelope.peer
+        if self._stored_bytes[receiver] + data.nbytes > MAX_MAILBOX_BYTES:
+            return  # its sender waits
+        send.data = data.copy()  # the message that it is part of may be larger
+        send.stored = send.participant.agreed = True
         self._stored_bytes[receiver] += data.nbytes
-        self._ledger.add("mail", data.nbytes)
+        self._memory.add("mailbox", data.nbytes)
 
-    def _unstore(self, post: _Post) -> None:
-        if post.stored:
-            assert post.data is not None
-            self._stored_bytes[post.letter.peer] -= post.data.nbytes
-            self._ledger.add("mail", -post.data.nbytes)
-            post.stored = False
+    def _unstore(self, send: _Unmatched) -> None:
+        if send.stored:
+            assert send.data is not None
+            self._stored_bytes[send.envelope.peer] -= send.data.nbytes
+            self._memory.add("mailbox", -send.data.nbytes)
+            send.stored = False
 
-    def _end(self, seat: Seat, error: AxonError) -> None:
-        if seat.error is None:
-            seat.error = error
-            seat.clear()
-            self._wake(seat)
+    def _end(self, participant: Participant, error: AxonError) -> None:
+        if participant.error is None:
+            participant.error = error
+            participant.clear()
+            self._wake(participant)
 
 
-def _fits(sent: _Post, wanted: _Post) -> bool:
-    a, b = sent.letter, wanted.letter
+def _matches(send: _Unmatched, receive: _Unmatched) -> bool:
+    a, b = send.envelope, receive.envelope
     return a.peer == b.rank and b.peer in (-1, a.rank) and a.tag == b.tag
 
 
-def check_letter(letter: Letter, world_size: int) -> None:
-    """See that a letter names members.
+def check_envelope(envelope: Envelope, world_size: int) -> None:
+    """Check that an envelope names members.
 
     Raises:
         InvalidRequest: it does not.
     """
-    lowest = -1 if letter.receive else 0
-    if not lowest <= letter.peer < world_size:
-        raise InvalidRequest(f"a message names position {letter.peer}; the group has {world_size} ranks")
+    lowest = -1 if envelope.receive else 0
+    if not lowest <= envelope.peer < world_size:
+        raise InvalidRequest(f"a message names position {envelope.peer}; the group has {world_size} ranks")

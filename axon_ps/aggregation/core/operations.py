@@ -1,18 +1,18 @@
-"""One share of one collective on this server: who has come, whether all ask for the same, how it ended.
+"""One stripe of one collective on this server: who has joined, whether all ask for the same, how it ended.
 
-Owns: agreement, and what becomes of an operation when a rank is late, breaks off or is lost. Refuses: to know how data
+Owns: agreement, and what happens to an operation when a rank is late, breaks off or is lost. Refuses: to know how data
 flows; that is `aggregation.core.dataflow`.
 
-Note: [Share 0 judges]
-    Every rank takes part in share 0 of every collective, at a server that depends on nothing they could disagree about.
-    There it is found out who has not come, who asks for something else, and who broke off before all agreed. At another
-    share ranks that disagree may never all meet, so it stays silent until all are there and agree: whoever waits there
-    is told by share 0. Since all ranks give the same call to all of its shares, one share that sees all ranks agree is
-    proof enough to begin, on any server.
+Note: [Stripe 0 decides]
+    Every rank joins stripe 0 of every collective, on a server that depends on nothing they could disagree about. Stripe
+    0 finds out who has not come, who asks for something else, and who broke off before all agreed. Ranks that disagree
+    may never all meet at another stripe. So another stripe sends no error before all ranks are there and agree: who
+    waits there gets the error from stripe 0. A rank gives the same call to all of its stripes. So one stripe that sees
+    all ranks agree may begin, on any server.
 
 Note: [Broken off, or lost]
     A rank that dies breaks its streams, and a moment later the coordinator announces that it is gone. The announcement
-    says more, so an operation that was broken off waits for it `GRACE_S` before it fails with `Broken`.
+    says more, so an operation with a broken stream waits `GRACE_S` for it before it fails with `Broken`.
 """
 
 from __future__ import annotations
@@ -20,161 +20,163 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from axon_ps.aggregation.core.dataflow import Reduction, Relay, Wake
-from axon_ps.aggregation.core.participants import Ledger, Seat
-from axon_ps.aggregation.core.stripes import REDUCING, Exchange
+from axon_ps.aggregation.core.dataflow import Forwarding, Reduction, Wake
+from axon_ps.aggregation.core.participants import MemoryAccounting, Participant
+from axon_ps.aggregation.core.stripes import REDUCING, StripePlan
 from axon_ps.errors import AxonError, Broken, Disagreement, InvalidRequest, Timeout
 from axon_ps.reduction.call import Operation, disagreement
 
 GRACE_S = 0.5
-"""How long a broken stream waits for the news that its rank is lost."""
+"""How long an operation with a broken stream waits for the announcement that the rank is lost."""
 
 TOMBSTONE_S = 300.0
-"""How long a failed operation is remembered for ranks that have not come yet."""
+"""How long a failed operation is remembered, for ranks that have not come yet."""
 
 
-class Meeting:
+class PendingOperation:
     """See the module's docstring.
 
     Args:
         group: the group's name.
         ranks: the members' world ranks, by position.
         sequence: which call of the group.
-        ledger: counts memory.
-        wake: tells that something of a seat changed.
+        memory: counts the memory it uses.
+        wake: called with a participant whose state changed.
     """
 
-    def __init__(self, group: str, ranks: Sequence[int], sequence: int, ledger: Ledger, wake: Wake) -> None:
+    def __init__(self, group: str, ranks: Sequence[int], sequence: int, memory: MemoryAccounting, wake: Wake) -> None:
         self.sequence = sequence
         self._what = f"call {sequence} of group {group!r}"
         self._ranks = ranks
-        self._ledger = ledger
+        self._memory = memory
         self._wake = wake
-        self._seats: dict[int, Seat] = {}
-        self._exchanges: dict[int, Exchange] = {}
-        self._gone: set[int] = set()
-        self._suspects: dict[int, float] = {}
-        self._flow: Reduction | Relay | None = None
+        self._participants: dict[int, Participant] = {}
+        self._plans: dict[int, StripePlan] = {}
+        self._left: set[int] = set()  # ranks that need nothing of it any more
+        self._suspects: dict[int, float] = {}  # ranks whose stream broke, and when that is an error
+        self._dataflow: Reduction | Forwarding | None = None
         self._error: AxonError | None = None
-        self._forget_s = math.inf
+        self._expires_s = math.inf
 
     @property
     def over(self) -> bool:
         """Whether nobody needs it any more."""
-        if self._flow is None and self._error is None:
-            return not self._seats and not self._suspects
-        return len(self._gone) == len(self._ranks)
+        if self._dataflow is None and self._error is None:
+            return not self._participants and not self._suspects
+        return len(self._left) == len(self._ranks)
 
     @property
     def failed(self) -> bool:
         """Whether it ended with an error."""
         return self._error is not None
 
-    def join(self, exchange: Exchange, timeout_s: float, now_s: float) -> Seat:
-        """A rank comes.
+    def join(self, plan: StripePlan, timeout_s: float, now_s: float) -> Participant:
+        """A rank joins.
 
         Raises:
-            AxonError: what ended the operation before.
-            InvalidRequest: it is here already.
+            AxonError: the operation ended before with this error.
+            InvalidRequest: it has joined already.
         """
-        rank = exchange.rank
+        rank = plan.rank
         if self._error is not None:
-            self._gone.add(rank)
+            self._left.add(rank)
             raise self._error
-        if rank in self._seats:
+        if rank in self._participants:
             raise InvalidRequest(f"rank {self._ranks[rank]} is in {self._what} already; a call has its own number")
-        call = exchange.call
-        seat = Seat(rank, now_s + timeout_s, self._ledger, call.dtype, exchange.uploads(), exchange.download_numel())
-        self._seats[rank], self._exchanges[rank] = seat, exchange
-        if len(self._seats) == len(self._ranks):
-            self._everybody_is_here()
-        return seat
+        call = plan.call
+        deadline_s = now_s + timeout_s
+        participant = Participant(rank, deadline_s, self._memory, call.dtype, plan.uploads(), plan.download_numel())
+        self._participants[rank], self._plans[rank] = participant, plan
+        if len(self._participants) == len(self._ranks):
+            self._all_joined()
+        return participant
 
-    def leave(self, seat: Seat, now_s: float) -> None:
-        """A stream has left: its rank is done, was told of the failure, or broke."""
-        rank = seat.rank
-        if self._error is not None or seat.done:
-            self._gone.add(rank)
-        elif self._flow is not None or self._judges(rank):
+    def leave(self, participant: Participant, now_s: float) -> None:
+        """A stream has left: its rank is done or got the error, or the stream broke."""
+        rank = participant.rank
+        if self._error is not None or participant.done:
+            self._left.add(rank)
+        elif self._dataflow is not None or self._decides(rank):
             self._suspects[rank] = now_s + GRACE_S
-        else:  # see Note: [Share 0 judges]
-            del self._seats[rank], self._exchanges[rank]
-        seat.clear()
+        else:  # see Note: [Stripe 0 decides]
+            del self._participants[rank], self._plans[rank]
+        participant.clear()
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""
         if self._error is not None:
-            if now_s >= self._forget_s:
-                self._gone.update(range(len(self._ranks)))
+            if now_s >= self._expires_s:
+                self._left.update(range(len(self._ranks)))
             return
         for rank, moment_s in self._suspects.items():
             if now_s >= moment_s:
                 self.fail(
-                    Broken(f"rank {self._ranks[rank]} broke off {self._words(rank)}, or lost its connection"), now_s
+                    Broken(f"rank {self._ranks[rank]} broke off {self._describe(rank)}, or lost its connection"), now_s
                 )
                 return
-        for rank, seat in self._seats.items():
-            if now_s >= seat.deadline_s and not seat.left and (self._flow is not None or self._judges(rank)):
-                self.fail(Timeout(self._lateness(rank)), now_s)
+        for rank, participant in self._participants.items():
+            late = now_s >= participant.deadline_s and not participant.left
+            if late and (self._dataflow is not None or self._decides(rank)):
+                self.fail(Timeout(self._timeout_message(rank)), now_s)
                 return
 
     def next_s(self) -> float:
         """When `tick` has something to do."""
         if self._error is not None:
-            return self._forget_s
-        moments_s = [*self._suspects.values(), *(s.deadline_s for s in self._seats.values() if not s.left)]
+            return self._expires_s
+        moments_s = [*self._suspects.values(), *(p.deadline_s for p in self._participants.values() if not p.left)]
         return min(moments_s, default=math.inf)
 
-    def lose(self, positions: Sequence[int], error: AxonError) -> None:
-        """Members are lost: it ends, unless all of them had done their part and gone; then the others finish it."""
-        if not self._gone.issuperset(positions):
+    def lose_members(self, positions: Sequence[int], error: AxonError) -> None:
+        """Members are lost: it fails, unless all of them had left it already; then the others finish it."""
+        if not self._left.issuperset(positions):
             self.fail(error)
 
     def fail(self, error: AxonError, now_s: float = 0.0) -> None:
-        """End it for everybody who has not got all yet, and who has not come yet."""
+        """End it with `error` for all ranks that are not done, those that have not come included."""
         if self._error is not None:
             return
         self._error = error
-        self._forget_s = now_s + TOMBSTONE_S
-        self._gone.update(self._suspects)
+        self._expires_s = now_s + TOMBSTONE_S
+        self._left.update(self._suspects)
         self._suspects.clear()
-        for rank, seat in self._seats.items():
-            if seat.left or seat.done:
-                self._gone.add(rank)
+        for rank, participant in self._participants.items():
+            if participant.left or participant.done:
+                self._left.add(rank)
                 continue
-            seat.error = error
-            seat.clear()
-            self._wake(seat)
-        if self._flow is not None:
-            self._flow.clear()
+            participant.error = error
+            participant.clear()
+            self._wake(participant)
+        if self._dataflow is not None:
+            self._dataflow.clear()
 
     # ------------------------------------------------------------------ agreement
 
-    def _everybody_is_here(self) -> None:
-        exchanges = [self._exchanges[rank] for rank in range(len(self._ranks))]
-        first = exchanges[0]
-        spread = first.share, first.shares, first.owners
-        if any(e.call != first.call or (e.share, e.shares, e.owners) != spread for e in exchanges):
-            if self._judges(0):
-                said = {world: str(e.call) for world, e in zip(self._ranks, exchanges, strict=True)}
-                self.fail(disagreement(said, self._what))
+    def _all_joined(self) -> None:
+        plans = [self._plans[rank] for rank in range(len(self._ranks))]
+        first = plans[0]
+        spread = first.stripe, first.stripes, first.owners
+        if any(p.call != first.call or (p.stripe, p.stripes, p.owners) != spread for p in plans):
+            if self._decides(0):
+                calls = {world: str(p.call) for world, p in zip(self._ranks, plans, strict=True)}
+                self.fail(disagreement(calls, self._what))
             return
-        if first.call.operation is Operation.ALL_TO_ALL and (error := self._unequal(exchanges)) is not None:
-            if first.share == 0:
+        if first.call.operation is Operation.ALL_TO_ALL and (error := self._count_mismatch(plans)) is not None:
+            if first.stripe == 0:
                 self.fail(error)
             return
-        seats = [self._seats[rank] for rank in range(len(self._ranks))]
-        for seat in seats:
-            seat.agreed = True
-            self._wake(seat)
+        participants = [self._participants[rank] for rank in range(len(self._ranks))]
+        for participant in participants:
+            participant.agreed = True
+            self._wake(participant)
         if first.call.operation in REDUCING:
-            self._flow = Reduction(first.call, first, seats, self._ledger, self._wake)
+            self._dataflow = Reduction(first.call, first, participants, self._memory, self._wake)
         else:
-            self._flow = Relay(exchanges, seats, self._wake)
+            self._dataflow = Forwarding(plans, participants, self._wake)
 
-    def _unequal(self, exchanges: Sequence[Exchange]) -> Disagreement | None:
-        for sender in exchanges:
-            for receiver in exchanges:
+    def _count_mismatch(self, plans: Sequence[StripePlan]) -> Disagreement | None:
+        for sender in plans:
+            for receiver in plans:
                 sent, expected = sender.input_counts[receiver.rank], receiver.output_counts[sender.rank]
                 if sent != expected:
                     a, b = self._ranks[sender.rank], self._ranks[receiver.rank]
@@ -184,24 +186,26 @@ class Meeting:
                     )
         return None
 
-    def _judges(self, rank: int) -> bool:
-        return self._exchanges[rank].share == 0
+    def _decides(self, rank: int) -> bool:
+        """Whether `rank` takes this for stripe 0. See Note: [Stripe 0 decides]."""
+        return self._plans[rank].stripe == 0
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ descriptions
 
-    def _words(self, rank: int) -> str:
-        return f"{self._what} ({self._exchanges[rank].call})"
+    def _describe(self, rank: int) -> str:
+        return f"{self._what} ({self._plans[rank].call})"
 
-    def _lateness(self, rank: int) -> str:
-        seat = self._seats[rank]
-        begun = f"rank {self._ranks[rank]} gave up {self._words(rank)} at its deadline"
-        if self._flow is None:
-            missing = [r for position, r in enumerate(self._ranks) if position not in self._seats]
+    def _timeout_message(self, rank: int) -> str:
+        participant = self._participants[rank]
+        begun = f"rank {self._ranks[rank]} gave up {self._describe(rank)} at its deadline"
+        if self._dataflow is None:
+            missing = [r for position, r in enumerate(self._ranks) if position not in self._participants]
             return f"{begun}: {_ranks(missing)} did not come"
-        slow = [self._ranks[r] for r, s in self._seats.items() if s is not seat and not s.left and not s.contributed]
+        others = {r: other for r, other in self._participants.items() if other is not participant}
+        slow = [self._ranks[r] for r, other in others.items() if not other.left and not other.contributed]
         if slow:
             return f"{begun}: {_ranks(slow)} came, but did not send all data in time"
-        slow = [self._ranks[r] for r, s in self._seats.items() if s is not seat and s.outgoing]
+        slow = [self._ranks[r] for r, other in others.items() if other.outgoing]
         return f"{begun}: " + (f"{_ranks(slow)} did not take all data in time" if slow else "it was too slow")
 
 

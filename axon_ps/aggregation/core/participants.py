@@ -1,8 +1,8 @@
-"""A rank's place in one operation on this server, and the memory that operations hold. Pure data, no I/O.
+"""A rank's part in one operation on this server, and the memory that operations use. Pure data, no I/O.
 
-A *seat* is what the engine knows of one operation of a stream. What came and could not be used yet is `held`, at most
-one message; what the rank is to be sent is `outgoing`, at most `QUEUE_PIECES` pieces. Everything else that a stream has
-sent or is owed lies in gRPC's flow-control window, or has not left its sender.
+A *participant* is one rank in one operation. Of what it sends, at most one message is `pending`: it has come and cannot
+be used yet. What the server is going to send it is `outgoing`, at most `MAX_QUEUED_SEGMENTS` segments. Everything else
+waits in gRPC's flow-control window, or has not left its sender.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from axon_ps.aggregation.core.stripes import Piece
+from axon_ps.aggregation.core.stripes import Segment
 from axon_ps.errors import AxonError, InvalidRequest
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import elements
 from axon_ps.wire.v1.collective_pb2 import CollectiveChunk
 
-QUEUE_PIECES = 16
-"""How many pieces may wait to be sent to one rank: of results, all ranks share them."""
+MAX_QUEUED_SEGMENTS = 16
+"""How many segments may wait to be sent to one rank. Segments of a result are the same bytes for all ranks."""
 
 
-class Ledger:
-    """Bytes of memory that operations hold, by what for; and the most there were.
+class MemoryAccounting:
+    """Counts the bytes of memory that operations use, by purpose, and their peak.
 
     Attributes:
-        bytes: now. "held": messages that cannot be used yet; "sums": results under way; "queued": messages to send,
-            counted for every rank that gets them though they are the same bytes; "mail": messages nobody asked for yet.
-        peak_bytes: the most of all of them together.
+        bytes: what is in use now. "pending": messages that cannot be used yet; "sums": partial results; "queued":
+            messages to send, counted for every rank that gets them though they are the same bytes; "mailbox": messages
+            between two ranks that nobody has received yet.
+        peak_bytes: the most that was in use at once.
     """
 
     def __init__(self) -> None:
@@ -35,136 +36,143 @@ class Ledger:
         self._total = 0
 
     def add(self, what: str, nbytes: int) -> None:
-        """Count bytes that are held from now on; a negative number for those that are freed."""
+        """Count bytes that are in use from now on; a negative number for bytes that are freed."""
         self.bytes[what] += nbytes
         self._total += nbytes
         self.peak_bytes = max(self.peak_bytes, self._total)
 
 
-class Held:
-    """A message that waits for its turn: its encoding, its header, and its payload as an array."""
+class PendingMessage:
+    """A message that waits to be used: its encoding, its header, and its payload as an array."""
 
-    __slots__ = ("data", "header", "message")
+    __slots__ = ("data", "encoded", "header")
 
-    def __init__(self, message: bytes, header: CollectiveChunk, data: Array) -> None:
-        self.message = message
+    def __init__(self, encoded: bytes, header: CollectiveChunk, data: Array) -> None:
+        self.encoded = encoded
         self.header = header
         self.data = data
 
 
-class Seat:
+class Participant:
     """One rank in one operation.
 
     Args:
         rank: its position in the group.
         deadline_s: when it gives up, on the engine's clock.
-        ledger: counts what it holds.
+        memory: counts the memory it uses.
         dtype: of the operation.
-        uploads: the pieces it is to send, in order.
-        owed_numel: elements it is to be sent.
+        uploads: the segments it is to send, in order.
+        remaining_numel: elements that the server has to send it.
 
     Attributes:
-        sent: pieces used so far.
-        held: the next piece, if it has come and cannot be used yet.
+        consumed: how many of its segments were used so far.
+        pending: the next segment, if it has come and cannot be used yet.
         outgoing: encoded messages for the rank.
-        agreed: whether the operation goes on: every rank has come, and all ask for the same.
+        agreed: whether the operation has begun: every rank has joined, and all ask for the same.
         error: what ended it.
         left: whether the stream has left the operation.
-        arrived: called when a piece has come.
-        has_room: called when `outgoing` got shorter.
+        on_message: called when a segment has come.
+        on_room: called when `outgoing` got shorter.
     """
 
     def __init__(
-        self, rank: int, deadline_s: float, ledger: Ledger, dtype: DType, uploads: Sequence[Piece], owed_numel: int
+        self,
+        rank: int,
+        deadline_s: float,
+        memory: MemoryAccounting,
+        dtype: DType,
+        uploads: Sequence[Segment],
+        remaining_numel: int,
     ) -> None:
         self.rank = rank
         self.deadline_s = deadline_s
         self.uploads = uploads
-        self.sent = 0
-        self.held: Held | None = None
+        self.consumed = 0
+        self.pending: PendingMessage | None = None
         self.outgoing: deque[bytes] = deque()
         self.agreed = False
         self.error: AxonError | None = None
         self.left = False
-        self.arrived: Callable[[Seat], None] = _nothing
-        self.has_room: Callable[[Seat], None] = _nothing
+        self.on_message: Callable[[Participant], None] = _nothing
+        self.on_room: Callable[[Participant], None] = _nothing
         self._dtype = dtype
-        self._owed_numel = owed_numel
-        self._ledger = ledger
+        self._remaining_numel = remaining_numel
+        self._memory = memory
 
     @property
     def expects(self) -> bool:
         """Whether another message is to come from the rank."""
-        return self.sent + (self.held is not None) < len(self.uploads) and self.error is None
+        return self.consumed + (self.pending is not None) < len(self.uploads) and self.error is None
 
     @property
     def done(self) -> bool:
-        """Whether the rank's part is done: everything of it is used, and nothing is left to send."""
-        return self.agreed and self.sent == len(self.uploads) and self._owed_numel == 0 and not self.outgoing
+        """Whether everything it sent is used, and everything it is to get is sent."""
+        return self.agreed and self.consumed == len(self.uploads) and self._remaining_numel == 0 and not self.outgoing
 
     @property
     def contributed(self) -> bool:
-        """Whether everything that the rank is to send has come."""
-        return self.sent + (self.held is not None) == len(self.uploads)
+        """Whether everything that it has to send has come."""
+        return self.consumed + (self.pending is not None) == len(self.uploads)
 
     @property
     def full(self) -> bool:
         """Whether nothing more may be queued for it."""
-        return len(self.outgoing) >= QUEUE_PIECES
+        return len(self.outgoing) >= MAX_QUEUED_SEGMENTS
 
-    def hold(self, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
-        """Take the next message of the stream.
+    def receive(self, message: bytes, header: CollectiveChunk, payload: memoryview) -> None:
+        """The next message of its stream has come.
 
         Raises:
-            InvalidRequest: it is not the piece whose turn it is.
+            InvalidRequest: it is not the next segment.
         """
         if not self.expects:
-            raise InvalidRequest("a collective's stream has more pieces than the call says")
-        assert self.held is None
-        piece = self.uploads[self.sent]
+            raise InvalidRequest("a collective's stream has more segments than the call says")
+        assert self.pending is None
+        segment = self.uploads[self.consumed]
         data = elements(payload, self._dtype)
-        if (header.source, header.part, header.offset, data.size) != (
+        if (header.source, header.partition, header.offset, data.size) != (
             self.rank,
-            piece.part,
-            piece.begin,
-            piece.end - piece.begin,
+            segment.partition,
+            segment.begin,
+            segment.end - segment.begin,
         ):
             raise InvalidRequest(
-                f"a piece of {data.size} elements at {header.offset} of part {header.part} came from {header.source}; "
-                f"the next of position {self.rank} is {piece.end - piece.begin} at {piece.begin} of part {piece.part}"
+                f"a segment of {data.size} elements at {header.offset} of partition {header.partition} came from "
+                f"{header.source}; the next of position {self.rank} is {segment.end - segment.begin} at "
+                f"{segment.begin} of partition {segment.partition}"
             )
-        self.held = Held(message, header, data)
-        self._ledger.add("held", data.nbytes)
+        self.pending = PendingMessage(message, header, data)
+        self._memory.add("pending", data.nbytes)
 
-    def use(self) -> Held:
-        """The held message, which is not held any more."""
-        held = self.held
-        assert held is not None
-        self.held = None
-        self.sent += 1
-        self._ledger.add("held", -held.data.nbytes)
-        return held
+    def consume(self) -> PendingMessage:
+        """Remove the pending message, to use it."""
+        pending = self.pending
+        assert pending is not None
+        self.pending = None
+        self.consumed += 1
+        self._memory.add("pending", -pending.data.nbytes)
+        return pending
 
-    def queue(self, message: bytes, numel: int) -> None:
-        """Send `message` to the rank, which has `numel` of the elements it is owed."""
+    def enqueue(self, message: bytes, numel: int) -> None:
+        """Queue a message for the rank, with `numel` of the elements that it still has to get."""
         self.outgoing.append(message)
-        self._owed_numel -= numel
-        self._ledger.add("queued", len(message))
+        self._remaining_numel -= numel
+        self._memory.add("queued", len(message))
 
-    def take(self) -> bytes:
-        """The next message to send."""
+    def dequeue(self) -> bytes:
+        """Remove the next message to send from the queue."""
         message = self.outgoing.popleft()
-        self._ledger.add("queued", -len(message))
+        self._memory.add("queued", -len(message))
         return message
 
     def clear(self) -> None:
-        """Let go of what is held and queued."""
+        """Drop the pending message and the queue."""
         while self.outgoing:
-            self.take()
-        if self.held is not None:
-            self.use()
-        self.arrived = self.has_room = _nothing
+            self.dequeue()
+        if self.pending is not None:
+            self.consume()
+        self.on_message = self.on_room = _nothing
 
 
-def _nothing(_: Seat) -> None:
-    """What happens to a seat of an operation that has not begun or is over."""
+def _nothing(_: Participant) -> None:
+    """The callback of a participant whose operation has not begun or is over."""

@@ -1,16 +1,16 @@
 """What a backend is: the collectives of one group of ranks, over flat arrays.
 
 A `Backend` moves and reduces bytes; it knows no tensors, no shapes, no `Work` and no default deadlines. `ProcessGroup`
-stands in front of it: it turns what users have into flat arrays, numbers the calls, and runs one call of a group after
-the other. So a backend is never entered twice at the same time, except by `send`, `recv` and `abort`.
+is the layer above: it turns users' arrays into flat ones, numbers the calls, and runs one call of a group after the
+other. So a backend is never called concurrently, except `send`, `recv` and `abort`.
 
     shape legend: n = world_size, T = call.dtype.numpy, counts = call.counts; every array is 1-D and contiguous
 
 Note: [Agreement]
     Every rank describes a collective by a `Call`. All ranks of a group must give equal ones; otherwise every rank gets
     `Disagreement` with the text of `disagreement()`, before any array was changed, and the group can go on. The
-    exception is the order of calls on different groups, which nobody can check. A rank that cannot make its call makes
-    a refusal in its place, by `barrier`: that equals nobody's call, so its reason is what the others get, at once.
+    exception is the order of calls on different groups, which cannot be checked. A rank that cannot make its call makes
+    a refusal in its place, by `barrier`: it differs from all calls, so the others get its reason, at once.
 
 Note: [Rank order]
     Reductions combine contributions in the order of ranks, ((x0 + x1) + x2) + ..., in f32 for bf16 and f16, rounded
@@ -19,7 +19,7 @@ Note: [Rank order]
 
 Note: [After an error]
     `Disagreement` and `InvalidRequest` leave the group usable. Any other error does not: some ranks may have finished
-    the call and others not. The group is then aborted: everything that is pending or comes later raises that error.
+    the call and others not. The group is then aborted: all pending and later calls raise that error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Backend", "Call", "GroupContext", "Operation", "Store", "disagreemen
 
 
 class Store(Protocol):
-    """The key-value store that the ranks of a group meet in. Blocking; any thread."""
+    """The key-value store that the ranks of a group share. Blocking; any thread."""
 
     def put(self, key: str, value: bytes) -> None:
         """Store a value, at most 1 MiB."""
@@ -55,16 +55,16 @@ class Store(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupContext:
-    """Who a group is, as one of its ranks sees it.
+    """A group and its members, as one of its ranks sees them.
 
     Attributes:
         name: same on every member and never used again in the job; printable, at most 200 characters.
         rank: our position in the group.
-        ranks: the members' world ranks, by position: what messages name.
-        members: the members, by position; mock groups have made-up ones.
-        store: where they meet.
+        ranks: the members' world ranks, by position; messages name these.
+        members: the members, by position; mock groups have invented ones.
+        store: where they find each other.
         timeout_s: how long making the backend may take.
-        ended: gives what ended the group, once anything has; what makes a backend and waits looks at it.
+        ended: returns the error that ended the group, once there is one; checked by waits while a backend is made.
     """
 
     name: str
@@ -79,24 +79,24 @@ class GroupContext:
 class Backend(ABC):
     """The collectives of one group. Blocking; see this module's notes.
 
-    Every collective takes what all ranks must agree on as `call` and raises:
+    Every collective takes a `call`, which must be equal on all ranks, and raises:
 
         Disagreement: the ranks' calls differ. See Note: [Agreement].
         InvalidRequest: arrays do not fit the call, or it cannot be done (AVERAGE of integers); raised on this rank
             before anything was sent. The other ranks wait for a call of that number: make `call.refused(error)`.
         Timeout: some ranks did not come; the message names them, by world rank.
-        AxonError: what `abort` was given, or `Broken` when the transport failed.
+        AxonError: the error given to `abort`, or `Broken` when the transport failed.
 
-    After an error: see Note: [After an error]. Output arrays hold anything, except after `Disagreement`.
+    After an error: see Note: [After an error]. The values of output arrays are undefined, except after `Disagreement`.
 
     Attributes:
         name: under which it is selected ("shm").
-        keeps_messages: whether what a rank has sent is received though that rank has closed and gone.
-        dtypes: what its arrays may consist of.
+        buffers_messages: whether messages are still received after their sender has closed its backend and exited.
+        dtypes: the element types that it supports.
     """
 
     name: ClassVar[str]
-    keeps_messages: ClassVar[bool] = False
+    buffers_messages: ClassVar[bool] = False
     dtypes: tuple[DType, ...] = tuple(DType)
 
     def __init__(self, context: GroupContext) -> None:
@@ -136,14 +136,14 @@ class Backend(ABC):
     def all_gather(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
         """output: T[sum(counts)] becomes all ranks' data: T[counts[rank]], in rank order.
 
-        `data` may be its own part of `output` (same memory), and else must not overlap it.
+        `data` may be its own partition of `output` (same memory), and must not overlap it otherwise.
         """
 
     @abstractmethod
     def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
-        """output: T[counts[rank]] becomes our part of the reduction of all ranks' data: T[sum(counts)].
+        """output: T[counts[rank]] becomes our partition of the reduction of all ranks' data: T[sum(counts)].
 
-        `output` may be its own part of `data`, and else must not overlap it. Other parts of `data` are only read.
+        `output` may be its own partition of `data`, and must not overlap it otherwise. The rest of `data` is only read.
         """
 
     @abstractmethod
@@ -152,7 +152,7 @@ class Backend(ABC):
 
     @abstractmethod
     def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
-        """output: T[counts[rank]] becomes our part of the root's data: T[sum(counts)]; elsewhere data is None."""
+        """output: T[counts[rank]] becomes our partition of the root's data: T[sum(counts)]; elsewhere data is None."""
 
     @abstractmethod
     def all_to_all(
@@ -164,10 +164,10 @@ class Backend(ABC):
         input_counts: Sequence[int],
         timeout_s: float,
     ) -> None:
-        """Part i of output: T[sum(output_counts)] becomes the part of rank i's data that is for us.
+        """Partition i of output: T[sum(output_counts)] becomes the partition of rank i's data that is for us.
 
         Raises:
-            Disagreement: what we expect of a rank is not what it sends us; every rank gets it.
+            Disagreement: a rank does not send us as many elements as we expect; every rank gets it.
         """
 
     @abstractmethod
@@ -186,7 +186,7 @@ class Backend(ABC):
 
     @abstractmethod
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """Fill data: T[any] with the next message of a rank with this tag; -1 = of any rank. Its rank (position).
+        """Fill data: T[any] with the next message of a rank (-1 = any) with this tag; returns the sender's position.
 
         Raises:
             Disagreement: the message has another size or dtype; it is dropped.
@@ -194,11 +194,11 @@ class Backend(ABC):
 
     @abstractmethod
     def abort(self, error: AxonError) -> None:
-        """End everything that is pending or comes later with `error`. Any thread; the first error counts."""
+        """End all pending and later calls with `error`. Any thread; the first error counts."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything, on this rank only. Harmless when repeated; no call may be under way."""
+        """Free all resources, on this rank only. May be repeated; no call may be pending."""
 
     def statistics(self) -> dict[str, float]:
         """Counters: bytes copied, sent and received, waits."""

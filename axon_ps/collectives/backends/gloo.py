@@ -1,22 +1,23 @@
-"""`GlooBackend`: PyTorch's gloo behind our `Backend`: somebody else's code to compare with, and TCP without servers.
+"""`GlooBackend`: PyTorch's gloo behind our `Backend`: for comparison, and for TCP without servers.
 
-Owns: what gloo lacks. Before a collective the ranks exchange headers, each with each, so a disagreement is found before
-data moves and a time-out can say who is missing. Averages, NaN in minima and maxima, bool, bf16, uneven counts and
-empty arrays are made of what gloo has. The only module outside `parallel` that imports torch.
+Owns: what gloo lacks. Before a collective all pairs of ranks exchange headers, so a disagreement is found before data
+moves and a time-out can name the missing ranks. Averages, NaN in minima and maxima, bool, bf16, uneven counts and empty
+arrays are composed of gloo's operations. The only module outside `parallel` that imports torch.
 
 Invariants:
 - bf16 and f16 are reduced in f32 and rounded once. The order of reductions is gloo's. Blocks of int8, which gloo moves
-  as bytes, are exchanged, and each rank adds up its part.
-- A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own; so
-  what does not fit can be taken off the wire and dropped, and concurrent receives of one tag cannot mix up payloads.
-- gloo cannot cancel. But a receive that times out closes the peer's connection, and that ends everything that is
-  pending on it, here and there. `abort` does just that, and a call that fails leaves the reason in the store.
+  as bytes, are exchanged, and each rank reduces its partition.
+- A message is an envelope (dtype, size, payload tag) under the user's tag, and the payload under a tag of its own; so a
+  message that does not fit can be received and dropped, and concurrent receives of one tag cannot mix up payloads.
+- gloo cannot cancel. But a receive that times out closes the peer's connection, and that ends all calls that are
+  pending on it, at both ends. `abort` does just that, and a call that fails publishes the reason in the store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import threading
 import time
@@ -63,7 +64,7 @@ _OF_BOOL = {
 
 
 class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """The group's store as gloo's: where its connections find each other."""
+    """The group's store behind gloo's interface; gloo exchanges addresses in it."""
 
     def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
         super().__init__()
@@ -86,8 +87,8 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         for key in keys:
             self._store.wait(f"{self._prefix}/{key}", self._timeout_s)
 
-    def forget(self) -> None:
-        """Remove what was stored."""
+    def delete_keys(self) -> None:
+        """Remove the keys that this rank stored."""
         for key in self._keys:
             self._store.delete(key)
         self._keys.clear()
@@ -120,7 +121,7 @@ class GlooBackend(RequestBackend):
         try:
             self._native = dist.ProcessGroupGloo(self._rendezvous, self.rank, self.world_size, limit)
         except RuntimeError as error:
-            self._rendezvous.forget()
+            self._rendezvous.delete_keys()
             if "nobody stored" in str(error) or "timed out" in str(error).lower():
                 raise Timeout(f"gloo group {context.name!r} was not complete in {context.timeout_s:g} s") from error
             raise Broken(f"gloo cannot connect group {context.name!r}: {_first_line(error)}") from error
@@ -143,7 +144,7 @@ class GlooBackend(RequestBackend):
         headers = [mine if r == self.rank else np.zeros_like(mine) for r in range(self.world_size)]
         others = [r for r in range(self.world_size) if r != self.rank]
 
-        def post() -> list[Any]:
+        def start() -> list[Any]:
             sent = torch.from_numpy(mine)
             receives = [self._native.recv([torch.from_numpy(headers[r])], r, _HEADER_TAG) for r in others]
             return receives + [self._native.send([sent], r, _HEADER_TAG) for r in others]
@@ -152,20 +153,20 @@ class GlooBackend(RequestBackend):
             return _who([self.context.ranks[r] for r in others if not header.arrived(headers[r])])
 
         if others:
-            self._do(post, str(request.call), missing, deadline)
-            self._rendezvous.forget()  # everybody is connected
+            self._do(start, str(request.call), missing, deadline)
+            self._rendezvous.delete_keys()  # all ranks are connected
         return header.check(headers, request.call, self.context)
 
-    def _run(self, post: Callable[[], Any], what: str, deadline: float) -> None:
-        """Post a native collective and wait for it."""
+    def _run(self, start: Callable[[], Any], what: str, deadline: float) -> None:
+        """Start a native collective and wait for it."""
 
         def missing() -> str:
             return "some rank"
 
-        self._do(lambda: [post()], what, missing, deadline)
+        self._do(lambda: [start()], what, missing, deadline)
 
     def _all_reduce_native(self, tensor: Any, op: Any, root: int, what: str, deadline: float) -> None:
-        """tensor becomes the reduction of all ranks'; with a root other than -1 only there."""
+        """tensor becomes the reduction of all ranks' tensors; with a root other than -1, on the root only."""
         if root < 0:
             options = dist.AllreduceOptions()
             options.reduceOp = op
@@ -197,18 +198,18 @@ class GlooBackend(RequestBackend):
         return result
 
     def _reduced_blocks(self, request: Request, data: Array, deadline: float) -> Any:
-        """The same of blocks of int8, in the order of ranks: each rank adds up its part, and all get all parts."""
+        """The same for blocks of int8, in rank order: each rank reduces its partition, and all get all partitions."""
         call, n = request.call, self.world_size
         assert call.op is not None
         counts = [data.size // n + (r < data.size % n) for r in range(n)]
         mine = counts[self.rank]
-        parts = np.empty(n * mine, data.dtype)
+        partitions = np.empty(n * mine, data.dtype)
         if data.size:
-            self._exchange(parts, data, [mine] * n, counts, request, deadline)
+            self._exchange(partitions, data, [mine] * n, counts, request, deadline)
         result = np.empty_like(data)
         begins = np.cumsum([0, *counts])
         own = result[begins[self.rank] : begins[self.rank + 1]]
-        ops.reduce_into(own, list(parts.reshape(n, mine)), call.op, call.dtype)
+        ops.reduce_into(own, list(partitions.reshape(n, mine)), call.op, call.dtype)
         for root in range(n):
             self._broadcast_from(result[begins[root] : begins[root + 1]], root, request, deadline)
         return _tensor(result, call.dtype)
@@ -244,20 +245,20 @@ class GlooBackend(RequestBackend):
         """One broadcast per rank: gloo's all-gather takes equal counts only."""
         assert request.output is not None
         assert request.data is not None
-        parts = np.split(request.output, np.cumsum(request.call.counts)[:-1])
-        _move(parts[self.rank], request.data)
-        for root, part in enumerate(parts):
-            self._broadcast_from(part, root, request, deadline)
+        partitions = np.split(request.output, np.cumsum(request.call.counts)[:-1])
+        _copy_unless_same(partitions[self.rank], request.data)
+        for root, partition in enumerate(partitions):
+            self._broadcast_from(partition, root, request, deadline)
 
     def _exchange(
         self, output: Array, data: Array, received: list[int], sent: list[int], request: Request, deadline: float
     ) -> None:
-        """Part i of data goes to rank i, part i of output comes from there; somewhere there is a part."""
+        """Partition i of data goes to rank i, partition i of output comes from there; not all of them are empty."""
         if self.world_size == 1:
-            _move(output, data)
+            _copy_unless_same(output, data)
             return
         dtype = request.call.dtype
-        # Tensors without elements have no memory, and gloo wants an address; so each gets one element more.
+        # Tensors without elements have no memory, and gloo needs an address; so each gets one element more.
         source, target = _padded(data, dtype)[: data.size], _padded(output, dtype)[: output.size]
         self._run(
             lambda: self._native.alltoall_base(target, source, received, sent, dist.AllToAllOptions()),
@@ -295,19 +296,19 @@ class GlooBackend(RequestBackend):
             self._exchange(request.output, request.data, received, sent, request, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:
-        """Nothing is left to do when all headers are here."""
+        """Nothing is left to do: the ranks have exchanged headers."""
 
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; returns when the receiver has taken it."""
+        """See `Backend.send`; returns when the receiver has received it."""
         self._check_message(data, dtype, to, tag, any_source=False)
         deadline = time.monotonic() + timeout_s
         payload_tag = _FIRST_PAYLOAD_TAG + next(self._payload_tags) % _PAYLOAD_TAGS
         envelope = torch.tensor([_DTYPES.index(dtype), data.size, payload_tag])
         tensor, what = _tensor(data, dtype), f"a message with tag {tag}"
 
-        def post() -> list[Any]:
+        def start() -> list[Any]:
             works = [self._native.send([envelope], to, _FIRST_MESSAGE_TAG + tag)]
             return works + ([self._native.send([tensor], to, payload_tag)] if data.size else [])
 
@@ -315,7 +316,7 @@ class GlooBackend(RequestBackend):
             return _who([self.context.ranks[to]])
 
         try:
-            self._do(post, what, missing, deadline)
+            self._do(start, what, missing, deadline)
         except (Timeout, Broken) as error:
             self._end(error)
             raise
@@ -332,13 +333,13 @@ class GlooBackend(RequestBackend):
             silent = [source] if source >= 0 else [r for r in range(self.world_size) if r != self.rank]
             return _who([self.context.ranks[r] for r in silent])
 
-        def post() -> list[Any]:
+        def start() -> list[Any]:
             if source < 0:
                 return [self._native.recv_anysource([envelope], wire_tag)]
             return [self._native.recv([envelope], source, wire_tag)]
 
         try:
-            (work,) = self._do(post, what, missing, deadline)
+            (work,) = self._do(start, what, missing, deadline)
             sender = source if source >= 0 else int(work._source_rank())
             index, numel, payload_tag = envelope.tolist()
             sent_dtype = _DTYPES[index]
@@ -352,11 +353,11 @@ class GlooBackend(RequestBackend):
             raise
         if not fits:
             ranks = self.context.ranks
-            said = {
+            calls = {
                 ranks[sender]: f"send of {numel} {sent_dtype.value}",
                 ranks[self.rank]: f"recv of {data.size} {dtype.value}",
             }
-            raise disagreement(said, f"a message with tag {tag} in group {self.context.name!r}")
+            raise disagreement(calls, f"a message with tag {tag} in group {self.context.name!r}")
         return sender
 
     def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, any_source: bool) -> None:
@@ -369,17 +370,19 @@ class GlooBackend(RequestBackend):
 
     # ------------------------------------------------------------------ errors, the end
 
-    def _do(self, post: Callable[[], list[Any]], what: str, missing: Callable[[], str], deadline: float) -> list[Any]:
-        """Give gloo something to do, wait for it and return its handles; its errors become ours."""
+    def _do(self, start: Callable[[], list[Any]], what: str, missing: Callable[[], str], deadline: float) -> list[Any]:
+        """Start gloo's operations, wait for them and return their handles; gloo's errors become ours."""
         works: list[Any] = []
         try:
-            works = post()
+            works = start()
             for work in works:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                # Gloo cuts what is not a whole millisecond, and would say that time is up before it is.
+                left_s = max(1, math.ceil((deadline - time.monotonic()) * 1000.0)) / 1000.0
+                work.wait(timedelta(seconds=left_s))
             return works
         except RuntimeError as error:
             work = None
-            works.clear()  # or whoever keeps the error would keep the connections
+            works.clear()  # or whoever holds the error would keep the connections open
             raise self._cause(error, what, missing, deadline) from error.with_traceback(None)
 
     def _cause(self, error: RuntimeError, what: str, missing: Callable[[], str], deadline: float) -> AxonError:
@@ -396,13 +399,13 @@ class GlooBackend(RequestBackend):
             raise self._error.with_traceback(None)
 
     def _end(self, error: AxonError) -> None:
-        """A call of ours has failed, which ends the group."""
+        """End the group after a call of this rank has failed."""
         if self._error is None:
-            reason.leave(self.context, self.name, error)
+            reason.publish(self.context, self.name, error)
         self.abort(error)
 
     def abort(self, error: AxonError) -> None:
-        """See `Backend.abort`; it closes the connections, so that the other ranks' calls break off too."""
+        """See `Backend.abort`; it closes the connections, so that the other ranks' calls end too."""
         with self._lock:
             if self._error is not None:
                 return
@@ -411,13 +414,13 @@ class GlooBackend(RequestBackend):
         if native is not None:
             for peer in range(self.world_size):
                 if peer != self.rank:
-                    with contextlib.suppress(RuntimeError):  # which is what was wanted: it closed the connection
+                    with contextlib.suppress(RuntimeError):  # as intended: it closed the connection
                         native.recv([torch.zeros(1)], peer, _POISON_TAG).wait(_POISON_WAIT)
 
     def close(self) -> None:
         """See `Backend.close`."""
         with self._lock:
-            # Not what it ended with: its traceback would keep the connections.
+            # Not the error that ended the group: its traceback would keep the connections open.
             self._error = Closed(f"the backend of group {self.context.name!r} was closed")
             self._native = None
 
@@ -457,7 +460,7 @@ def _padded(array: Array, dtype: DType) -> Any:
     return _tensor(padded, dtype)
 
 
-def _move(target: Array, source: Array) -> None:
+def _copy_unless_same(target: Array, source: Array) -> None:
     if target.__array_interface__["data"] != source.__array_interface__["data"]:
         np.copyto(target, source)
 
@@ -467,5 +470,5 @@ def _who(ranks: list[int]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """What gloo says, without where in its source it says so and without its advice."""
+    """gloo's message, without its source location and without its advice."""
     return re.sub(r"^\[[^\]]*\] ?", "", str(error)).partition("\n")[0].partition(" This is typically")[0]

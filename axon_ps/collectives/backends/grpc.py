@@ -1,10 +1,10 @@
 """`GrpcBackend`: the collectives of ranks anywhere, reduced on the way by the job's shard servers.
 
-Every rank sends what it contributes to the servers once and gets what it is to have once: an all-reduce of M bytes
-moves M bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M one way.
+Every rank sends its contribution to the servers once and receives its result once: an all-reduce of M bytes moves M
+bytes in each direction of a rank's network card, at the same time, where a ring moves 2(n-1)/n·M each way.
 
-Owns: the blocking side, and which part of which array is sent and filled. Refuses: to know how an operation is spread
-(`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).
+Owns: the blocking side, and which range of which array is sent and filled. Refuses: to know how an operation is striped
+over the servers (`aggregation.core.stripes`) and how streams are read and written (`aggregation.client.client`).
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from axon_ps.aggregation.client.client import Buffers, CollectiveClient, Seating
+from axon_ps.aggregation.client.client import Buffers, CollectiveClient, GroupHandle
 from axon_ps.collectives.backends.base import GroupContext, Operation
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, part_starts
+from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, partition_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import Array, DType
 
 T = TypeVar("T")
 
-SERVERS_WORD_S = 0.5
-"""How long the servers may take to say how a call ended whose group has lost a member."""
+SERVER_REPORT_S = 0.5
+"""How long the servers may take to report how a call ended whose group has lost a member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcCalls:
-    """How a process reaches the shard servers for collectives; all its groups share it.
+    """A process's connection to the shard servers for collectives; all its groups share it.
 
     Attributes:
         loop: where streams run.
-        client: their coroutines, on that loop.
+        client: performs operations on the servers, on that loop.
     """
 
     loop: BackgroundLoop
@@ -49,19 +49,19 @@ class GrpcBackend(RequestBackend):
 
     Args:
         context: the group.
-        calls: the way to the servers.
+        calls: the connection to the servers.
 
     After an error of the transport the servers may have done the call for some, all or none of the ranks.
     """
 
     name = "grpc"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(self, context: GroupContext, calls: GrpcCalls) -> None:
         super().__init__(context)
         self._loop, self._client = calls.loop, calls.client
-        self._seating = Seating(
-            group=context.name,
+        self._group = GroupHandle(
+            name=context.name,
             rank=context.rank,
             ranks=context.ranks,
             members=tuple(member.id for member in context.members),
@@ -69,7 +69,7 @@ class GrpcBackend(RequestBackend):
         self._lock = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # touched on the loop's thread only
         self._error: AxonError | None = None
-        self._has_mail = False
+        self._has_messages = False
         self._closed = False
 
     def sibling(self, context: GroupContext) -> GrpcBackend:
@@ -82,27 +82,27 @@ class GrpcBackend(RequestBackend):
             raise self._error
         if self.world_size > 1:
             buffers = _buffers(request, self.rank, self.world_size)
-            self._run(lambda: self._client.collective(self._seating, request.call, buffers, timeout_s))
+            self._run(lambda: self._client.collective(self._group, request.call, buffers, timeout_s))
         elif request.output_counts != request.input_counts:
             raise Disagreement(
                 f"{request.call} of a group of one sends {request.input_counts[0]} elements to itself and expects "
                 f"{request.output_counts[0]}"
             )
-        _keep_own(request, self.rank, self.world_size)
+        _copy_own(request, self.rank, self.world_size)
 
     # ------------------------------------------------------------------ messages between two ranks
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
         check_message(data, dtype, to, tag, self.context, any_source=False)
-        self._has_mail = True
-        self._run(lambda: self._client.send(self._seating, data, dtype, to, tag, timeout_s))
+        self._has_messages = True
+        self._run(lambda: self._client.send(self._group, data, dtype, to, tag, timeout_s))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
         check_message(data, dtype, source, tag, self.context, any_source=True)
-        self._has_mail = True
-        return self._run(lambda: self._client.recv(self._seating, data, dtype, source, tag, timeout_s))
+        self._has_messages = True
+        return self._run(lambda: self._client.recv(self._group, data, dtype, source, tag, timeout_s))
 
     # ------------------------------------------------------------------ the end
 
@@ -124,11 +124,11 @@ class GrpcBackend(RequestBackend):
             if self._closed:
                 return
             self._closed = True
-            well = self._error is None
+            intact = self._error is None
             self._error = self._error or Closed(f"group {self.context.name!r} is closed")
-        if well and self._has_mail:
+        if intact and self._has_messages:
             with contextlib.suppress(AxonError):
-                self._loop.run(self._client.close_group(self._seating))
+                self._loop.run(self._client.close_group(self._group))
 
     def statistics(self) -> dict[str, float]:
         """Payload bytes and messages in each direction, of all groups of this process."""
@@ -142,7 +142,7 @@ class GrpcBackend(RequestBackend):
         return self._loop.run(self._guarded(make))
 
     async def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A call that `abort` ends."""
+        """Await a call, which `abort` can end."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -158,15 +158,15 @@ class GrpcBackend(RequestBackend):
             self._tasks.discard(task)
 
     async def _cancel(self) -> None:
-        """End what is under way; after a death the servers do that, and let what was complete before it end well."""
+        """End what is under way; after a death the servers do that, and calls that were complete before it succeed."""
         if isinstance(self._error, MemberLost) and self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=SERVERS_WORD_S)
+            await asyncio.wait(set(self._tasks), timeout=SERVER_REPORT_S)
         for task in self._tasks:
             task.cancel()
 
 
 def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
-    """Which part of which array is sent, and where what comes is put."""
+    """Which range of which array is sent, and where received data goes."""
     call, data, output = request.call, request.data, request.output
     nowhere = [0] * world_size
     match call.operation:
@@ -181,12 +181,12 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
             return Buffers(
                 source=data,
                 target=output,
-                source_starts=part_starts(request.input_counts),
-                target_starts=part_starts(request.output_counts),
+                source_starts=partition_starts(request.input_counts),
+                target_starts=partition_starts(request.output_counts),
                 input_counts=request.input_counts,
                 output_counts=request.output_counts,
             )
-    starts = part_starts(call.counts)
+    starts = partition_starts(call.counts)
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
             return Buffers(source=data, target=output, source_starts=nowhere, target_starts=starts)
@@ -196,27 +196,27 @@ def _buffers(request: Request, rank: int, world_size: int) -> Buffers:
             return Buffers(source=data, target=output, source_starts=starts, target_starts=nowhere)
 
 
-def _keep_own(request: Request, rank: int, world_size: int) -> None:
-    """Copy to its place what does not travel: what a rank has for itself."""
+def _copy_own(request: Request, rank: int, world_size: int) -> None:
+    """Copy the data that a rank keeps for itself, which is not sent, to its place."""
     call, data, output = request.call, request.data, request.output
     if data is None or output is None:
         return
     match call.operation:
         case Operation.ALL_GATHER | Operation.GATHER:
-            _place(output, part_starts(call.counts)[rank], data)
+            _place(output, partition_starts(call.counts)[rank], data)
         case Operation.SCATTER:
-            begin = part_starts(call.counts)[rank]
+            begin = partition_starts(call.counts)[rank]
             _place(output, 0, data[begin : begin + output.size])
         case Operation.ALL_TO_ALL:
-            begin = part_starts(request.input_counts)[rank]
-            part = data[begin : begin + request.input_counts[rank]]
-            _place(output, part_starts(request.output_counts)[rank], part)
+            begin = partition_starts(request.input_counts)[rank]
+            partition = data[begin : begin + request.input_counts[rank]]
+            _place(output, partition_starts(request.output_counts)[rank], partition)
         case Operation.REDUCE_SCATTER if world_size == 1:
             _place(output, 0, data)
 
 
 def _place(output: Array, begin: int, data: Array) -> None:
-    """Copy our own part to its place, unless it is there already."""
+    """Copy our own partition to its place, unless it is there already."""
     target = output[begin : begin + data.size]
     if data.size and target.ctypes.data != data.ctypes.data:
         np.copyto(target, data)

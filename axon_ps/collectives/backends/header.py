@@ -1,9 +1,9 @@
-"""What ranks tell each other before a collective, where the transport does not compare calls itself.
+"""The headers that ranks exchange before a collective, where the transport does not compare calls itself.
 
-Owns: the bytes of one rank's description of its call, the same number for every rank of a group, and the verdict on the
-descriptions of all ranks. Pure.
+Owns: the encoding of one rank's call, of one size for all ranks of a group, and the comparison of all ranks' calls.
+Pure.
 
-    header: u8[16 digest | text, padded with zeros | i64 counts: n that go out, n that come in | 1 mark], n = world_size
+    header: u8[16 digest | text, padded with zeros | i64 counts: n sent, n received | 1 end mark], n = world_size
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def encode(request: Request, world_size: int) -> Array:
 
 
 def arrived(header: Array) -> bool:
-    """Whether a header, all zeros before, was received to its end."""
+    """Whether a header, in a buffer that was all zeros, was received to its end."""
     return bool(header[-1] == _MARK)
 
 
 def check(headers: Sequence[Array], call: Call, context: GroupContext) -> list[list[int]]:
-    """Compare the headers of all ranks, given by rank; every rank that does so comes to the same verdict.
+    """Compare the headers of all ranks, given by rank; the result is the same on every rank.
 
     Returns:
-        How many elements go from rank i to rank j, `[i][j]`; of use in an all-to-all only.
+        How many elements go from rank i to rank j, `[i][j]`; only used in an all-to-all.
 
     Raises:
         Disagreement: the ranks do not make the same call.
@@ -69,5 +69,5 @@ def check(headers: Sequence[Array], call: Call, context: GroupContext) -> list[l
 
 
 def _digest(call: Call) -> bytes:
-    words = (call.sequence, call.operation.value, call.dtype.value, call.counts, call.op and call.op.value, call.root)
-    return hashlib.blake2b(repr(words).encode(), digest_size=_DIGEST_BYTES).digest()
+    fields = (call.sequence, call.operation.value, call.dtype.value, call.counts, call.op and call.op.value, call.root)
+    return hashlib.blake2b(repr(fields).encode(), digest_size=_DIGEST_BYTES).digest()

@@ -1,19 +1,20 @@
-"""`HierarchicalBackend`: fast inside nodes, and across them every byte once per node instead of once per rank.
+"""`HierarchicalBackend`: one backend inside nodes, and another across them, which moves a byte once per node.
 
 Owns: how a collective is made of collectives inside nodes and across them. An all-reduce is a reduce-scatter inside
-each node, an all-reduce across in lanes (one rank of every node, each with its share), and an all-gather inside; the
-other operations likewise. Nodes may have different numbers of ranks, see `topology`. Refuses: to move a byte itself.
+each node, an all-reduce across nodes in each rail (one rank of every node, each with its stripe of the data), and an
+all-gather inside each node; the other operations likewise. Nodes may have different numbers of ranks, see `topology`.
+Refuses: to move a byte itself.
 
 Invariants:
-- Ranks agree before anything else, all of them at once, through `flat`, which spans the group; so whoever is missing or
-  asks for something else is named whichever node it is on, and no stage begins that another rank does not begin.
-- What is small goes through `flat` only: the stages would cost more than they save. So do messages; inside a node they
-  could go faster, but then a receive from any rank would have to wait in two places.
-- A group on one node is just `intra`, and one with a rank on each node just `inter`.
+- All ranks compare their calls first, through `flat`, which spans the group. So a rank that is missing or makes another
+  call is named whichever node it is on, and no rank begins a stage that another does not begin.
+- Small calls go through `flat` only: the stages would cost more than they save. So do messages: they would be faster
+  inside a node, but a receive from any rank would have to wait in two places.
+- A group on one node uses `intra` alone, and one with a single rank on each node `inter` alone.
 - Reductions are in rank order inside nodes, then in the order of nodes; bf16, f16 and blocks of int8 are rounded after
   each. Results have the same bits on every rank and in every run.
-- Device memory stays on the device inside a node. What crosses, the share of each rank's lane, is staged through
-  page-locked host memory, and nothing else is (see `collectives.staging`); a message is, whole.
+- Device memory stays on the device inside a node. Only the stripe of each rail, which crosses nodes, is staged through
+  page-locked host memory (see `collectives.staging`), and messages, in full.
 """
 
 from __future__ import annotations
@@ -44,80 +45,80 @@ _MAX_NAME = 200
 
 
 class HierarchicalBackend(RequestBackend):
-    """See this module's notes. All ranks of the group must make it together. `create` makes what it consists of, too.
+    """See this module's notes. All ranks of the group must make it together. `create` also makes its backends.
 
     Args:
         intra: spans the ranks of our node, in the group's order.
-        inter: spans the group, and knows who is on which node (its members); lanes get siblings of it.
+        inter: spans the group, and knows who is on which node (its members); rails get siblings of it.
         small_bytes: up to how many bytes a call goes through `inter` only.
 
     Raises:
         InvalidRequest: `intra` does not span our node.
-        AxonError: the backend of our lane cannot be made.
+        AxonError: the backend of our rail cannot be made.
     """
 
     name: ClassVar[str] = "hierarchical"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(self, intra: Backend, inter: Backend, *, small_bytes: int = SMALL_BYTES) -> None:
         context, topology = inter.context, Topology.of(inter.context.members)
-        neighbours = topology.nodes[topology.node_of(context.rank)]
-        local = topology.local(context.rank)
-        if (intra.rank, intra.world_size) != (local, len(neighbours)):
+        node_ranks = topology.nodes[topology.node_of(context.rank)]
+        local = topology.local_rank(context.rank)
+        if (intra.rank, intra.world_size) != (local, len(node_ranks)):
             raise InvalidRequest(
-                f"intra is rank {intra.rank} of {intra.world_size}; needed is rank {local} of {len(neighbours)}, a "
+                f"intra is rank {intra.rank} of {intra.world_size}; needed is rank {local} of {len(node_ranks)}, a "
                 f"backend of the ranks of node {context.members[context.rank].node!r}"
             )
         one, apart = len(topology.nodes) == 1, max(map(len, topology.nodes)) == 1
-        lane: Backend | None = None
-        if not one and not apart and local < topology.lanes:
-            lane = inter.sibling(_part(context, f"lane{local}", topology.lane(local)))
-        self._consist_of(
+        rail: Backend | None = None
+        if not one and not apart and local < topology.num_rails:
+            rail = inter.sibling(_sub_context(context, f"rail{local}", topology.rail(local)))
+        self._compose(
             context,
             node=None if apart and not one else intra,
-            lane=lane,
+            rail=rail,
             flat=None if one else inter,
             small_bytes=small_bytes,
         )
-        self._backends = [b for b in (inter, lane, intra) if b is not None]  # to be closed, also where one does all
+        self._backends = [b for b in (inter, rail, intra) if b is not None]  # also those that are only to be closed
 
-    def _consist_of(
+    def _compose(
         self,
         context: GroupContext,
         *,
         node: Backend | None,
-        lane: Backend | None,
+        rail: Backend | None,
         flat: Backend | None,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
-        """`node` spans our node, None if `flat` does everything; `lane` our lane, None when we are in none; `flat` the
+        """`node` spans our node, None if `flat` does everything; `rail` our rail, None if we are in none; `flat` the
         group, None if `node` does everything.
         """
         super().__init__(context)
-        self._backends = [b for b in (flat, lane, node) if b is not None]
+        self._backends = [b for b in (flat, rail, node) if b is not None]
         self.dtypes = tuple(dtype for dtype in DType if all(dtype in b.dtypes for b in self._backends))
         self._staging = Staging()
-        whole = flat if node is None else node if flat is None else None
-        self._whole = None if whole is None else Stage(whole, None if whole is node else self._staging)
+        single = flat if node is None else node if flat is None else None
+        self._single = None if single is None else Stage(single, None if single is node else self._staging)
         self._small_bytes = small_bytes
         self._error: AxonError | None = None
         self._topology = Topology.of(context.members)
-        self._home = self._topology.node_of(self.rank)
-        self._local = self._topology.local(self.rank)
-        self._neighbours = self._topology.nodes[self._home]
+        self._node_index = self._topology.node_of(self.rank)
+        self._local_rank = self._topology.local_rank(self.rank)
+        self._node_ranks = self._topology.nodes[self._node_index]
         if node is not None:
             self._node = Stage(node)
-        if lane is not None:
-            self._lane = Stage(lane, self._staging)
+        if rail is not None:
+            self._rail = Stage(rail, self._staging)
         if flat is not None:
             self._flat = Stage(flat, self._staging)
-        self._in_lane = lane is not None
+        self._in_rail = rail is not None
 
     @classmethod
     def create(
         cls, context: GroupContext, *, intra: Make, inter: Make, small_bytes: int = SMALL_BYTES
     ) -> HierarchicalBackend:
-        """Make the backend and those it consists of. All ranks of the group must make it together.
+        """Make the backend and those it uses. All ranks of the group must make it together.
 
         Args:
             context: who the group is.
@@ -128,37 +129,37 @@ class HierarchicalBackend(RequestBackend):
         Raises:
             AxonError: one of the backends cannot be made; those that were are closed.
         """
-        topology, everybody = Topology.of(context.members), range(len(context.ranks))
+        topology, all_ranks = Topology.of(context.members), range(len(context.ranks))
         if len(topology.nodes) == 1:
-            return cls._of(context, node=intra(_part(context, "node", everybody)), lane=None, flat=None)
+            return cls._of(context, node=intra(_sub_context(context, "node", all_ranks)), rail=None, flat=None)
         if max(map(len, topology.nodes)) == 1:
-            return cls._of(context, node=None, lane=None, flat=inter(_part(context, "flat", everybody)))
+            return cls._of(context, node=None, rail=None, flat=inter(_sub_context(context, "flat", all_ranks)))
         made: list[Backend] = []
         try:
             home = topology.node_of(context.rank)
-            node = intra(_part(context, f"node{home}", topology.nodes[home]))
+            node = intra(_sub_context(context, f"node{home}", topology.nodes[home]))
             made.append(node)
-            flat = inter(_part(context, "flat", everybody))
+            flat = inter(_sub_context(context, "flat", all_ranks))
             made.append(flat)
-            lane: Backend | None = None
-            if (local := topology.local(context.rank)) < topology.lanes:
-                lane = inter(_part(context, f"lane{local}", topology.lane(local)))
+            rail: Backend | None = None
+            if (local := topology.local_rank(context.rank)) < topology.num_rails:
+                rail = inter(_sub_context(context, f"rail{local}", topology.rail(local)))
         except BaseException:
             for backend in made:
                 backend.close()
             raise
-        return cls._of(context, node=node, lane=lane, flat=flat, small_bytes=small_bytes)
+        return cls._of(context, node=node, rail=rail, flat=flat, small_bytes=small_bytes)
 
     @classmethod
-    def _of(cls, context: GroupContext, **parts: Any) -> HierarchicalBackend:
+    def _of(cls, context: GroupContext, **backends: Any) -> HierarchicalBackend:
         backend = cls.__new__(cls)
-        backend._consist_of(context, **parts)
+        backend._compose(context, **backends)
         return backend
 
     def sibling(self, context: GroupContext) -> Backend:
         """See `Backend.sibling`."""
-        if self._whole is not None:
-            return self._whole.backend.sibling(context)
+        if self._single is not None:
+            return self._single.backend.sibling(context)
         return type(self).create(
             context,
             intra=self._node.backend.sibling,
@@ -169,8 +170,8 @@ class HierarchicalBackend(RequestBackend):
     # ------------------------------------------------------------------ agreement
 
     def _perform(self, request: Request, timeout_s: float) -> None:
-        if self._whole is not None:
-            self._whole.perform(request, timeout_s)
+        if self._single is not None:
+            self._single.perform(request, timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
@@ -187,7 +188,7 @@ class HierarchicalBackend(RequestBackend):
             raise
 
     def _through_flat(self, request: Request, deadline: float) -> bool:
-        """Do all of a small call; whether it was one. All ranks see the same if they agree, and else are told."""
+        """Make a small call through `flat`; returns whether it was small, which equal calls find on every rank."""
         call = request.call
         arrays = [a for a in (request.data, request.output) if a is not None]
         small = sum(call.counts) * call.dtype.itemsize <= self._small_bytes
@@ -206,21 +207,21 @@ class HierarchicalBackend(RequestBackend):
                 reason=call.reason,
             )
         except Disagreement:
-            self._say_who_disagrees(request, deadline)
+            self._raise_disagreement(request, deadline)
         return True
 
     def _agree(self, request: Request, deadline: float) -> list[list[int]]:
-        """See that all ranks make the same call; how many elements go from rank to rank in an all-to-all."""
+        """Check that all ranks make the same call; how many elements go from rank to rank in an all-to-all."""
         try:
             headers = self._exchange_headers(request, deadline)
-        except Disagreement:  # others find this call small
-            return self._say_who_disagrees(request, deadline)
+        except Disagreement:  # other ranks make a small call
+            return self._raise_disagreement(request, deadline)
         return header.check(headers, request.call, self.context)
 
-    def _say_who_disagrees(self, request: Request, deadline: float) -> list[list[int]]:
-        """All ranks come here when one finds that calls differ: `flat` knows only what was asked of it."""
+    def _raise_disagreement(self, request: Request, deadline: float) -> list[list[int]]:
+        """All ranks come here when one finds that calls differ: `flat` cannot describe the ranks' own calls."""
         header.check(self._exchange_headers(request, deadline), request.call, self.context)
-        raise InternalError(f"the ranks agree on {request.call}, and yet a stage found that they do not")
+        raise InternalError(f"the ranks make equal calls {request.call}, and yet a stage found that they differ")
 
     def _exchange_headers(self, request: Request, deadline: float) -> list[Array]:
         mine = header.encode(request, self.world_size)
@@ -231,188 +232,190 @@ class HierarchicalBackend(RequestBackend):
 
     # ------------------------------------------------------------------ reductions
 
-    def _lane_shares(self, numel: int) -> list[int]:
-        """How many of `numel` elements each rank of the node takes through its lane."""
-        lanes = self._topology.lanes
-        return [numel // lanes + (i < numel % lanes) if i < lanes else 0 for i in range(len(self._neighbours))]
+    def _stripe_counts(self, numel: int) -> list[int]:
+        """How many of `numel` elements each rank of the node takes through its rail."""
+        rails = self._topology.num_rails
+        return [numel // rails + (i < numel % rails) if i < rails else 0 for i in range(len(self._node_ranks))]
 
-    def _across(self, call: Call) -> tuple[ReduceOp, Callable[[Array], object] | None]:
-        """How a lane combines the nodes' parts of a reduction, and what is done to each part before.
+    def _rail_reduction(self, call: Call) -> tuple[ReduceOp, Callable[[Array], object] | None]:
+        """How a rail reduces the nodes' partial results, and what is done to each stripe before.
 
-        An average of averages is right if nodes are equal; else each node's counts as much as it has ranks.
+        An average of averages is right if nodes are equal; else each node is weighted by its number of ranks.
         """
         assert call.op is not None
         if call.op is not ReduceOp.AVERAGE or self._topology.even:
             return call.op, None
-        weight = len(self._neighbours) / self.world_size
+        weight = len(self._node_ranks) / self.world_size
 
-        def weigh(part: Array) -> None:
-            weighed = np.empty(part.size, ops.accumulator_dtype(call.dtype))
-            ops.start(weighed, part, call.dtype)
+        def weigh(stripe: Array) -> None:
+            weighed = np.empty(stripe.size, ops.accumulator_dtype(call.dtype))
+            ops.start(weighed, stripe, call.dtype)
             weighed *= weight
-            ops.finish(part, weighed, ReduceOp.SUM, call.dtype, 1)
+            ops.finish(stripe, weighed, ReduceOp.SUM, call.dtype, 1)
 
         return ReduceOp.SUM, weigh
 
-    def _reduce_in_node(self, request: Request, data: Array, shares: Sequence[int], deadline: float) -> Array:
-        """Our share of the reduction of our node's data: T[shares[local]]."""
-        part = _empty(data, shares[self._local])
+    def _reduce_in_node(self, request: Request, data: Array, stripe_counts: Sequence[int], deadline: float) -> Array:
+        """Our stripe of the reduction of our node's data: T[stripe_counts[local_rank]]."""
+        stripe = _empty(data, stripe_counts[self._local_rank])
         self._node.run(
             Operation.REDUCE_SCATTER,
             request.call.dtype,
             deadline,
-            counts=shares,
+            counts=stripe_counts,
             data=data,
-            output=part,
+            output=stripe,
             op=request.call.op,
         )
-        return part
+        return stripe
 
     def _all_reduce(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _given(request.data)
-        shares = self._lane_shares(data.size)
-        part = self._reduce_in_node(request, data, shares, deadline)
-        if self._in_lane:
-            op, weigh = self._across(call)
-            self._lane.run(
-                Operation.ALL_REDUCE, call.dtype, deadline, counts=(part.size,), data=part, op=op, prepare=weigh
+        call, data = request.call, _required(request.data)
+        stripe_counts = self._stripe_counts(data.size)
+        stripe = self._reduce_in_node(request, data, stripe_counts, deadline)
+        if self._in_rail:
+            op, weigh = self._rail_reduction(call)
+            self._rail.run(
+                Operation.ALL_REDUCE, call.dtype, deadline, counts=(stripe.size,), data=stripe, op=op, prepare=weigh
             )
-        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=shares, data=part, output=data)
+        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=data)
 
     def _reduce(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _given(request.data)
-        shares = self._lane_shares(data.size)
-        part = self._reduce_in_node(request, data, shares, deadline)
+        call, data = request.call, _required(request.data)
+        stripe_counts = self._stripe_counts(data.size)
+        stripe = self._reduce_in_node(request, data, stripe_counts, deadline)
         root_node = self._topology.node_of(call.root)
-        if self._in_lane:
-            op, weigh = self._across(call)
-            self._lane.run(
+        if self._in_rail:
+            op, weigh = self._rail_reduction(call)
+            self._rail.run(
                 Operation.REDUCE,
                 call.dtype,
                 deadline,
-                counts=(part.size,),
-                data=part,
+                counts=(stripe.size,),
+                data=stripe,
                 op=op,
                 root=root_node,
                 prepare=weigh,
             )
-        if self._home == root_node:
-            self._gather_in_node(call, part, data if self.rank == call.root else None, shares, deadline)
+        if self._node_index == root_node:
+            self._gather_in_node(call, stripe, data if self.rank == call.root else None, stripe_counts, deadline)
 
     def _reduce_scatter(self, request: Request, _: Any, deadline: float) -> None:
         call, topology = request.call, self._topology
         counts = dict(enumerate(call.counts))
-        arranged = rearranged(_given(request.data), counts, range(self.world_size), topology.lane_order)
-        part = self._reduce_in_node(request, arranged, self._lane_totals(counts), deadline)
+        arranged = rearranged(_required(request.data), counts, range(self.world_size), topology.rail_order)
+        stripe = self._reduce_in_node(request, arranged, self._rail_totals(counts), deadline)
         mine = _empty(arranged, self._served_total(counts))
-        if self._in_lane:
-            op, weigh = self._across(call)
-            self._lane.run(
+        if self._in_rail:
+            op, weigh = self._rail_reduction(call)
+            self._rail.run(
                 Operation.REDUCE_SCATTER,
                 call.dtype,
                 deadline,
                 counts=self._node_totals(counts),
-                data=part,
+                data=stripe,
                 output=mine,
                 op=op,
                 prepare=weigh,
             )
-        self._deliver(call, mine, _given(request.output), counts, deadline)
+        self._deliver_in_node(call, mine, _required(request.output), counts, deadline)
 
     # ------------------------------------------------------------------ moves
 
     def _broadcast(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _given(request.data)
-        shares = self._lane_shares(data.size)
-        part = _empty(data, shares[self._local])
+        call, data = request.call, _required(request.data)
+        stripe_counts = self._stripe_counts(data.size)
+        stripe = _empty(data, stripe_counts[self._local_rank])
         root_node = self._topology.node_of(call.root)
-        if self._home == root_node:
-            whole = data if self.rank == call.root else None
-            self._scatter_in_node(call, part, whole, shares, deadline)
-        if self._in_lane:
-            self._lane.run(Operation.BROADCAST, call.dtype, deadline, counts=(part.size,), data=part, root=root_node)
-        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=shares, data=part, output=data)
+        if self._node_index == root_node:
+            full = data if self.rank == call.root else None
+            self._scatter_in_node(call, stripe, full, stripe_counts, deadline)
+        if self._in_rail:
+            self._rail.run(
+                Operation.BROADCAST, call.dtype, deadline, counts=(stripe.size,), data=stripe, root=root_node
+            )
+        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=data)
 
     def _all_gather(self, request: Request, _: Any, deadline: float) -> None:
-        call, output = request.call, _given(request.output)
+        call, output = request.call, _required(request.output)
         counts = dict(enumerate(call.counts))
-        shares = self._lane_totals(counts)
-        mine = self._collect(call, _given(request.data), counts, deadline)
-        part = _empty(output, shares[self._local])
-        if self._in_lane:
+        stripe_counts = self._rail_totals(counts)
+        mine = self._collect_in_node(call, _required(request.data), counts, deadline)
+        stripe = _empty(output, stripe_counts[self._local_rank])
+        if self._in_rail:
             totals = self._node_totals(counts)
-            self._lane.run(Operation.ALL_GATHER, call.dtype, deadline, counts=totals, data=mine, output=part)
-        in_place = self._topology.lane_order == tuple(range(self.world_size))
-        whole = output if in_place else _empty(output, output.size)
-        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=shares, data=part, output=whole)
+            self._rail.run(Operation.ALL_GATHER, call.dtype, deadline, counts=totals, data=mine, output=stripe)
+        in_place = self._topology.rail_order == tuple(range(self.world_size))
+        full = output if in_place else _empty(output, output.size)
+        self._node.run(Operation.ALL_GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=full)
         if not in_place:
-            output[:] = rearranged(whole, counts, self._topology.lane_order, range(self.world_size))
+            output[:] = rearranged(full, counts, self._topology.rail_order, range(self.world_size))
 
     def _gather(self, request: Request, _: Any, deadline: float) -> None:
-        call, data = request.call, _given(request.data)
+        call, data = request.call, _required(request.data)
         counts = dict(enumerate(call.counts))
-        shares = self._lane_totals(counts)
+        stripe_counts = self._rail_totals(counts)
         root_node = self._topology.node_of(call.root)
-        mine = self._collect(call, data, counts, deadline)
-        part = _empty(data, shares[self._local]) if self._home == root_node else None
-        if self._in_lane:
+        mine = self._collect_in_node(call, data, counts, deadline)
+        stripe = _empty(data, stripe_counts[self._local_rank]) if self._node_index == root_node else None
+        if self._in_rail:
             totals = self._node_totals(counts)
-            self._lane.run(
-                Operation.GATHER, call.dtype, deadline, counts=totals, data=mine, output=part, root=root_node
+            self._rail.run(
+                Operation.GATHER, call.dtype, deadline, counts=totals, data=mine, output=stripe, root=root_node
             )
-        if part is not None:
-            whole = _empty(data, sum(shares)) if self.rank == call.root else None
-            self._gather_in_node(call, part, whole, shares, deadline)
-            if whole is not None:
-                output = _given(request.output)
-                output[:] = rearranged(whole, counts, self._topology.lane_order, range(self.world_size))
+        if stripe is not None:
+            full = _empty(data, sum(stripe_counts)) if self.rank == call.root else None
+            self._gather_in_node(call, stripe, full, stripe_counts, deadline)
+            if full is not None:
+                output = _required(request.output)
+                output[:] = rearranged(full, counts, self._topology.rail_order, range(self.world_size))
 
     def _scatter(self, request: Request, _: Any, deadline: float) -> None:
-        call, output = request.call, _given(request.output)
+        call, output = request.call, _required(request.output)
         counts = dict(enumerate(call.counts))
-        shares = self._lane_totals(counts)
+        stripe_counts = self._rail_totals(counts)
         root_node = self._topology.node_of(call.root)
-        part: Array | None = None
-        if self._home == root_node:
-            whole: Array | None = None
+        stripe: Array | None = None
+        if self._node_index == root_node:
+            full: Array | None = None
             if self.rank == call.root:
-                whole = rearranged(_given(request.data), counts, range(self.world_size), self._topology.lane_order)
-            part = _empty(output, shares[self._local])
-            self._scatter_in_node(call, part, whole, shares, deadline)
+                full = rearranged(_required(request.data), counts, range(self.world_size), self._topology.rail_order)
+            stripe = _empty(output, stripe_counts[self._local_rank])
+            self._scatter_in_node(call, stripe, full, stripe_counts, deadline)
         mine = _empty(output, self._served_total(counts))
-        if self._in_lane:
+        if self._in_rail:
             totals = self._node_totals(counts)
-            self._lane.run(
-                Operation.SCATTER, call.dtype, deadline, counts=totals, data=part, output=mine, root=root_node
+            self._rail.run(
+                Operation.SCATTER, call.dtype, deadline, counts=totals, data=stripe, output=mine, root=root_node
             )
-        self._deliver(call, mine, output, counts, deadline)
+        self._deliver_in_node(call, mine, output, counts, deadline)
 
     def _all_to_all(self, request: Request, matrix: list[list[int]], deadline: float) -> None:
-        """To the lane of the receiver inside the node, across, and inside the receiver's node to it."""
-        call, topology, everybody = request.call, self._topology, range(self.world_size)
-        counts = {(i, j): matrix[i][j] for i in everybody for j in everybody}
-        by_lane = [[(self.rank, j) for j in topology.served_everywhere(q)] for q in range(topology.lanes)]
-        data = rearranged(_given(request.data), counts, [(self.rank, j) for j in everybody], list(chain(*by_lane)))
-        sent = [_total(counts, keys) for keys in by_lane] + [0] * (len(self._neighbours) - topology.lanes)
+        """Inside the node to the receiver's rail, across nodes, and inside the receiver's node to the receiver."""
+        call, topology, all_ranks = request.call, self._topology, range(self.world_size)
+        counts = {(i, j): matrix[i][j] for i in all_ranks for j in all_ranks}
+        by_rail = [[(self.rank, j) for j in topology.served_everywhere(q)] for q in range(topology.num_rails)]
+        data = rearranged(_required(request.data), counts, [(self.rank, j) for j in all_ranks], list(chain(*by_rail)))
+        sent = [_total(counts, keys) for keys in by_rail] + [0] * (len(self._node_ranks) - topology.num_rails)
         here: list[tuple[int, int]] = []
-        received = [0] * len(self._neighbours)
-        if self._in_lane:
-            mine = topology.served_everywhere(self._local)
-            here = [(i, j) for i in self._neighbours for j in mine]
-            received = [_total(counts, [(i, j) for j in mine]) for i in self._neighbours]
+        received = [0] * len(self._node_ranks)
+        if self._in_rail:
+            mine = topology.served_everywhere(self._local_rank)
+            here = [(i, j) for i in self._node_ranks for j in mine]
+            received = [_total(counts, [(i, j) for j in mine]) for i in self._node_ranks]
         collected = _empty(data, sum(received))
         self._node.run(
             Operation.ALL_TO_ALL, call.dtype, deadline, data=data, output=collected, received=received, sent=sent
         )
         arrived = _empty(data, 0)
-        if self._in_lane:
+        if self._in_rail:
             nodes = range(len(topology.nodes))
-            out = [[(i, j) for i in self._neighbours for j in topology.served(b, self._local)] for b in nodes]
-            served = topology.served(self._home, self._local)
+            out = [[(i, j) for i in self._node_ranks for j in topology.served(b, self._local_rank)] for b in nodes]
+            served = topology.served(self._node_index, self._local_rank)
             back = [[(i, j) for i in topology.nodes[b] for j in served] for b in nodes]
             received = [_total(counts, keys) for keys in back]
             arrived = _empty(data, sum(received))
-            self._lane.run(
+            self._rail.run(
                 Operation.ALL_TO_ALL,
                 call.dtype,
                 deadline,
@@ -421,78 +424,82 @@ class HierarchicalBackend(RequestBackend):
                 received=received,
                 sent=[_total(counts, keys) for keys in out],
             )
-            arrived = rearranged(arrived, counts, list(chain(*back)), [(i, j) for j in served for i in everybody])
-        totals = {j: _total(counts, [(i, j) for i in everybody]) for j in everybody}
-        self._deliver(call, arrived, _given(request.output), totals, deadline)
+            arrived = rearranged(arrived, counts, list(chain(*back)), [(i, j) for j in served for i in all_ranks])
+        totals = {j: _total(counts, [(i, j) for i in all_ranks]) for j in all_ranks}
+        self._deliver_in_node(call, arrived, _required(request.output), totals, deadline)
 
     def _barrier(self, request: Request, _: Any, deadline: float) -> None:
-        """Everybody is here: they have agreed."""
+        """Nothing is left to do: the ranks have exchanged headers."""
 
     # ------------------------------------------------------------------ inside the node
 
-    def _lane_totals(self, counts: dict[int, int]) -> list[int]:
-        """Elements in each lane by rank of our node, given those of each rank of the group."""
-        lanes = self._topology.lanes
-        totals = [_total(counts, self._topology.served_everywhere(q)) for q in range(lanes)]
-        return totals + [0] * (len(self._neighbours) - lanes)
+    def _rail_totals(self, counts: dict[int, int]) -> list[int]:
+        """Elements of each rail, by rank of our node, given those of each rank of the group."""
+        rails = self._topology.num_rails
+        totals = [_total(counts, self._topology.served_everywhere(q)) for q in range(rails)]
+        return totals + [0] * (len(self._node_ranks) - rails)
 
     def _node_totals(self, counts: dict[int, int]) -> list[int]:
-        """Elements in our lane by node."""
-        return [_total(counts, self._topology.served(b, self._local)) for b in range(len(self._topology.nodes))]
+        """Elements of our rail, by node."""
+        return [_total(counts, self._topology.served(b, self._local_rank)) for b in range(len(self._topology.nodes))]
 
     def _served_total(self, counts: dict[int, int]) -> int:
         """Elements of the ranks of our node whose data goes through us."""
-        return _total(counts, self._topology.served(self._home, self._local)) if self._in_lane else 0
+        return _total(counts, self._topology.served(self._node_index, self._local_rank)) if self._in_rail else 0
 
     def _gather_in_node(
-        self, call: Call, part: Array, whole: Array | None, shares: Sequence[int], deadline: float
+        self, call: Call, stripe: Array, full: Array | None, stripe_counts: Sequence[int], deadline: float
     ) -> None:
-        root = self._topology.local(call.root)
-        self._node.run(Operation.GATHER, call.dtype, deadline, counts=shares, data=part, output=whole, root=root)
+        root = self._topology.local_rank(call.root)
+        self._node.run(
+            Operation.GATHER, call.dtype, deadline, counts=stripe_counts, data=stripe, output=full, root=root
+        )
 
     def _scatter_in_node(
-        self, call: Call, part: Array, whole: Array | None, shares: Sequence[int], deadline: float
+        self, call: Call, stripe: Array, full: Array | None, stripe_counts: Sequence[int], deadline: float
     ) -> None:
-        root = self._topology.local(call.root)
-        self._node.run(Operation.SCATTER, call.dtype, deadline, counts=shares, data=whole, output=part, root=root)
+        root = self._topology.local_rank(call.root)
+        self._node.run(
+            Operation.SCATTER, call.dtype, deadline, counts=stripe_counts, data=full, output=stripe, root=root
+        )
 
-    def _collect(self, call: Call, data: Array, counts: dict[int, int], deadline: float) -> Array:
-        """The data of the ranks whose data goes through us; of use in a lane only."""
-        if len(self._neighbours) == self._topology.lanes:
+    def _collect_in_node(self, call: Call, data: Array, counts: dict[int, int], deadline: float) -> Array:
+        """The data of the ranks of our node whose data goes through our rail; only used in a rail."""
+        if len(self._node_ranks) == self._topology.num_rails:
             return data
-        sent, received = self._handed_over(counts)
+        sent, received = self._transfer_counts(counts)
         collected = _empty(data, sum(received))
         self._node.run(
             Operation.ALL_TO_ALL, call.dtype, deadline, data=data, output=collected, received=received, sent=sent
         )
         return collected
 
-    def _deliver(self, call: Call, mine: Array, output: Array, counts: dict[int, int], deadline: float) -> None:
-        """The inverse of `_collect`: from the lanes to the ranks."""
-        if len(self._neighbours) == self._topology.lanes:
+    def _deliver_in_node(self, call: Call, mine: Array, output: Array, counts: dict[int, int], deadline: float) -> None:
+        """The inverse of `_collect_in_node`: from the rails to the ranks."""
+        if len(self._node_ranks) == self._topology.num_rails:
             output[:] = mine
             return
-        received, sent = self._handed_over(counts)
+        received, sent = self._transfer_counts(counts)
         self._node.run(
             Operation.ALL_TO_ALL, call.dtype, deadline, data=mine, output=output, received=received, sent=sent
         )
 
-    def _handed_over(self, counts: dict[int, int]) -> tuple[list[int], list[int]]:
-        """Elements that go from us to each rank of the node when data is collected, and that come to us."""
-        mine, lane = counts[self.rank], self._topology.lane_of(self.rank)
-        there = [mine if i == lane else 0 for i in range(len(self._neighbours))]
-        served = self._topology.served(self._home, self._local) if self._in_lane else ()
-        return there, [counts[p] if p in served else 0 for p in self._neighbours]
+    def _transfer_counts(self, counts: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Elements that we send to, and receive from, each rank of our node when data is collected."""
+        own, rail = counts[self.rank], self._topology.rail_of(self.rank)
+        sent = [own if i == rail else 0 for i in range(len(self._node_ranks))]
+        served = self._topology.served(self._node_index, self._local_rank) if self._in_rail else ()
+        return sent, [counts[p] if p in served else 0 for p in self._node_ranks]
 
     # ------------------------------------------------------------------ the rest
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
-        (self._whole or self._flat).send(data, dtype, to, tag, timeout_s)
+        (self._single or self._flat).send(data, dtype, to, tag, timeout_s)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        return (self._whole or self._flat).recv(data, dtype, source, tag, timeout_s)
+        return (self._single or self._flat).recv(data, dtype, source, tag, timeout_s)
 
     def abort(self, error: AxonError) -> None:
         """See `Backend.abort`."""
@@ -507,7 +514,7 @@ class HierarchicalBackend(RequestBackend):
             backend.close()
 
     def statistics(self) -> dict[str, float]:
-        """Counters of the backends it consists of, added up, and bytes of device memory that crossed to the host."""
+        """Counters of the backends it uses, added up, and bytes of device memory that crossed to the host."""
         total = self._staging.statistics()
         for backend in self._backends:
             for name, value in backend.statistics().items():
@@ -528,10 +535,10 @@ _PERFORM: dict[Operation, Callable[[HierarchicalBackend, Request, list[list[int]
 }
 
 
-def _part(context: GroupContext, what: str, positions: Sequence[int]) -> GroupContext:
-    """The context of some ranks of a group, of which we are one."""
+def _sub_context(context: GroupContext, what: str, positions: Sequence[int]) -> GroupContext:
+    """The context of a sub-group of which we are a member."""
     return GroupContext(
-        name=name_of_part(context.name, what),
+        name=name_of_subgroup(context.name, what),
         rank=list(positions).index(context.rank),
         ranks=tuple(context.ranks[p] for p in positions),
         members=tuple(context.members[p] for p in positions),
@@ -540,14 +547,14 @@ def _part(context: GroupContext, what: str, positions: Sequence[int]) -> GroupCo
     )
 
 
-def name_of_part(group: str, what: str) -> str:
-    """The name of something that belongs to a group and meets by a name of its own; no longer than a name may be."""
+def name_of_subgroup(group: str, what: str) -> str:
+    """The name of a sub-group of a group; hashed if it would be longer than a name may be."""
     name = f"{group}/{what}"
     return name if len(name) <= _MAX_NAME else hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-def _given(array: Array | None) -> Array:
-    assert array is not None, "Request.check has seen to that"
+def _required(array: Array | None) -> Array:
+    assert array is not None, "Request.check has checked this"
     return array
 
 

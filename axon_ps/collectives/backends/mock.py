@@ -1,10 +1,10 @@
 """`MockBackend`: the collectives of threads of one process, for tests and for trying things out.
 
-Owns: the room that the ranks of a group meet in. The last rank that comes to a collective does all of it while the
-others wait, combining in rank order; so results and errors do not depend on how the threads are scheduled.
+Owns: the state that the ranks of a group share. The last rank that comes to a collective performs it for all while the
+others wait, in rank order; so results and errors do not depend on how the threads are scheduled.
 
 Invariants:
-- What one rank is aborted with, or its time-out, is also what the others get as soon as they need that rank.
+- The error that one rank is aborted with, or its time-out, is raised by the others too, when they need that rank.
 - A message is copied when it is sent, so `send` never waits.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Round:
-    """One collective: who has come, and how it ended."""
+    """One collective: the requests of the ranks that have come, and how it ended."""
 
     requests: dict[int, Request] = field(default_factory=dict)
     done: bool = False
@@ -46,43 +46,43 @@ class _Message:
     data: Array
 
 
-class _Room:
-    """Where the ranks of one group meet."""
+class _SharedState:
+    """The state that the ranks of one group share."""
 
     def __init__(self, context: GroupContext) -> None:
         self._name = context.name
         self._ranks = context.ranks
         self._changed = threading.Condition()
-        self._round = _Round()
+        self._current = _Round()
         self._inboxes: list[list[_Message]] = [[] for _ in context.ranks]
-        self._gone: dict[int, AxonError] = {}
+        self._aborted: dict[int, AxonError] = {}
 
-    def meet(self, rank: int, request: Request, timeout_s: float) -> None:
-        """Take part in the next collective; returns when all ranks have and it is done."""
+    def perform(self, rank: int, request: Request, timeout_s: float) -> None:
+        """Take part in the next collective; returns when all ranks have come and it is done."""
         with self._changed:
             self._raise_end(rank, range(len(self._ranks)))
-            meeting = self._round
-            meeting.requests[rank] = request
-            if len(meeting.requests) == len(self._ranks):
-                self._round = _Round()
-                self._finish(meeting)
-            elif not self._changed.wait_for(lambda: meeting.done or bool(self._gone), timeout_s):
-                missing = [r for i, r in enumerate(self._ranks) if i not in meeting.requests]
-                self._leave(rank, Timeout(f"{_who(missing)} did not come to {request.call} within {timeout_s:g} s"))
-            if not meeting.done:
+            current = self._current
+            current.requests[rank] = request
+            if len(current.requests) == len(self._ranks):
+                self._current = _Round()
+                self._complete(current)
+            elif not self._changed.wait_for(lambda: current.done or bool(self._aborted), timeout_s):
+                missing = [r for i, r in enumerate(self._ranks) if i not in current.requests]
+                self._abort(rank, Timeout(f"{_who(missing)} did not come to {request.call} within {timeout_s:g} s"))
+            if not current.done:
                 self._raise_end(rank, range(len(self._ranks)))
-            if meeting.disagreement:
-                raise Disagreement(meeting.disagreement)
+            if current.disagreement:
+                raise Disagreement(current.disagreement)
 
-    def post(self, to: int, message: _Message) -> None:
-        """Put a message into a rank's inbox."""
+    def enqueue(self, to: int, message: _Message) -> None:
+        """Append a message to a rank's inbox."""
         with self._changed:
             self._raise_end(message.source, [to])
             self._inboxes[to].append(message)
             self._changed.notify_all()
 
-    def take(self, rank: int, source: int, tag: int, timeout_s: float) -> _Message:
-        """The oldest message for `rank` from `source` (-1 = anybody) with that tag, as soon as there is one."""
+    def dequeue(self, rank: int, source: int, tag: int, timeout_s: float) -> _Message:
+        """The oldest message for `rank` from `source` (-1 = any rank) with that tag, as soon as there is one."""
         inbox = self._inboxes[rank]
         others = [source] if source >= 0 else [i for i in range(len(self._ranks)) if i != rank] or [rank]
 
@@ -90,47 +90,47 @@ class _Room:
             return next((m for m in inbox if m.tag == tag and source in (-1, m.source)), None)
 
         def over() -> bool:
-            return rank in self._gone or all(i in self._gone for i in others)
+            return rank in self._aborted or all(i in self._aborted for i in others)
 
         with self._changed:
             if not self._changed.wait_for(lambda: fitting() is not None or over(), timeout_s):
                 who = _who([self._ranks[i] for i in others])
-                self._leave(rank, Timeout(f"{who} did not send a message with tag {tag} within {timeout_s:g} s"))
+                self._abort(rank, Timeout(f"{who} did not send a message with tag {tag} within {timeout_s:g} s"))
             message = fitting()
-            if message is None or rank in self._gone:
+            if message is None or rank in self._aborted:
                 self._raise_end(rank, others)
             inbox[:] = [m for m in inbox if m is not message]
             return cast(_Message, message)
 
-    def leave(self, rank: int, error: AxonError) -> None:
-        """End what `rank` has pending or does later, and what others do that needs it, with `error`."""
+    def abort(self, rank: int, error: AxonError) -> None:
+        """End pending and later calls of `rank`, and those of other ranks that need it, with `error`."""
         with self._changed:
-            self._leave(rank, error)
+            self._abort(rank, error)
 
-    def _leave(self, rank: int, error: AxonError) -> None:
-        if rank not in self._gone:
-            self._gone[rank] = error
+    def _abort(self, rank: int, error: AxonError) -> None:
+        if rank not in self._aborted:
+            self._aborted[rank] = error
         self._changed.notify_all()
 
     def _raise_end(self, rank: int, needed: Iterable[int]) -> None:
-        if rank in self._gone:
-            raise self._gone[rank].with_traceback(None)
+        if rank in self._aborted:
+            raise self._aborted[rank].with_traceback(None)
         for other in needed:
-            if isinstance(error := self._gone.get(other), Closed):
+            if isinstance(error := self._aborted.get(other), Closed):
                 raise Broken(f"rank {self._ranks[other]} has closed group {self._name!r}")
             if error is not None:
                 raise error.with_traceback(None)
 
-    def _finish(self, meeting: _Round) -> None:
-        requests = [meeting.requests[i] for i in range(len(self._ranks))]
-        said = [describe(r.call, r.output_counts, r.input_counts) for r in requests]
+    def _complete(self, current: _Round) -> None:
+        requests = [current.requests[i] for i in range(len(self._ranks))]
+        calls = [describe(r.call, r.output_counts, r.input_counts) for r in requests]
         unequal = any(r.call != requests[0].call for r in requests)
         if unequal or _mismatched(requests):
             what = f"call {requests[0].call.sequence} of group {self._name!r}"
-            meeting.disagreement = str(disagreement(dict(zip(self._ranks, said, strict=True)), what))
+            current.disagreement = str(disagreement(dict(zip(self._ranks, calls, strict=True)), what))
         else:
             _PERFORM[requests[0].call.operation](requests)
-        meeting.done = True
+        current.done = True
         self._changed.notify_all()
 
 
@@ -155,7 +155,7 @@ class MockBackend(RequestBackend):
                 f"{context.name!r} are processes, use 'auto'"
             )
         self._store = store
-        self._room = store.share(f"mock/{context.name}", lambda: _Room(context))
+        self._shared = store.get_or_make(f"mock/{context.name}", lambda: _SharedState(context))
 
     @classmethod
     def create_world(cls, n: int, *, nodes: Sequence[str] = ()) -> list[MockBackend]:
@@ -165,29 +165,29 @@ class MockBackend(RequestBackend):
 
         Args:
             n: how many.
-            nodes: which node each is said to be on; empty = all on one.
+            nodes: the node of each rank; empty = all on one.
 
         Raises:
             InvalidRequest: `n` is less than 1.
         """
         return [cls(context) for context in mock_contexts(n, nodes=nodes)]
 
-    def share(self, name: str, make: Callable[[], T]) -> T:
-        """What the first rank that asks makes, for all of them.
+    def get_or_make(self, name: str, make: Callable[[], T]) -> T:
+        """An object that all ranks share; the first rank that asks makes it.
 
         After an error: the next one that asks tries again.
         """
-        return self._store.share(name, make)
+        return self._store.get_or_make(name, make)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns at once."""
         check_message(data, dtype, to, tag, self.context, any_source=False)
-        self._room.post(to, _Message(self.rank, tag, dtype, data.copy()))
+        self._shared.enqueue(to, _Message(self.rank, tag, dtype, data.copy()))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
         check_message(data, dtype, source, tag, self.context, any_source=True)
-        message = self._room.take(self.rank, source, tag, timeout_s)
+        message = self._shared.dequeue(self.rank, source, tag, timeout_s)
         if (message.dtype, message.data.size) != (dtype, data.size):
             sender = self.context.ranks[message.source]
             calls = {
@@ -200,24 +200,24 @@ class MockBackend(RequestBackend):
 
     def abort(self, error: AxonError) -> None:
         """See `Backend.abort`; ranks that need this one get the error too."""
-        self._room.leave(self.rank, error)
+        self._shared.abort(self.rank, error)
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._room.leave(self.rank, Closed(f"the backend of group {self.context.name!r} was closed"))
+        self._shared.abort(self.rank, Closed(f"the backend of group {self.context.name!r} was closed"))
 
     def _perform(self, request: Request, timeout_s: float) -> None:
-        self._room.meet(self.rank, request, timeout_s)
+        self._shared.perform(self.rank, request, timeout_s)
 
 
 def mock_contexts(
     n: int, *, nodes: Sequence[str] = (), name: str = "mock", ranks: Sequence[int] = ()
 ) -> list[GroupContext]:
-    """What `n` ranks that are threads of this process know of their group, by rank.
+    """The contexts of a group of `n` ranks that are threads of this process, by rank.
 
     Args:
         n: how many.
-        nodes: which node each is said to be on; empty = all on one.
+        nodes: the node of each rank; empty = all on one.
         name: of the group.
         ranks: their world ranks; empty = 0 to n - 1.
 
@@ -247,7 +247,7 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
 
 
-# ---------------------------------------------------------------------- the collectives, with all ranks at hand
+# ---------------------------------------------------------------------- the collectives, given all ranks' requests
 
 
 def _mismatched(requests: Sequence[Request]) -> bool:
@@ -290,13 +290,13 @@ def _broadcast(requests: Sequence[Request]) -> None:
 
 
 def _all_gather(requests: Sequence[Request]) -> None:
-    whole = np.concatenate(_data(requests))
+    full = np.concatenate(_data(requests))
     for output in _outputs(requests):
-        np.copyto(output, whole)
+        np.copyto(output, full)
 
 
 def _reduce_scatter(requests: Sequence[Request]) -> None:
-    _give_parts(_reduced(requests), requests)
+    _scatter_partitions(_reduced(requests), requests)
 
 
 def _gather(requests: Sequence[Request]) -> None:
@@ -304,23 +304,23 @@ def _gather(requests: Sequence[Request]) -> None:
 
 
 def _scatter(requests: Sequence[Request]) -> None:
-    _give_parts(_data(requests)[requests[0].call.root].copy(), requests)
+    _scatter_partitions(_data(requests)[requests[0].call.root].copy(), requests)
 
 
-def _give_parts(whole: Array, requests: Sequence[Request]) -> None:
-    parts = np.split(whole, np.cumsum(requests[0].call.counts)[:-1])
-    for output, part in zip(_outputs(requests), parts, strict=True):
-        np.copyto(output, part)
+def _scatter_partitions(full: Array, requests: Sequence[Request]) -> None:
+    partitions = np.split(full, np.cumsum(requests[0].call.counts)[:-1])
+    for output, partition in zip(_outputs(requests), partitions, strict=True):
+        np.copyto(output, partition)
 
 
 def _all_to_all(requests: Sequence[Request]) -> None:
-    parts = [np.split(cast(Array, r.data), np.cumsum(r.input_counts)[:-1]) for r in requests]
+    partitions = [np.split(cast(Array, r.data), np.cumsum(r.input_counts)[:-1]) for r in requests]
     for i, output in enumerate(_outputs(requests)):
-        np.concatenate([p[i] for p in parts], out=output)
+        np.concatenate([p[i] for p in partitions], out=output)
 
 
 def _barrier(requests: Sequence[Request]) -> None:
-    """Nothing is left to do when all have come."""
+    """Nothing is left to do when all ranks have come."""
 
 
 _PERFORM: dict[Operation, Callable[[Sequence[Request]], None]] = {

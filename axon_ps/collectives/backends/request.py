@@ -1,7 +1,7 @@
-"""`Request`: a collective with its arrays, in one piece; `RequestBackend`: a backend that performs such pieces.
+"""`Request`: a collective call and its arrays as one object; `RequestBackend`: a backend that performs requests.
 
-Owns: which arrays a collective has and how long they are. A backend that does most of a collective's work in the same
-way for all operations implements `_perform` instead of nine methods.
+Owns: which arrays a collective has and how long they are. A backend that handles all operations in a similar way
+implements `_perform` instead of nine methods.
 
     shape legend: n = world_size, T = call.dtype.numpy, counts = call.counts
 """
@@ -23,13 +23,13 @@ _EMPTY = (Operation.BARRIER, Operation.REFUSAL)
 _ONE_COUNT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
-_SHOWN_COUNTS = 8
+_MAX_LISTED_COUNTS = 8
 _ONLY_ON_ROOT = {Operation.GATHER: "output", Operation.SCATTER: "data"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one rank brings to a collective.
+    """One rank's call of a collective, with its arrays.
 
     Attributes:
         call: what all ranks agree on.
@@ -63,7 +63,7 @@ class Request:
         return lengths
 
     def check(self, context: GroupContext) -> None:
-        """See that call and arrays fit each other.
+        """Check that call and arrays fit each other.
 
         Raises:
             InvalidRequest: they do not, or the operation has no meaning for the dtype.
@@ -88,22 +88,22 @@ class Request:
             _check_array(what, arrays[what], length, call)
 
     def mismatch(self, others: Sequence[Request], rank: int) -> bool:
-        """ALL_TO_ALL: whether what we, `rank`, expect of some rank is not what it sends us."""
+        """ALL_TO_ALL: whether some rank does not send us, `rank`, as many elements as we expect."""
         return any(mine != other.input_counts[rank] for mine, other in zip(self.output_counts, others, strict=True))
 
 
 def describe(call: Call, output_counts: Sequence[int] = (), input_counts: Sequence[int] = ()) -> str:
-    """The call in words that tell it from others: with what `str` leaves out of many counts, and of an all-to-all."""
+    """The call as text that differs for different calls: it adds to `str` the counts that are left out there."""
     if call.operation is not Operation.ALL_TO_ALL:
-        if len(call.counts) <= _SHOWN_COUNTS or len(set(call.counts)) == 1:
+        if len(call.counts) <= _MAX_LISTED_COUNTS or len(set(call.counts)) == 1:
             return str(call)
         digest = zlib.crc32(repr(call.counts).encode())
         return f"{call}, {sum(call.counts)} in all, the counts' checksum being {digest:08x}"
-    return f"{call}, {_shown(input_counts)} to and {_shown(output_counts)} from the ranks"
+    return f"{call}, {_listed(input_counts)} to and {_listed(output_counts)} from the ranks"
 
 
 def check_message(data: Array, dtype: DType, peer: int, tag: int, context: GroupContext, *, any_source: bool) -> None:
-    """See that the arguments of `send` or `recv` fit.
+    """Check the arguments of `send` or `recv`.
 
     Raises:
         InvalidRequest: they do not.
@@ -116,10 +116,10 @@ def check_message(data: Array, dtype: DType, peer: int, tag: int, context: Group
 
 
 def check_array(what: str, array: Array, dtype: DType, numel: int, *, writable: bool = False) -> None:
-    """See that an array is T[numel], 1-D and contiguous, T = dtype.numpy.
+    """Check that an array is T[numel], 1-D and contiguous, T = dtype.numpy.
 
     Args:
-        what: what messages call it.
+        what: its name in messages.
         array: the array.
         dtype: of its elements.
         numel: how many it must have.
@@ -137,8 +137,8 @@ def check_array(what: str, array: Array, dtype: DType, numel: int, *, writable: 
         raise InvalidRequest(f"{what} is read-only; the result goes there, so pass an array that can be written")
 
 
-def part_starts(counts: Sequence[int]) -> list[int]:
-    """Where parts of these lengths begin when they lie one after the other."""
+def partition_starts(counts: Sequence[int]) -> list[int]:
+    """Where partitions of these lengths begin when they lie one after the other."""
     return list(accumulate(counts, initial=0))[:-1]
 
 
@@ -154,9 +154,9 @@ def _check_array(what: str, array: Array | None, length: int | None, call: Call)
         raise InvalidRequest(f"{what} of {call} has {array.size} elements; needed are {length}")
 
 
-def _shown(counts: Sequence[int]) -> str:
-    shown = ", ".join(map(str, counts[:_SHOWN_COUNTS])) + (", ..." if len(counts) > _SHOWN_COUNTS else "")
-    return f"({shown})"
+def _listed(counts: Sequence[int]) -> str:
+    listed = ", ".join(map(str, counts[:_MAX_LISTED_COUNTS])) + (", ..." if len(counts) > _MAX_LISTED_COUNTS else "")
+    return f"({listed})"
 
 
 def perform(backend: Backend, request: Request, timeout_s: float) -> None:
@@ -190,11 +190,11 @@ def perform(backend: Backend, request: Request, timeout_s: float) -> None:
 
 
 class RequestBackend(Backend):
-    """A backend that does every collective in `_perform`, which gets requests that fit."""
+    """A backend that performs every collective in `_perform`, which gets checked requests."""
 
     @abstractmethod
     def _perform(self, request: Request, timeout_s: float) -> None:
-        """Do it. See the methods of `Backend` for what and for its errors."""
+        """Perform a request. See the methods of `Backend` for results and errors."""
 
     def _checked(self, request: Request, timeout_s: float) -> None:
         if request.call.dtype not in self.dtypes:

@@ -1,4 +1,4 @@
-"""`Stage`: a backend that does part of another backend's collectives, in host memory if it knows no other."""
+"""`Stage`: a backend that performs one stage of another backend's collectives; stages device memory if it must."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from axon_ps.types import Array, DType, ReduceOp
 
 
 class Stage:
-    """A backend that does parts of collectives, with its own numbering of calls.
+    """A backend that performs stages of another backend's collectives, with its own numbering of calls.
 
     Args:
-        backend: what does them.
-        staging: how arrays on a device cross to host memory and back, where the backend takes that only; None = it
-            takes them as they are.
+        backend: performs them.
+        staging: copies device arrays to host memory and back, for a backend that accepts host memory only; None = the
+            backend accepts device arrays.
     """
 
     def __init__(self, backend: Backend, staging: Staging | None = None) -> None:
@@ -42,7 +42,7 @@ class Stage:
         sent: Sequence[int] = (),
         prepare: Callable[[Array], object] | None = None,
     ) -> None:
-        """Make a call. `prepare` changes the data in place before, in host memory where it is staged there."""
+        """Make a call. `prepare` first changes the data in place (the copy in host memory, if it is staged)."""
         call = Call(
             sequence=self._sequence,
             operation=operation,
@@ -57,7 +57,7 @@ class Stage:
         self.perform(request, max(0.001, deadline - time.monotonic()), prepare)
 
     def perform(self, request: Request, timeout_s: float, prepare: Callable[[Array], object] | None = None) -> None:
-        """Make a call as it is, numbered by whoever makes it; device arrays are staged if they must be."""
+        """Make a call that the caller has numbered; device arrays are staged if they must be."""
         data, output = request.data, request.output
         staging = self._staging
         if staging is None or not any(map(on_device, (data, output))):
@@ -65,7 +65,7 @@ class Stage:
                 prepare(data)
             perform(self.backend, request, timeout_s)
             return
-        host_data, host_output = (None if a is None else staging.take(a) for a in (data, output))
+        host_data, host_output = (None if a is None else staging.allocate(a) for a in (data, output))
         try:
             if data is not None and host_data is not None and self._reads(request.call):
                 staging.download(data, host_data)
@@ -86,34 +86,34 @@ class Stage:
         finally:
             for host in (host_data, host_output):
                 if host is not None:
-                    staging.give(host)
+                    staging.free(host)
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; any thread."""
         if self._staging is None or not on_device(data):
             self.backend.send(data, dtype, to, tag, timeout_s)
             return
-        host = self._staging.take(data)
+        host = self._staging.allocate(data)
         try:
             self._staging.download(data, host)
             self.backend.send(host, dtype, to, tag, timeout_s)
         finally:
-            self._staging.give(host)
+            self._staging.free(host)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`; any thread."""
         if self._staging is None or not on_device(data):
             return self.backend.recv(data, dtype, source, tag, timeout_s)
-        host = self._staging.take(data)
+        host = self._staging.allocate(data)
         try:
             sender = self.backend.recv(host, dtype, source, tag, timeout_s)
             self._staging.upload(host, data)
             return sender
         finally:
-            self._staging.give(host)
+            self._staging.free(host)
 
     def _reads(self, call: Call) -> bool:
-        """Whether this rank's data has any effect."""
+        """Whether the call reads this rank's data."""
         return call.operation is not Operation.BROADCAST or call.root == self.backend.rank
 
     def _writes(self, call: Call) -> bool:

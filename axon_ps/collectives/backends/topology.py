@@ -1,9 +1,9 @@
-"""Which ranks of a group share a node, and the lanes between nodes. Pure.
+"""Which ranks of a group share a node, and the rails between nodes. Pure.
 
-    node   the ranks (positions in the group) on one host, in the group's order
-    local  a rank's position in its node
-    lane   one rank of every node: those of equal local position. There are as many lanes as the smallest node has
-           ranks; a rank beyond them has no place in a lane, and its data goes through lane `local % lanes`.
+    node         the ranks (positions in the group) on one host, in the group's order
+    local rank   a rank's position in its node
+    rail         one rank of every node, those of equal local rank. There are as many rails as the smallest node has
+                 ranks; a rank beyond them is in no rail, and its data goes through rail `local_rank % num_rails`.
 
 Invariant: nodes are in the order of their first ranks, the same on every rank.
 """
@@ -41,47 +41,47 @@ class Topology:
         return cls(tuple(map(tuple, nodes.values())))
 
     @property
-    def lanes(self) -> int:
-        """Number of lanes."""
+    def num_rails(self) -> int:
+        """Number of rails."""
         return min(map(len, self.nodes))
 
     @property
     def even(self) -> bool:
-        """Whether every node has as many ranks."""
+        """Whether all nodes have the same number of ranks."""
         return len(set(map(len, self.nodes))) == 1
 
     def node_of(self, position: int) -> int:
         """Index of a rank's node."""
         return next(i for i, node in enumerate(self.nodes) if position in node)
 
-    def local(self, position: int) -> int:
+    def local_rank(self, position: int) -> int:
         """A rank's position in its node."""
         return self.nodes[self.node_of(position)].index(position)
 
-    def lane_of(self, position: int) -> int:
-        """The lane that a rank's data goes through."""
-        return self.local(position) % self.lanes
+    def rail_of(self, position: int) -> int:
+        """The rail that a rank's data goes through."""
+        return self.local_rank(position) % self.num_rails
 
-    def lane(self, lane: int) -> tuple[int, ...]:
-        """The ranks in a lane, by node."""
-        return tuple(node[lane] for node in self.nodes)
+    def rail(self, rail: int) -> tuple[int, ...]:
+        """The ranks in a rail, by node."""
+        return tuple(node[rail] for node in self.nodes)
 
-    def served(self, node: int, lane: int) -> tuple[int, ...]:
-        """The ranks of a node whose data goes through a lane."""
-        return self.nodes[node][lane :: self.lanes]
+    def served(self, node: int, rail: int) -> tuple[int, ...]:
+        """The ranks of a node whose data goes through a rail."""
+        return self.nodes[node][rail :: self.num_rails]
 
-    def served_everywhere(self, lane: int) -> tuple[int, ...]:
-        """The ranks of all nodes whose data goes through a lane, by node."""
-        return tuple(p for node in range(len(self.nodes)) for p in self.served(node, lane))
+    def served_everywhere(self, rail: int) -> tuple[int, ...]:
+        """The ranks of all nodes whose data goes through a rail, by node."""
+        return tuple(p for node in range(len(self.nodes)) for p in self.served(node, rail))
 
     @property
-    def lane_order(self) -> tuple[int, ...]:
-        """All ranks: by lane, then by node."""
-        return tuple(p for lane in range(self.lanes) for p in self.served_everywhere(lane))
+    def rail_order(self) -> tuple[int, ...]:
+        """All ranks: by rail, then by node."""
+        return tuple(p for rail in range(self.num_rails) for p in self.served_everywhere(rail))
 
 
 def rearranged(data: Array, counts: Mapping[Key, int], source: Sequence[Key], target: Sequence[Key]) -> Array:
-    """Blocks of an array in another order.
+    """The blocks of an array in another order.
 
     Args:
         data: T[m]: blocks in the order `source`.

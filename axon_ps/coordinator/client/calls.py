@@ -292,7 +292,7 @@ class Calls(ABC):
                     raise
                 return None, Closed(f"{method} was cancelled: its connection was closed")  # see `rpc.stream`
 
-        reply, final = await retry(attempt, until=deadline, on=again if self.retries else (), most_s=1.0)
+        reply, final = await retry(attempt, until=deadline, on=again if self.retries else (), max_s=1.0)
         if final is not None:
             raise final
         return reply

@@ -347,7 +347,7 @@ class CoordinatorClient(Calls):
                         deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
                     elif not isinstance(error, Busy):
                         self._reconnect()
-                    if deadline.passed:
+                    if deadline.expired:
                         raise
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
                 wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)

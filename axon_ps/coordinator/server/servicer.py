@@ -1,6 +1,6 @@
 """The coordinator's protocol: messages in, messages out. The state machine decides what they mean.
 
-See "An end of input is not a goodbye" in `rpc.service`: a stream that ends without a Leave is a lost member.
+See "An end of input may be a broken connection" in `rpc.service`: a stream that ends without a Leave is a lost member.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How one c10d operation is performed: in which thread, with which handle, alone or coalesced.
+"""How one c10d operation is performed: in which thread, with which handle, by itself or coalesced.
 
 Owns: that a blocking operation runs in its caller's thread, and an asynchronous one on the group's own. Refuses: to
 know which operation it is.
 
-On CUDA our group takes what the current stream has enqueued so far as its input (DLPack sees to it), and is done when
-the device is: a handle that was waited for needs no stream to be synchronized.
+On CUDA the input of our group is what the current stream has enqueued so far (by DLPack), and it ends when the device
+has: after waiting for its handle no stream needs to be synchronized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Work as C10dWork
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.parallel.c10d.tensors import Finish, nothing
-from axon_ps.parallel.c10d.work import AxonWork, Together
+from axon_ps.parallel.c10d.work import AxonWork, CoalescedWork
 
 
 class _Call(Protocol):
@@ -67,7 +67,7 @@ class Performer:
     def end_coalescing(self) -> C10dWork:
         """The handle of everything since `start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
-        return Together(works, [t for work in works for t in _tensors(work.result())])
+        return CoalescedWork(works, [t for work in works for t in _tensors(work.result())])
 
     # ------------------------------------------------------------------ performing
 
@@ -81,7 +81,7 @@ class Performer:
         """Do one operation.
 
         Args:
-            make_plan: packs the tensors and says what to call.
+            make_plan: packs the tensors; returns the call to make.
             result: the user's tensors that hold the result, for the handle.
             device: where they are.
             options: c10d's options: deadline, and whether to block; None = do not.
@@ -104,9 +104,9 @@ class Performer:
             self._coalesced.append(work)
         return work
 
-    def together(self, works: Sequence[AxonWork], result: list[Tensor]) -> C10dWork:
+    def combined(self, works: Sequence[AxonWork], result: list[Tensor]) -> C10dWork:
         """One handle for several."""
-        return works[0] if len(works) == 1 else Together(works, result)
+        return works[0] if len(works) == 1 else CoalescedWork(works, result)
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:
@@ -132,5 +132,5 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (list, tuple)):
-        return [tensor for part in result for tensor in _tensors(part)]
+        return [tensor for item in result for tensor in _tensors(item)]
     return []

@@ -1,6 +1,6 @@
-"""Collectives on several tensors at once: small ones share one call, large ones have one each.
+"""Collectives on several tensors at once: small ones are packed into one call, large ones have one each.
 
-    shape legend: n = world_size, k_i = elements of one rank's part of tensor i
+    shape legend: n = world_size, k_i = elements of one rank's shard of tensor i
 
 A call costs about as much as copying `PACKED_BYTES` twice, so tensors below that are packed into one staging buffer
 per dtype and device; above, packing would cost more than it saves.
@@ -27,17 +27,17 @@ PACKED_BYTES = 256 << 10
 
 
 class CoalescedCollectives(Collectives):
-    """The other half of `AxonProcessGroup`'s collectives."""
+    """The coalesced collectives of `AxonProcessGroup`."""
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Every rank's tensors become the reductions of all."""
         options = options_of(opts, AllreduceCoalescedOptions)
 
         def one_call(chosen: Sequence[int]) -> AxonWork:
-            parts = [tensors[i] for i in chosen]
-            reduction = Reduction.of(options.reduceOp, parts[0].dtype)
+            packed = [tensors[i] for i in chosen]
+            reduction = Reduction.of(options.reduceOp, packed[0].dtype)
             return self._performer.perform(
-                lambda: self._all_reduce_plan(parts, reduction), parts, parts[0].device, options
+                lambda: self._all_reduce_plan(packed, reduction), packed, packed[0].device, options
             )
 
         return self._in_few_calls(tensors, tensors, one_call)
@@ -66,7 +66,7 @@ class CoalescedCollectives(Collectives):
     def reduce_scatter_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Work:
-        """Output i: [k_i] becomes this rank's part of the reduction of all inputs i: [n * k_i]."""
+        """Output i: [k_i] becomes this rank's shard of the reduction of all inputs i: [n * k_i]."""
         n = self._world_size
         self._check_pairs("reduce_scatter", output_tensors, input_tensors)
         for output, data in zip(output_tensors, input_tensors, strict=True):
@@ -108,22 +108,22 @@ class CoalescedCollectives(Collectives):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _in_few_calls(
-        self, parts: Sequence[Tensor], result: list[Tensor], one_call: Callable[[Sequence[int]], AxonWork]
+        self, shards: Sequence[Tensor], result: list[Tensor], one_call: Callable[[Sequence[int]], AxonWork]
     ) -> Work:
         """Make one call for the small ones of each dtype and device, in the order of the first, and one for each other.
 
         Args:
-            parts: what decides on the size: one rank's part of each tensor.
-            result: what the handle gives.
+            shards: one rank's shard of each tensor, whose size decides.
+            result: of the handle.
             one_call: makes the call for the tensors with these indices.
         """
-        if not parts:
+        if not shards:
             raise InvalidRequest("no tensors were given to a coalesced collective; give at least one")
         calls: dict[Any, list[int]] = {}
-        for i, part in enumerate(parts):
-            small = part.numel() * part.element_size() <= PACKED_BYTES
-            calls.setdefault((part.dtype, part.device) if small else i, []).append(i)
-        return self._performer.together([one_call(chosen) for chosen in calls.values()], result)
+        for i, shard in enumerate(shards):
+            small = shard.numel() * shard.element_size() <= PACKED_BYTES
+            calls.setdefault((shard.dtype, shard.device) if small else i, []).append(i)
+        return self._performer.combined([one_call(chosen) for chosen in calls.values()], result)
 
     def _check_pairs(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         if len(outputs) != len(inputs):

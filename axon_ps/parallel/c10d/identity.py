@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Identity:
-    """A part of `AxonProcessGroup`.
+    """What torch asks `AxonProcessGroup` without a collective.
 
     Args:
         rank: our position.
@@ -45,7 +45,7 @@ class Identity:
 
     @property
     def group_desc(self) -> str:
-        """What torch.distributed says it is for."""
+        """Its description in torch.distributed."""
         return self._desc
 
     def _set_group_name(self, name: Any) -> None:

@@ -1,6 +1,6 @@
 """The collectives of c10d on single tensors and on lists, each as one call of our group on flat tensors.
 
-Ranks are positions in the group. Every method returns a handle; `parallel.c10d.calls` says when it blocks.
+Ranks are positions in the group. Every method returns a handle; see `parallel.c10d.calls` for when it blocks.
 Invariant: all members make the same calls of our group for the same c10d calls, so what a call is made of depends on
 shapes and dtypes that all of them know, never on what only one of them has.
 """
@@ -25,7 +25,7 @@ from axon_ps.parallel.c10d.tensors import native, native_numel, readable, writab
 
 
 class Collectives:
-    """Half of `AxonProcessGroup`.
+    """The collectives of `AxonProcessGroup`.
 
     Args:
         group: our group.
@@ -58,7 +58,7 @@ class Collectives:
             if root != self._rank:
                 call = partial(self._group.reduce, reduction.buffer(readable(tensor)), root, reduction.op)
                 return Plan("reduce", call)
-            target = writable(tensor, keep=True)
+            target = writable(tensor, filled=True)
             buffer = reduction.buffer(target.flat)
 
             def finish() -> None:
@@ -78,7 +78,7 @@ class Collectives:
         tensor, options = one(tensors), options_of(opts, BroadcastOptions, timeout)
 
         def plan() -> Plan:
-            target = writable(tensor, keep=options.rootRank == self._rank)
+            target = writable(tensor, filled=options.rootRank == self._rank)
             return Plan(
                 "broadcast", partial(self._group.broadcast, native(target.flat), options.rootRank), target.finish
             )
@@ -97,7 +97,7 @@ class Collectives:
         return self._performer.perform(plan, output, output.device, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """The output becomes this rank's part of the reduction of all inputs."""
+        """The output becomes this rank's shard of the reduction of all inputs."""
         self._check_numel("the input of reduce_scatter", input, output.numel() * self._world_size)
         options = options_of(opts, ReduceScatterOptions)
         counts = [output.numel()] * self._world_size
@@ -117,7 +117,7 @@ class Collectives:
         input_split_sizes: Any = None,
         opts: Any = None,
     ) -> Work:
-        """Part i of the output becomes the part of rank i's input that is for this rank; parts are rows."""
+        """Split i of the output becomes the split of rank i's input that is for this rank; splits are rows."""
         received, sent = self._splits(output, output_split_sizes), self._splits(input, input_split_sizes)
 
         def plan() -> Plan:
@@ -232,7 +232,7 @@ class Collectives:
         return self._performer.perform(plan, result, tensor.device, opts)
 
     def _all_reduce_plan(self, tensors: Sequence[Tensor], reduction: Reduction) -> Plan:
-        target = writable(*tensors, keep=True)
+        target = writable(*tensors, filled=True)
         buffer = reduction.buffer(target.flat)
 
         def finish() -> None:
@@ -245,7 +245,7 @@ class Collectives:
     def _reduce_scatter_plan(
         self, reduction: Reduction, outputs: Sequence[Tensor], data: Tensor, counts: list[int]
     ) -> Plan:
-        """data: T[sum(counts)] is reduced, and the outputs get their part, one after the other."""
+        """data: T[sum(counts)] is reduced, and the outputs get their shards, one after the other."""
         target = writable(*outputs)
         out = reduction.view(target.flat) if reduction.results_fit else reduction.buffer(target.flat)
 
@@ -272,7 +272,7 @@ class Collectives:
             raise InvalidRequest(f"{what} has {tensor.numel()} elements; it needs {numel}")
 
     def _splits(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Elements of each rank's part, as our group counts them."""
+        """Elements of each rank's split, as our group counts them."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
             if rows % self._world_size:

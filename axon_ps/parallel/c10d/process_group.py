@@ -106,7 +106,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         return self._performer.perform(plan, [tensor], tensor.device)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from whichever rank sends first; the handle's `source_rank` says which."""
+        """Receive from whichever rank sends first; the handle's `source_rank` is its rank."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     recvAnysource = recv_anysource  # C++'s name
@@ -153,7 +153,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
             new_ranks: positions in this group.
             timeout: default deadline; None = ours.
             opts: ignored.
-            group_name: the same on every member and never used before; None = made of the ranks and how often it was.
+            group_name: the same on every member and never used before; None = made of the ranks and a counter.
             group_desc: what it is for.
             device_types: ignored: a group serves all.
         """

@@ -1,4 +1,4 @@
-"""What c10d's reduce operations mean: which of ours each is, and how dtypes that we do not reduce are reduced still.
+"""c10d's reduce operations: which of ours each is, and how dtypes that backends do not reduce are reduced still.
 
 dtypes that no backend reduces are widened to one that is, and narrowed afterwards: integers wrap around as they would
 by themselves, float8 is rounded once. Complex numbers are pairs for sums and averages, and have no other reductions.
@@ -108,7 +108,7 @@ class Reduction:
         return flat.to(wider)
 
     def store(self, reduced: Tensor, flat: Tensor) -> None:
-        """flat: T[m] becomes the result that a buffer of ours holds; nothing to do if `direct`."""
+        """flat: T[m] becomes the result in a buffer of ours; nothing to do if `direct`."""
         if self.results_fit:
             self.view(flat).copy_(reduced)
         elif self.dtype is torch.uint64:

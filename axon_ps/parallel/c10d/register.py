@@ -1,4 +1,4 @@
-"""Making ourselves known to torch.distributed: the backend "axon" and the rendezvous `axon://`.
+"""Registration with torch.distributed: the backend "axon" and the rendezvous `axon://`.
 
 The only module of this package that reads the environment.
 
@@ -23,7 +23,7 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import ConfigurationError, Misuse
 from axon_ps.parallel.c10d.identity import BACKEND
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
-from axon_ps.parallel.c10d.session import Session, join, lives_of
+from axon_ps.parallel.c10d.session import Session, incarnations_of, join
 from axon_ps.parallel.c10d.store import KVStore
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
@@ -34,7 +34,7 @@ _session: Session | None = None
 _joined: World | None = None  # by `axon://`, for the session that is about to begin
 _rendezvous_count = 0
 _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
-"""Kept alive here: torch holds only the C++ half of a store, which is nothing without the Python half."""
+"""References to stores: torch has only the C++ half of a store, which does nothing without the Python half."""
 
 
 def register() -> None:
@@ -42,10 +42,10 @@ def register() -> None:
     if BACKEND in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    # From 2.15 on torch attaches a flight recorder of its own to every group whose backend keeps none. It would ask a
+    # From 2.15 on torch attaches a flight recorder of its own to every group whose backend has none. It would ask a
     # backend of C++'s, and see nothing: operations of ours do not pass through torch's dispatcher. We record our own.
-    keep_a_record: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    keep_a_record.add(BACKEND)
+    self_recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    self_recording.add(BACKEND)
     register_rendezvous_handler(BACKEND, _rendezvous)  # type: ignore[no-untyped-call]
 
 
@@ -107,8 +107,8 @@ def _wrapped(
 
     def split(ranks: list[int], name: str, timeout_s: float) -> AxonProcessGroup:
         positions = [session.group.ranks.index(group.ranks[r]) for r in ranks]
-        part = session.group.named_group(f"{session.prefix}/{name}", positions, timeout_s=timeout_s)
-        return _wrapped(session, part, PrefixStore(f"{name}/", store), timeout_s)
+        subgroup = session.group.named_group(f"{session.prefix}/{name}", positions, timeout_s=timeout_s)
+        return _wrapped(session, subgroup, PrefixStore(f"{name}/", store), timeout_s)
 
     return AxonProcessGroup(group, store, timeout_s=timeout_s, on_shutdown=on_shutdown, split=split)
 
@@ -122,21 +122,21 @@ def _rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iter
         ConfigurationError: rank or world size were given, too, and are others.
     """
     global _joined, _rendezvous_count
-    parts = urlparse(url)
+    address = urlparse(url)
     world = World.current()
     if world is None:
-        if not (parts.netloc or os.environ.get("AXON_PS_COORDINATOR")):
-            yield from rendezvous(f"env://?{parts.query}" if parts.query else "env://", timeout=timeout)
+        if not (address.netloc or os.environ.get("AXON_PS_COORDINATOR")):
+            yield from rendezvous(f"env://?{address.query}" if address.query else "env://", timeout=timeout)
             return
-        variables = {**os.environ, **({"AXON_PS_COORDINATOR": parts.netloc} if parts.netloc else {})}
+        variables = {**os.environ, **({"AXON_PS_COORDINATOR": address.netloc} if address.netloc else {})}
         world = _joined = join(worker_config(variables), (timeout or _JOIN_TIMEOUT).total_seconds())
-    wanted = dict(parse_qsl(parts.query))
+    wanted = dict(parse_qsl(address.query))
     for name, ours in (("rank", world.rank), ("world_size", world.world_size)):
         if int(wanted.get(name, -1)) not in (-1, ours):
             raise ConfigurationError(
                 f"init_process_group was given {name}={wanted[name]}; in the axon_ps world it is {ours}"
             )
-    prefix = f"rendezvous-{lives_of(world)}-{_rendezvous_count}"
+    prefix = f"rendezvous-{incarnations_of(world)}-{_rendezvous_count}"
     _rendezvous_count += 1
     store = KVStore(world, prefix)
     _stores.setdefault(world, []).append(store)

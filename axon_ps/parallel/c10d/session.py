@@ -6,8 +6,8 @@ closed. A process has one session at a time.
 How it begins, in this order: a `World` the user has made is used; `AXON_PS_COORDINATOR` is joined; else the ranks form
 a job of their own over c10d's store (`worker.bootstrap`).
 
-How it ends: whoever is done says so in the key-value store and waits a while for the others, because a worker that
-leaves ends what the others still do with it.
+How it ends: each rank that is done sets a key in the key-value store and waits a while for those of the others, because
+a worker that leaves ends the calls that others still make with it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from axon_ps.worker.ending import process_succeeded
 from axon_ps.worker.environment import WorkerConfig, worker_config
 from axon_ps.worker.world import World
 
-GOODBYE_S = 10.0
+LINGER_S = 10.0
 """How long the end waits for the other ranks to be done, too."""
 
-LOSS_GOODBYE_S = 1.0
+LOSS_LINGER_S = 1.0
 """The same, when a rank has died."""
 
 _POLL_S = 0.25
 _JOB = "c10d"
 
 _logger = logging.getLogger(__name__)
-_news = threading.Event()  # never set: what is waited for is the membership, which is pushed to the world
+_pause = threading.Event()  # never set: the loop polls the membership, which is pushed to the world
 _joins = 0
 _begun = 0  # sessions of this process so far: the same on every rank, as all begin and end together
 
@@ -52,11 +52,11 @@ class Session:
         world: the world.
         number: how many sessions this process had before.
         owned: whether to close the world.
-        formed: what this worker started for the job, if nobody else had.
+        formed: what this worker started for the job, if no other process had.
 
     Attributes:
         group: the world's default group.
-        users: how many process groups of torch's live on it.
+        users: how many process groups of torch's use it.
     """
 
     def __init__(self, world: World, number: int, *, owned: bool, formed: FormedJob | None = None) -> None:
@@ -65,7 +65,7 @@ class Session:
         self._owned = owned
         self._formed = formed
         self._members = {m.rank: m.id for m in world.membership.workers}
-        self._lives = lives_of(world)
+        self._incarnations = incarnations_of(world)
         self._closed = False
         self.users = 0
         self.group: ProcessGroup = world.default_group
@@ -83,7 +83,7 @@ class Session:
             env: the process's environment.
 
         Raises:
-            ConfigurationError: the world there is has another size, or this worker another rank in it.
+            ConfigurationError: the current world has another size, or this worker another rank in it.
             Misuse: this process is a fork of a worker, or `multiprocessing` has started it and it is importing the main
                 module again.
             AxonError: the job cannot be joined, or the services not be started.
@@ -120,7 +120,7 @@ class Session:
     @property
     def prefix(self) -> str:
         """Of keys and groups of this session alone: no other has these workers, or this number."""
-        return f"c10d-{self._lives}-{self._number}"
+        return f"c10d-{self._incarnations}-{self._number}"
 
     def own(self) -> None:
         """Close the world at the end."""
@@ -139,7 +139,7 @@ class Session:
         fork.not_at_exit(self._at_exit)
         try:
             if self._owned:
-                self._say_goodbye(GOODBYE_S)
+                self._wait_for_others(LINGER_S)
                 self.world.close()
         finally:
             if self._formed is not None:
@@ -151,7 +151,7 @@ class Session:
             self.world.close(finished=False)
         self.close()
 
-    def _say_goodbye(self, limit_s: float) -> None:
+    def _wait_for_others(self, limit_s: float) -> None:
         """Return when all ranks are done with the session, or have died, or time is up."""
         key = f"{self.prefix}/done"
         try:
@@ -160,7 +160,7 @@ class Session:
             for rank, member in self._members.items():
                 while not self._is_done(f"{key}/{rank}"):
                     alive = {m.id for m in self.world.membership.workers}
-                    grace_s = limit_s if alive.issuperset(self._members.values()) else LOSS_GOODBYE_S
+                    grace_s = limit_s if alive.issuperset(self._members.values()) else LOSS_LINGER_S
                     if member not in alive or time.monotonic() - begun > grace_s:
                         break
         except AxonError as error:
@@ -177,8 +177,8 @@ class Session:
 def join(config: WorkerConfig, timeout_s: float) -> World:
     """Join a job together with all other workers that call this for the same time.
 
-    A job's other places may still be held by workers that are about to leave (a process group was destroyed and is
-    made anew), so every worker says which one it is, and waits until the world consists of those.
+    Other ranks of a job may still belong to workers that are about to leave (a process group was destroyed and is made
+    anew), so every worker publishes its member id, and waits until the world consists of those.
 
     Raises:
         AxonError: the job cannot be joined.
@@ -195,18 +195,18 @@ def join(config: WorkerConfig, timeout_s: float) -> World:
             if ours != members.get(world.rank, ours):  # also when this worker was lost and is back
                 ours = members[world.rank]
                 world.kv_put(f"c10d-join/{number}/{world.rank}", ours.encode())
-            said = {r: world.kv_wait(f"c10d-join/{number}/{r}", deadline.remaining()).decode() for r in members}
-            whole = not config.world_size or len(members) == config.world_size
-            if whole and said == members and said == {m.rank: m.id for m in world.membership.workers}:
+            published = {r: world.kv_wait(f"c10d-join/{number}/{r}", deadline.remaining()).decode() for r in members}
+            complete = not config.world_size or len(members) == config.world_size
+            if complete and published == members and published == {m.rank: m.id for m in world.membership.workers}:
                 return world
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"some workers of the job did not join a process group within {timeout_s:g} s")
-            _news.wait(_POLL_S / 10)
+            _pause.wait(_POLL_S / 10)
     except BaseException:
         world.close()
         raise
 
 
-def lives_of(world: World) -> str:
-    """A name of the workers' lives in this world: the same on all of them, and never again."""
+def incarnations_of(world: World) -> str:
+    """A name made of the incarnations of all workers: the same on all of them, and never used again."""
     return uuid.uuid5(uuid.NAMESPACE_OID, "".join(m.id for m in world.membership.workers)).hex[:12]

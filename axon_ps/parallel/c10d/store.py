@@ -56,7 +56,7 @@ class KVStore(Store):
             self._world.kv_put(self._key(key), content)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as there is one.
+        """The value of a key, once there is one.
 
         Raises:
             Timeout: nobody stored it in time.
@@ -198,4 +198,4 @@ def _integer(key: str, content: bytes) -> int:
     try:
         return int(content)
     except ValueError:
-        raise InvalidRequest(f"key {key!r} holds {content[:40]!r}, which is no integer; nothing can be added") from None
+        raise InvalidRequest(f"key {key!r} is {content[:40]!r}, which is no integer; nothing can be added") from None

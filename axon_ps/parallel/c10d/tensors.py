@@ -1,7 +1,7 @@
 """Tensors as the flat buffers that travel: one tensor or a list of them, any layout, any dtype.
 
-Owns: seeing tensors as flat memory without a copy where there is none needed, and copying results back where there is.
-Refuses: to know what is done with the buffers.
+Owns: tensors as flat memory, without a copy where none is needed, and copying results back where one is. Refuses: to
+know what the buffers are for.
 
     legend: a *flat* tensor is 1-D and contiguous, in the user's dtype; a *native* one is flat and of a dtype that
     travels (see `axon_ps.types.DType`), over the same memory
@@ -60,7 +60,7 @@ def native_numel(numel: int, dtype: torch.dtype) -> int:
 
 
 def readable(*tensors: Tensor) -> Tensor:
-    """The tensors' elements one after the other: T[numel]; their own memory if they lie so."""
+    """The tensors' elements one after the other: T[numel]; their own memory if it is contiguous."""
     plain = [_plain(t) for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
@@ -69,24 +69,24 @@ def readable(*tensors: Tensor) -> Tensor:
     return torch.cat([t.reshape(-1) for t in plain])
 
 
-def writable(*tensors: Tensor, keep: bool = False) -> Buffer:
-    """A buffer for the elements of all tensors, one after the other; `keep`: it starts with what they hold."""
+def writable(*tensors: Tensor, filled: bool = False) -> Buffer:
+    """A buffer for the elements of all tensors, one after the other; `filled`: it starts with their values."""
     plain = [t.detach() for t in tensors]
     _same_dtype(plain)
     joined = _joined(plain)
     if joined is not None:
         return Buffer(joined)
-    flat = readable(*tensors) if keep else plain[0].new_empty(sum(t.numel() for t in plain))
+    flat = readable(*tensors) if filled else plain[0].new_empty(sum(t.numel() for t in plain))
 
     def finish() -> None:
-        for tensor, part in zip(plain, torch.split(flat, [t.numel() for t in plain]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        for tensor, values in zip(plain, torch.split(flat, [t.numel() for t in plain]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
     return Buffer(flat, finish)
 
 
 def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
-    """A buffer [rows, sum(numel / rows)] whose row r holds row r of every tensor: T[rows, numel / rows]."""
+    """A buffer [rows, sum(numel / rows)] whose row r is row r of every tensor: T[rows, numel / rows]."""
     if len(tensors) == 1:
         return writable(tensors[0])
     plain = [t.detach() for t in tensors]
@@ -95,8 +95,8 @@ def writable_rows(tensors: Sequence[Tensor], rows: int) -> Buffer:
     flat = plain[0].new_empty(rows * sum(widths))
 
     def finish() -> None:
-        for tensor, part in zip(plain, torch.split(flat.view(rows, -1), widths, dim=1), strict=True):
-            tensor.copy_(part.reshape(tensor.shape))
+        for tensor, values in zip(plain, torch.split(flat.view(rows, -1), widths, dim=1), strict=True):
+            tensor.copy_(values.reshape(tensor.shape))
 
     return Buffer(flat, finish)
 
@@ -117,15 +117,15 @@ def _plain(tensor: Tensor) -> Tensor:
 def _same_dtype(tensors: Sequence[Tensor]) -> None:
     kinds = {(t.dtype, t.device) for t in tensors}
     if len(kinds) > 1:
-        said = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise InvalidRequest(f"the tensors of one call are {said}; give one dtype and one device")
+        listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise InvalidRequest(f"the tensors of one call are {listed}; give one dtype and one device")
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise InvalidRequest(f"a tensor has the layout {tensor.layout}; give dense ones")
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat tensor over the memory of all, if they lie one after the other in one storage."""
+    """One flat tensor over the memory of all, if they are one after the other in one storage."""
     first = tensors[0]
     if first.is_conj() or first.is_neg():
         return None
@@ -134,8 +134,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
     storage = first.untyped_storage().data_ptr()
     offset = first.storage_offset()
     for tensor in tensors:
-        lies_next = tensor.storage_offset() == offset and tensor.untyped_storage().data_ptr() == storage
-        if not (lies_next and tensor.is_contiguous()):
+        is_next = tensor.storage_offset() == offset and tensor.untyped_storage().data_ptr() == storage
+        if not (is_next and tensor.is_contiguous()):
             return None
         offset += tensor.numel()
     return first.as_strided((offset - first.storage_offset(),), (1,))

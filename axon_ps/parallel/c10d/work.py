@@ -26,7 +26,7 @@ class AxonWork(C10dWork):
     """One operation.
 
     Args:
-        result: the tensors that hold its result: what its future gives.
+        result: the tensors of its result: what its future gives.
         what: for messages.
         devices: the accelerators that the result is on.
     """
@@ -103,7 +103,7 @@ class AxonWork(C10dWork):
         return self._error
 
     def result(self) -> Any:
-        """The tensors that hold the result."""
+        """The tensors of the result."""
         return self._result
 
     def source_rank(self) -> int:
@@ -143,7 +143,7 @@ class AxonWork(C10dWork):
             self._trigger.set_result(self._result)
 
 
-class Together(C10dWork):
+class CoalescedWork(C10dWork):
     """Several operations as one.
 
     Args:
@@ -189,7 +189,7 @@ class Together(C10dWork):
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the results."""
+        """The tensors of the results."""
         return self._result
 
     def get_future(self) -> Future[Any]:

@@ -1,8 +1,8 @@
 """`CompressedHook`: gradients travel compressed, such as only the largest of them, and are summed in f32.
 
-Owns: the exchange of compressed pieces, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
+Owns: the exchange of compressed segments, and their buffers. Refuses: to compress; a `compress.Compressor` does that.
 
-    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's piece, as `numpy.array_split`
+    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's segment, as `numpy.array_split`
 
 Invariants:
 - Every rank ends with the same bits, in every run: sums are in rank order, and all ranks expand the same bytes.
@@ -23,7 +23,7 @@ from axon_ps.collectives import cuda, functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.parallel.comm_hooks import device_codecs
-from axon_ps.parallel.comm_hooks.hooks import CommunicationHook, lane_of, on_this_stream
+from axon_ps.parallel.comm_hooks.hooks import CommunicationHook, on_this_stream, work_queue_of
 from axon_ps.parallel.comm_hooks.host_values import HostValues
 from axon_ps.parallel.comm_hooks.residuals import Residuals
 from axon_ps.parallel.ddp.buckets import GradientBucket
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 
 class CompressedHook(CommunicationHook):
-    """A reduce-scatter and an all-gather of compressed pieces, summed in f32 between them.
+    """A reduce-scatter and an all-gather of compressed segments, summed in f32 between them.
 
-    Each rank compresses its gradient piece by piece and sends piece p to rank p; rank p adds the n pieces it got in
-    rank order, divides by n, compresses the average once and gives it to all. A NIC sends and receives 1 + (n-1)/n of a
-    compressed bucket at most. With one rank nothing is compressed.
+    Each rank compresses its gradient segment by segment and sends segment p to rank p; rank p adds the n segments it
+    received in rank order, divides by n, compresses the average once and gathers it to all. A NIC sends and receives
+    1 + (n-1)/n of a compressed bucket at most. With one rank nothing is compressed.
 
-    While one bucket is added up and given to all, the next is compressed and sent, each on a thread and in a sub-group
-    of its own.
+    While one bucket is averaged and gathered, the next is compressed and sent, each on a thread and in a sub-group of
+    its own.
 
     Args:
-        compressor: makes pieces smaller.
-        error_feedback: see Note: [Error feedback] of `residuals`; off only to see what it is good for.
+        compressor: compresses segments.
+        error_feedback: see Note: [Error feedback] of `residuals`; off only to measure its effect.
     """
 
     def __init__(self, compressor: Compressor, *, error_feedback: bool = True) -> None:
         self.compressor = compressor
         self.feedback = Residuals() if error_feedback else None
-        self._pieces: dict[int, _Pieces] = {}
-        self._sending, self._giving = lane_of(self, "send"), lane_of(self, "give")
+        self._segments: dict[int, _Segments] = {}
+        self._sending, self._giving = work_queue_of(self, "send"), work_queue_of(self, "give")
 
     def attach(self, group: ProcessGroup) -> None:
         """See `CommunicationHook`."""
@@ -67,63 +67,63 @@ class CompressedHook(CommunicationHook):
 
         def give() -> None:
             sent.result()
-            self._give(bucket)
+            self._average_and_gather(bucket)
 
         return Work(
             self._giving.submit(on_this_stream(bucket, give)), f"bucket {bucket.index} as {self.compressor.name}"
         )
 
     def _send(self, bucket: GradientBucket) -> None:
-        """Compress, and exchange pieces."""
-        pieces = self._of(bucket)
-        numbers = pieces.numbers
+        """Compress, and exchange segments."""
+        segments = self._of(bucket)
+        numbers = segments.numbers
         numbers.read()
         residual = self.feedback.of(bucket, numbers.where) if self.feedback is not None else None
-        for at, out in zip(pieces.spans, pieces.split(pieces.outgoing), strict=True):
+        for at, out in zip(segments.spans, segments.split(segments.outgoing), strict=True):
             numbers.compress(at, out, None if residual is None else residual[at])
-        mine = [pieces.sizes[self.group.rank]] * self.group.size
-        self.group.all_to_all(pieces.outgoing, out=pieces.incoming, output_counts=mine, input_counts=pieces.sizes)
+        mine = [segments.sizes[self.group.rank]] * self.group.size
+        self.group.all_to_all(segments.outgoing, out=segments.incoming, output_counts=mine, input_counts=segments.sizes)
 
-    def _give(self, bucket: GradientBucket) -> None:
-        """Average this rank's piece, and give it to all."""
-        pieces, rank, n = self._of(bucket), self.group.rank, self.group.size
-        total, size = pieces.total, pieces.sizes[rank]
-        received = pieces.incoming.reshape(n, size)
+    def _average_and_gather(self, bucket: GradientBucket) -> None:
+        """Average this rank's segment, and gather it to all."""
+        segments, rank, n = self._of(bucket), self.group.rank, self.group.size
+        total, size = segments.total, segments.sizes[rank]
+        received = segments.incoming.reshape(n, size)
         self.compressor.decompress(received[0], total)
         for data in received[1:]:
             self.compressor.accumulate(data, total)
         total /= np.float32(n)
-        out = pieces.split(pieces.gathered)
+        out = segments.split(segments.gathered)
         residual = self.feedback.of_average(bucket, total.size) if self.feedback is not None else None
         self.compressor.compress(total, out[rank], None if residual is None else residual.numpy())
-        self._averages.all_gather(out[rank], out=pieces.gathered, counts=pieces.sizes)
-        for at, data in zip(pieces.spans, out, strict=True):
-            pieces.numbers.decompress(at, data)
-        pieces.numbers.write()
+        self._averages.all_gather(out[rank], out=segments.gathered, counts=segments.sizes)
+        for at, data in zip(segments.spans, out, strict=True):
+            segments.numbers.decompress(at, data)
+        segments.numbers.write()
 
-    def _of(self, bucket: GradientBucket) -> _Pieces:
-        pieces = self._pieces.get(bucket.index)
-        if pieces is None:
-            made = _Pieces.of(bucket, self.group, self.compressor)
-            pieces = self._pieces[bucket.index] = made
-        return pieces
+    def _of(self, bucket: GradientBucket) -> _Segments:
+        segments = self._segments.get(bucket.index)
+        if segments is None:
+            made = _Segments.of(bucket, self.group, self.compressor)
+            segments = self._segments[bucket.index] = made
+        return segments
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
         """See `CommunicationHook`."""
         if self.feedback is not None:
             for bucket in before:
-                if bucket.index in self._pieces:
-                    mine = self._pieces[bucket.index].spans[self.group.rank]
+                if bucket.index in self._segments:
+                    mine = self._segments[bucket.index].spans[self.group.rank]
                     self.feedback.fold_average(bucket, mine, self.group.size)
             self.feedback.move(before, after)
-        self._pieces.clear()
+        self._segments.clear()
 
 
 class _HostNumbers:
     """A bucket's numbers, compressed on the host.
 
     Attributes:
-        where: the residual is.
+        where: the device of the residual.
     """
 
     where = torch.device("cpu")
@@ -133,24 +133,24 @@ class _HostNumbers:
         self._compressor = compressor
 
     def read(self) -> None:
-        """See that they are the bucket's."""
+        """Copy them from the bucket where they are not its memory."""
         self._host.read()
 
     def compress(self, at: slice, out: Array, residual: torch.Tensor | None) -> None:
-        """out: u8[compressed], in host memory, becomes what stands for some of them."""
+        """Compress some of them to out: u8[compressed], in host memory."""
         self._compressor.compress(self._host.values[at], out, None if residual is None else residual.numpy())
 
     def decompress(self, at: slice, data: Array) -> None:
-        """Some of them become what `data`, in host memory, stands for."""
+        """Set some of them to what `data`, in host memory, decompresses to."""
         self._compressor.decompress(data, self._host.values[at])
 
     def write(self) -> None:
-        """See that the bucket's are they."""
+        """Copy them to the bucket where they are not its memory."""
         self._host.write()
 
 
 class _DeviceNumbers:
-    """The same for a top-k of a bucket in device memory, on the device: only what is compressed crosses."""
+    """The same for a top-k of a bucket in device memory, on the device: only compressed bytes go to the host."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         self.where = bucket.flat.device
@@ -178,15 +178,15 @@ class _DeviceNumbers:
 
 
 @dataclass
-class _Pieces:
+class _Segments:
     """The buffers of one bucket.
 
     Attributes:
-        spans: where each rank's piece lies in the bucket.
-        sizes: bytes of each piece, compressed.
+        spans: each rank's segment of the bucket.
+        sizes: bytes of each segment, compressed.
         numbers: what is compressed, and the average afterwards.
-        outgoing: u8[sum(sizes)]: the compressed pieces of this rank.
-        incoming: u8[n * sizes[rank]]: every rank's compressed version of this rank's piece.
+        outgoing: u8[sum(sizes)]: this rank's gradient, compressed by segment.
+        incoming: u8[n * sizes[rank]]: every rank's compressed gradient of this rank's segment.
         total: f32[N_rank]: the sum of those.
         gathered: u8[sum(sizes)]: the compressed average.
     """
@@ -200,12 +200,12 @@ class _Pieces:
     gathered: Array
 
     @classmethod
-    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressor: Compressor) -> _Pieces:
-        """New ones."""
+    def of(cls, bucket: GradientBucket, group: ProcessGroup, compressor: Compressor) -> _Segments:
+        """Allocate them."""
         n = group.size
         numels = [bucket.numel // n + (p < bucket.numel % n) for p in range(n)]
         sizes = [compressor.compressed_bytes(numel) for numel in numels]
-        on_device = compressor.name == "top_k" and cuda.memory().holds(bucket.flat)
+        on_device = compressor.name == "top_k" and cuda.memory().is_on_device(bucket.flat)
         return cls(
             spans=[slice(end - numel, end) for numel, end in zip(numels, accumulate(numels), strict=True)],
             sizes=sizes,
@@ -217,6 +217,6 @@ class _Pieces:
         )
 
     def split(self, data: Array) -> list[Array]:
-        """The pieces of `outgoing` or `gathered`."""
+        """The segments of `outgoing` or `gathered`."""
         ends = list(accumulate(self.sizes))
         return [data[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]

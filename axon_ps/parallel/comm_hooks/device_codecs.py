@@ -1,10 +1,10 @@
 """Compression of gradients that are in device memory, on the device: blocks of int8, and top-k.
 
-Owns: the same bytes as `compress.int8_block` and `compress.top_k` write, by torch's operations where the numbers are.
-So what crosses to the host is compressed already, and the host need not touch it. Refuses: to add blocks up; who
-receives them does, in host memory.
+Owns: the same bytes as `compress.int8_block` and `compress.top_k` write, by torch's operations on the
+device, so that only compressed bytes are copied to the host. Refuses: to add blocks up; the receiver does, in host
+memory.
 
-    shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k keeps
+    shape legend: n = numbers, k = ceil(n / 256) blocks, m = numbers that a top-k selects
 
 Edges are those of the two modules: a block with a NaN or an infinity becomes NaN as a whole and leaves its residual,
 one under 2^-100 becomes zeros; a top-k of anything that is not finite sends NaN and leaves the residual.
@@ -29,7 +29,7 @@ def encode_blocks(values: Tensor, blocks: Tensor, residual: Tensor | None = None
     Args:
         values: f32[n]; read only.
         blocks: u8[k, 260], overwritten.
-        residual: f32[n]; added to the values first, then set to what was lost. None = lose it.
+        residual: f32[n]; added to the values first, then set to the rounding error. None = drop the error.
     """
     total = values if residual is None else values + residual
     rows = _rows(total)
@@ -44,8 +44,8 @@ def encode_blocks(values: Tensor, blocks: Tensor, residual: Tensor | None = None
     blocks[:, :4] = scale.view(torch.uint8).view(-1, 4)
     blocks[:, 4:] = quants.to(torch.int8).view(torch.uint8)
     if residual is not None:
-        lost = rows - quants * scale[:, None]
-        residual.copy_(torch.where(finite[:, None], lost, _rows(residual)).view(-1)[: values.numel()])
+        error = rows - quants * scale[:, None]
+        residual.copy_(torch.where(finite[:, None], error, _rows(residual)).view(-1)[: values.numel()])
 
 
 def decode_blocks(blocks: Tensor, values: Tensor) -> None:
@@ -61,12 +61,12 @@ def decode_blocks(blocks: Tensor, values: Tensor) -> None:
 
 
 def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-    """Take the numbers of largest magnitude; of equal ones the first.
+    """Select the numbers of largest magnitude; of equal ones the first.
 
     Args:
         values: f32[n]; read only.
         out: u8[8 m]: indices u32[m], ascending, then values f32[m]; overwritten.
-        residual: f32[n]; added to the values first, then set to what was not taken. None = lose it.
+        residual: f32[n]; added to the values first, then set to what was not selected. None = drop that.
     """
     count = out.numel() // 8
     if not count:
@@ -76,9 +76,9 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     finite = torch.isfinite(magnitudes).all()
     threshold = torch.where(finite, magnitudes, torch.zeros_like(magnitudes)).topk(count, sorted=True).values[-1]
     above, equal = magnitudes > threshold, magnitudes == threshold
-    taken = above | (equal & (equal.cumsum(0) <= count - above.sum()))
+    selected = above | (equal & (equal.cumsum(0) <= count - above.sum()))
     if bool(finite):
-        indices = taken.nonzero().view(-1)
+        indices = selected.nonzero().view(-1)
         sent = total[indices]
         if residual is not None:
             residual.copy_(total)
@@ -91,7 +91,7 @@ def top_k(values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
 
 
 def expand_top_k(data: Tensor, values: Tensor, *, first: bool) -> None:
-    """values = what `top_k` took and zeros elsewhere if `first`, else values += that.
+    """values = what `top_k` selected and zeros elsewhere if `first`, else values += that.
 
     Args:
         data: u8[8 m], as `top_k` writes it.

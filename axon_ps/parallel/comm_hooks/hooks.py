@@ -18,31 +18,31 @@ import torch
 from torch import Tensor
 
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import Lane, Work
+from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import InvalidRequest
 from axon_ps.host import fork
-from axon_ps.parallel.comm_hooks.residuals import Residuals, forget_what_is_not_finite
+from axon_ps.parallel.comm_hooks.residuals import Residuals, drop_non_finite
 from axon_ps.parallel.ddp.buckets import GradientBucket, flat_memory
 from axon_ps.types import ReduceOp
 
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
-"""How long the end of a hook waits for its threads, which do nothing by then. At the end of the process they must have
-ended: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
+"""How long the end of a hook waits for its threads, which are idle by then. They must have ended before the process
+does: a thread that drops a tensor while the interpreter is torn down ends the process with SIGABRT."""
 
 
 class CommunicationHook(ABC):
     """Averages buckets over the ranks of a group, its own way. An object serves one wrapper.
 
     Attributes:
-        feedback: what it owes to later steps; None when it loses nothing, or lets it go.
+        feedback: its residuals, which are added to later gradients; None without error feedback.
     """
 
     feedback: Residuals | None = None
 
     def attach(self, group: ProcessGroup) -> None:
-        """The group whose ranks it will average over; nobody else makes calls on it. Called once, before all else."""
+        """Set the group whose ranks it averages over; nobody else makes calls on it. Called once, before all else."""
         self.group = group
 
     @abstractmethod
@@ -53,11 +53,11 @@ class CommunicationHook(ABC):
         """
 
     def rebuild(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
-        """Gradients will be in other buckets from now on; `members` says which. Nothing is on its way."""
+        """Gradients are in other buckets from now on, see `members`. No reduction is under way."""
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What it must not forget between steps, this rank's own: f32[N] by "residual.BUCKET"; see `Residuals`."""
+        """The residuals of this rank, which a checkpoint needs: f32[N] by "residual.BUCKET"; see `Residuals`."""
         return {} if self.feedback is None else self.feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ class CommunicationHook(ABC):
         if self.feedback is not None:
             self.feedback.load_state_dict(state)
         elif state:
-            raise InvalidRequest(f"{type(self).__name__} keeps nothing, and was given {sorted(state)}")
+            raise InvalidRequest(f"{type(self).__name__} has no residuals, and was given {sorted(state)}")
 
 
 class AllReduceHook(CommunicationHook):
@@ -91,12 +91,12 @@ class FunctionHook(CommunicationHook):
 
     def __init__(self, function: Callable[[GradientBucket, ProcessGroup], object]) -> None:
         self._function = function
-        self._lane = lane_of(self, "hook")
+        self._work_queue = work_queue_of(self, "hook")
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
         average = on_this_stream(bucket, lambda: self._function(bucket, self.group))
-        return Work(self._lane.submit(average), f"bucket {bucket.index}")
+        return Work(self._work_queue.submit(average), f"bucket {bucket.index}")
 
 
 class PackingHook(CommunicationHook):
@@ -108,7 +108,7 @@ class PackingHook(CommunicationHook):
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._packing, self._sending = lane_of(self, "pack"), lane_of(self, "send")
+        self._packing, self._sending = work_queue_of(self, "pack"), work_queue_of(self, "send")
 
     @abstractmethod
     def pack(self, bucket: GradientBucket) -> Any:
@@ -118,7 +118,7 @@ class PackingHook(CommunicationHook):
 
     @abstractmethod
     def unpack(self, bucket: GradientBucket, packed: Any) -> None:
-        """Make `bucket.flat` what `packed`, now the average over the ranks, stands for."""
+        """Set `bucket.flat` from `packed`, which is the average over the ranks now."""
 
     def start(self, bucket: GradientBucket) -> Work[Any]:
         """See `CommunicationHook`."""
@@ -136,8 +136,8 @@ class CastHook(PackingHook):
     """An all-reduce in another dtype: half the bytes of f32. The sum is in f32 and rounded once.
 
     Args:
-        dtype: torch.bfloat16 or torch.float16. What is larger than f16 can hold becomes infinite.
-        error_feedback: whether what rounding a gradient loses is added to the next one.
+        dtype: torch.bfloat16 or torch.float16. Values beyond f16 become infinite.
+        error_feedback: whether the rounding error of a gradient is added to the next one.
     """
 
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
@@ -161,7 +161,7 @@ class CastHook(PackingHook):
             residual += flat
             sent.copy_(residual)
             residual -= sent
-            forget_what_is_not_finite(residual)
+            drop_non_finite(residual)
         return sent
 
     def unpack(self, bucket: GradientBucket, packed: Tensor) -> None:
@@ -188,8 +188,8 @@ def on_this_stream(bucket: GradientBucket, call: Callable[[], T]) -> Callable[[]
     return on_stream
 
 
-def lane_of(owner: CommunicationHook, what: str) -> Lane:
-    """A thread that ends with its owner."""
-    lane = Lane(f"axon-ps-{type(owner).__name__}-{what}")
-    fork.finalize(owner, lane.close, _CLOSE_TIMEOUT_S)
-    return lane
+def work_queue_of(owner: CommunicationHook, what: str) -> WorkQueue:
+    """A work queue whose thread ends with its owner."""
+    queue = WorkQueue(f"axon-ps-{type(owner).__name__}-{what}")
+    fork.finalize(owner, queue.close, _CLOSE_TIMEOUT_S)
+    return queue

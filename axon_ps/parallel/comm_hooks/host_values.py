@@ -1,6 +1,6 @@
 """`HostValues`: a bucket's numbers as f32 in host memory, where compressors read and write them.
 
-Owns: the copy, where one is needed. Refuses: to know what is done with the numbers.
+Owns: the copy, where one is needed. Refuses: to know what the numbers are used for.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class HostValues:
 
     def __init__(self, bucket: GradientBucket) -> None:
         flat = self._flat = bucket.flat
-        device = cuda.memory().holds(flat)
+        device = cuda.memory().is_on_device(flat)
         direct = flat.dtype is torch.float32 and not device
         self._staged = None if direct else host_empty(flat.numel(), torch.float32, pinned=device)
         self.values = (flat if self._staged is None else self._staged).numpy()
 
     def read(self) -> None:
-        """See that `values` are the bucket's."""
+        """Copy the bucket to `values` where they are not its memory."""
         if self._staged is not None:
             self._staged.copy_(self._flat)  # returns when the device has done it
 
     def write(self) -> None:
-        """See that the bucket's are `values`."""
+        """Copy `values` to the bucket where they are not its memory."""
         if self._staged is not None:
             self._flat.copy_(self._staged)

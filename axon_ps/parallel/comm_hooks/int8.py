@@ -1,7 +1,7 @@
 """`Int8Hook`: gradients travel in blocks of int8, and are added up in f32 on the way.
 
 Owns: the blocks of each bucket. Refuses: to make them (`compress.int8_block`, and `device_codecs` where a bucket is in
-device memory: then only blocks cross to the host) and to add them up (the backend).
+device memory: then only blocks are copied to the host) and to add them up (the backend).
 
     shape legend: N = elements of a bucket, k = ceil(N / 256) blocks
 """
@@ -26,12 +26,12 @@ from axon_ps.types import INT8_BLOCK_NUMEL, Array, DType
 class Int8Hook(PackingHook):
     """An all-reduce of blocks of int8: a quarter of the bytes of f32.
 
-    What a rank sends is rounded to the nearest, and what that loses is added to its next gradient. The average is
+    What a rank sends is rounded to the nearest, and the error is added to its next gradient. The average is
     rounded once more, at random, and is right on average; see Note: [Sums are rounded at random] of
     `compress.int8_block`. With one rank nothing is compressed.
 
     Args:
-        error_feedback: see Note: [Error feedback] of `residuals`; off only to see what it is good for.
+        error_feedback: see Note: [Error feedback] of `residuals`; off only to measure its effect.
     """
 
     def __init__(self, *, error_feedback: bool = True) -> None:
@@ -46,7 +46,7 @@ class Int8Hook(PackingHook):
         if bucket.index not in self._buffers:
             numel = blocks_of(bucket.numel, INT8_BLOCK_NUMEL)
             made = functional.empty_shared(numel, DType.INT8_BLOCK.numpy, group=self.group)
-            kind = _DeviceBlocks if cuda.memory().holds(bucket.flat) else _HostBlocks
+            kind = _DeviceBlocks if cuda.memory().is_on_device(bucket.flat) else _HostBlocks
             self._buffers[bucket.index] = kind(bucket, made)
         buffers = self._buffers[bucket.index]
         buffers.encode(self.feedback.of(bucket, buffers.where) if self.feedback is not None else None)
@@ -68,7 +68,7 @@ class _HostBlocks:
 
     Attributes:
         blocks: BLOCK[k] in host memory, which the ranks of a host may share.
-        where: the residual is.
+        where: the device of the residual.
     """
 
     where = torch.device("cpu")
@@ -78,14 +78,14 @@ class _HostBlocks:
         self._host = HostValues(bucket)
 
     def encode(self, residual: torch.Tensor | None) -> None:
-        """Let `blocks` be the bucket's numbers."""
+        """Make `blocks` of the bucket's numbers."""
         from axon_ps.compress import int8_block
 
         self._host.read()
         int8_block.encode(self._host.values, self.blocks, None if residual is None else residual.numpy())
 
     def decode(self) -> None:
-        """Let the bucket's numbers be `blocks`."""
+        """Set the bucket's numbers from `blocks`."""
         from axon_ps.compress import int8_block
 
         int8_block.decode(self.blocks, self._host.values)
@@ -93,21 +93,21 @@ class _HostBlocks:
 
 
 class _DeviceBlocks:
-    """The same, made where the bucket is: only blocks cross."""
+    """The same, made in device memory: only blocks are copied to the host."""
 
     def __init__(self, bucket: GradientBucket, blocks: Array) -> None:
         self.blocks = blocks
         self.where = bucket.flat.device
         self._flat = bucket.flat
-        self._crossing = torch.from_numpy(blocks.view(np.uint8).reshape(-1, device_codecs.BLOCK_BYTES))
-        self._made = torch.empty(self._crossing.shape, dtype=torch.uint8, device=self.where)
+        self._on_host = torch.from_numpy(blocks.view(np.uint8).reshape(-1, device_codecs.BLOCK_BYTES))
+        self._made = torch.empty(self._on_host.shape, dtype=torch.uint8, device=self.where)
 
     def encode(self, residual: torch.Tensor | None) -> None:
         """See `_HostBlocks`."""
         device_codecs.encode_blocks(self._flat.to(torch.float32), self._made, residual)
-        self._crossing.copy_(self._made)
+        self._on_host.copy_(self._made)
 
     def decode(self) -> None:
         """See `_HostBlocks`."""
-        self._made.copy_(self._crossing)
+        self._made.copy_(self._on_host)
         device_codecs.decode_blocks(self._made, self._flat)

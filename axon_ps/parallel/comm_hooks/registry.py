@@ -19,7 +19,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
 
     Args:
         name: "all_reduce", "bf16", "fp16", "int8" or "top_k".
-        error_feedback: whether what is lost is added to the next gradient; None = as the hook does by itself: int8 and
+        error_feedback: whether the compression error is added to the next gradient; None = the hook's default: int8 and
             top_k do, bf16 and fp16 do not.
         options: of top_k: `fraction=0.01`.
 

@@ -1,14 +1,14 @@
-"""`Residuals`: what quantising a rank's gradients lost, kept for the next step.
+"""`Residuals`: the compression errors of a rank's gradients, which are added to those of the next step.
 
-Owns: where the errors are, by bucket, and that they follow their gradients into other buckets. Refuses: to quantise.
+Owns: the memory of the errors, by bucket, and moving them when gradients go to other buckets. Refuses: to compress.
 
-    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's piece
+    shape legend: n = world size; N = elements of a bucket; N_p = elements of rank p's segment
 
 Note: [Error feedback]
-What quantising loses is kept and added to the next gradient (Seide et al. 2014, "1-bit SGD"; Karimireddy et al. 2019,
+The error of quantising is added to the next gradient (Seide et al. 2014, "1-bit SGD"; Karimireddy et al. 2019,
 https://arxiv.org/abs/1901.09847). Both directions do so, as in DoubleSqueeze (Tang et al. 2019,
-https://arxiv.org/abs/1905.05957): every rank keeps the error of its gradient, f32[N], and the owner of a piece keeps
-the error of the average, f32[N_p], which is n times as much in terms of one rank's gradient.
+https://arxiv.org/abs/1905.05957): every rank has the residual of its gradient, f32[N], and the owner of a segment has
+that of the average, f32[N_p], which is n times as much in terms of one rank's gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOST = torch.device("cpu")
 
 
 class Residuals:
-    """The errors of one rank's quantising, by bucket, in host memory or where the bucket is."""
+    """The errors of one rank's quantising, by bucket, in host memory or on the bucket's device."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, Tensor] = {}
@@ -37,14 +37,14 @@ class Residuals:
         return self._get(self._gradients, bucket.index, bucket.numel, where)
 
     def of_average(self, bucket: GradientBucket, numel: int) -> Tensor:
-        """f32[N_rank]: the error of the average of this rank's piece."""
+        """f32[N_rank]: the error of the average of this rank's segment."""
         return self._get(self._averages, bucket.index, numel, _HOST)
 
     @staticmethod
-    def _get(kept: dict[int, Tensor], index: int, numel: int, device: torch.device) -> Tensor:
-        residual = kept.get(index)
+    def _get(residuals: dict[int, Tensor], index: int, numel: int, device: torch.device) -> Tensor:
+        residual = residuals.get(index)
         if residual is None:
-            residual = kept[index] = torch.zeros(numel, device=device)
+            residual = residuals[index] = torch.zeros(numel, device=device)
         if residual.numel() != numel:
             raise InvalidRequest(
                 f"the errors of bucket {index} are of {residual.numel()} elements and it has {numel}; they are of "
@@ -53,28 +53,28 @@ class Residuals:
         return residual
 
     def fold_average(self, bucket: GradientBucket, at: slice, world_size: int) -> None:
-        """Make the average's error one of the gradient, where it will have the same effect."""
+        """Add the average's error to that of the gradient, where it has the same effect."""
         average = self._averages.pop(bucket.index, None)
         if average is not None:
             gradient = self._gradients[bucket.index]
             gradient[at] += world_size * average.to(gradient.device)
 
     def move(self, before: Sequence[GradientBucket], after: Sequence[GradientBucket]) -> None:
-        """Gradients are in other buckets: so are their errors."""
-        parts: dict[int, Tensor] = {}
+        """Move the errors of gradients that are in other buckets now."""
+        by_member: dict[int, Tensor] = {}
         for bucket in before:
             if (residual := self._gradients.pop(bucket.index, None)) is not None:
-                parts |= zip(bucket.members, torch.split(residual, [v.numel() for v in bucket.views]), strict=True)
-        if parts:
+                by_member |= zip(bucket.members, torch.split(residual, [v.numel() for v in bucket.views]), strict=True)
+        if by_member:
             for bucket in after:
-                self._gradients[bucket.index] = torch.cat([parts[member] for member in bucket.members])
+                self._gradients[bucket.index] = torch.cat([by_member[member] for member in bucket.members])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every error, by what it is of."""
+        """Every error, by name."""
         return {
             f"{what}.{index}": residual
-            for what, kept in (("residual", self._gradients), ("average", self._averages))
-            for index, residual in kept.items()
+            for what, residuals in (("residual", self._gradients), ("average", self._averages))
+            for index, residual in residuals.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -87,13 +87,13 @@ class Residuals:
         named = [(name, *name.partition(".")) for name in state]
         if unknown := [name for name, kind, _, index in named if kind not in kinds or not index.isdigit()]:
             raise InvalidRequest(f"{unknown[0]!r} is no error of ours; give what state_dict() gave on this rank")
-        for kept in kinds.values():
-            kept.clear()
+        for residuals in kinds.values():
+            residuals.clear()
         for name, kind, _, index in named:
             kinds[kind][int(index)] = state[name].detach().to(torch.float32, copy=True)
 
 
-def forget_what_is_not_finite(residual: Tensor) -> None:
-    """Drop errors of infinity: a gradient scaler that tried too much would spoil every later step."""
+def drop_non_finite(residual: Tensor) -> None:
+    """Set errors that are not finite to 0: a gradient scaler whose scale was too high would spoil every later step."""
     if not torch.isfinite(residual.sum()):
         residual[~torch.isfinite(residual)] = 0.0

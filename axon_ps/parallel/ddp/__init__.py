@@ -1,1 +1,1 @@
-"""Every rank has the whole module, and gradients are averaged: `DistributedDataParallel`, and by hand."""
+"""Every rank has a replica of the module, and gradients are averaged: `DistributedDataParallel`, and by hand."""

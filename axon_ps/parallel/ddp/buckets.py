@@ -1,6 +1,6 @@
 """Buckets: many gradients in one flat array, so that they travel in one collective.
 
-Owns: which gradients lie in which bucket, the memory of buckets, and the order in which buckets are reduced. Refuses:
+Owns: which gradients are in which bucket, the memory of buckets, and the order in which buckets are reduced. Refuses:
 to know how a bucket is reduced (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
 
     shape legend: T[numel] = a bucket's elements, all of one dtype on one device
@@ -32,10 +32,10 @@ _NUMPY = {
 
 
 def check_dtype(dtype: torch.dtype, what: str) -> None:
-    """See that gradients of this dtype can be summed.
+    """Check that gradients of this dtype can be summed.
 
     Raises:
-        InvalidRequest: they cannot; `what` says whose dtype it is.
+        InvalidRequest: they cannot; `what` names whose dtype it is, in the message.
     """
     if dtype not in _NUMPY:
         known = ", ".join(str(d) for d in _NUMPY)
@@ -65,12 +65,12 @@ class GradientBucket:
         capacity: elements it has room for.
         dtype: of its gradients.
         device: of its gradients.
-        group: whose collectives it is for, so that its memory may be shared with the other ranks of the host.
-        index: its place among the buckets that are reduced together.
+        group: whose collectives it is for, so that the other ranks of the host can map its memory.
+        index: its position among the buckets that are reduced together.
 
     Attributes:
         members: number of each gradient in it, in the order they were put in.
-        views: where they lie, in the same order, in their shapes.
+        views: of their memory, in the same order, in their shapes.
 
     Raises:
         InvalidRequest: `capacity` is negative, or gradients of this dtype cannot be summed.
@@ -97,7 +97,7 @@ class GradientBucket:
 
     @property
     def numel(self) -> int:
-        """Elements that are taken."""
+        """Elements that are in use."""
         return self._numel
 
     @property
@@ -112,7 +112,7 @@ class GradientBucket:
 
     @property
     def flat(self) -> Tensor:
-        """T[numel]: everything in it. What is written here is what `extract` and `views` show."""
+        """T[numel]: everything in it. `extract` and `views` give what is written here."""
         return self._memory[: self._numel]
 
     def reserve(self, shape: Sequence[int], member: int) -> Tensor | None:
@@ -158,7 +158,7 @@ class GradientBucket:
 def assign(
     tensors: Sequence[Tensor], order: Iterable[int], *, first_bytes: int, bucket_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Which tensors share a bucket: neighbours in `order` of one dtype and device, up to so many bytes.
+    """Which tensors are in one bucket: neighbours in `order` of one dtype and device, up to so many bytes.
 
     The first bucket of each kind is small so that communication begins early (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704, section 3.2.2). A tensor larger than a bucket has one for itself.
@@ -195,7 +195,7 @@ def assign(
 def build(
     tensors: Sequence[Tensor], plan: Sequence[Sequence[int]], group: ProcessGroup | None
 ) -> tuple[list[GradientBucket], dict[int, tuple[GradientBucket, Tensor]]]:
-    """The buckets of a plan made by `assign`, and by member where its gradient lies."""
+    """The buckets of a plan made by `assign`, and by member its bucket and its gradient's view."""
     buckets, where = [], {}
     for index, members in enumerate(plan):
         first = tensors[members[0]]
@@ -217,7 +217,7 @@ class Round:
         start: starts the reduction of one.
         overlapped: start buckets as soon as they are complete; else only when `start_rest` is called.
         again: what to do about a gradient that comes twice, for the message.
-        names: what messages call the members; None = by their numbers.
+        names: the members' names in messages; None = their numbers.
     """
 
     def __init__(
@@ -238,10 +238,10 @@ class Round:
         self._works: list[Work[Any]] = []
 
     def ready(self, bucket: GradientBucket, member: int) -> None:
-        """A gradient lies in its bucket.
+        """A gradient is in its bucket.
 
         Raises:
-            Misuse: it did already.
+            Misuse: it was already.
         """
         missing = self._missing[bucket.index]
         if member not in missing:

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: every rank has the whole module, and gradients are averaged while backward computes them.
+"""`DistributedDataParallel`: every rank has a replica of the module; gradients are averaged while backward runs.
 
 Owns: what happens around forward: buffers, parameters that are the same everywhere, ranks that run out of data.
 Refuses: parameters on shard servers (`fsdp` has those) and gradients (`reducer` has them).
@@ -33,14 +33,14 @@ class DistributedDataParallel(nn.Module):
     """Wrap a module so that all ranks train it together, each on data of its own (`DDP` is an alias).
 
     Use it like the module, with any torch optimizer made after wrapping. After `backward()` every `param.grad` is the
-    average over the ranks, so equal optimizers keep equal parameters. Gradients travel in buckets that lie in memory
-    which the ranks of a host share, in the reverse order of `parameters()` at first and in the order in which rank 0's
-    gradients came from the second step on, while backward goes on. (Li et al., "PyTorch Distributed",
+    average over the ranks, so equal optimizers leave equal parameters. Gradients travel in buckets, which are
+    in shared memory of the ranks of a host, in the reverse order of `parameters()` at first and in the order in which
+    rank 0's gradients came from the second step on, while backward goes on. (Li et al., "PyTorch Distributed",
     https://arxiv.org/abs/2006.15704.)
 
     Making it is collective, and so are its forwards with gradients in training mode (when there are buffers to
     broadcast) and its backwards outside of `no_sync()`. A forward in `eval()` mode, or without gradients, is not: one
-    rank may evaluate alone.
+    rank may evaluate by itself.
 
     A module may be wrapped again, after an error or in another group; the wrappers before do nothing then.
 
@@ -59,12 +59,12 @@ class DistributedDataParallel(nn.Module):
         grad_sync_strategy: when buckets are reduced. NO_SYNC leaves it to `sync_gradients()`.
 
     Raises:
-        LayoutMismatch: another rank wraps another module; the message says where they differ.
+        LayoutMismatch: another rank wraps another module; the message names the difference.
         InvalidRequest: nothing in it is to be trained, or a parameter is on the meta device or of a dtype that is not
             averaged.
 
-    After an error: the gradients of a backward that failed hold anything, and other ranks may wait for this one until
-    their deadline. If a rank has died they are told so at once (`MemberLost`); make a group of those who are left and
+    After an error: the gradients of a backward that failed are undefined, and other ranks may wait for this one until
+    their deadline. If a rank has died they get `MemberLost` at once; make a group of those who are left and
     wrap the module again.
     """
 
@@ -153,7 +153,7 @@ class DistributedDataParallel(nn.Module):
 
     def statistics(self) -> dict[str, float]:
         """Counters: `rounds` (reductions of all gradients), `reduced_bytes` (of gradients, uncompressed), `buckets`,
-        `rebuilt`, and `wait_s`: seconds that backward waited at its end for what was not hidden behind it."""
+        `rebuilt`, and `wait_s`: seconds that backward waited at its end for reductions that did not overlap with it."""
         return self._reducer.statistics()
 
     # ------------------------------------------------------------------ synchronizing
@@ -208,14 +208,14 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Inside, ranks may have different numbers of batches; put the whole loop inside, on every rank.
+        """Inside, ranks may have different numbers of batches; put the loop inside, on every rank.
 
         A rank that leaves takes part in the others' steps with gradients of zero until all have left, and ends with the
         parameters and buffers of the lowest rank that made the last step; averages are still over all ranks. Its
         optimizer's state is that of its own last step. Each step must be one training forward with gradients and one
         backward (more of both inside `no_sync()`), and costs one small all-reduce more. (torch's `Join`.)
 
-        When the body raises, the others are not told.
+        When the body raises, the other ranks get no error of it.
 
         Raises:
             Misuse: it is not OVERLAPPED or SYNCHRONOUS, or inside another `join()`.
@@ -236,7 +236,7 @@ class DistributedDataParallel(nn.Module):
             self._joining = False
 
     def _announce(self, active: bool) -> int:
-        """Tell each other who still has data; the lowest rank that has, -1 if none."""
+        """Exchange which ranks still have data; the lowest rank that has, -1 if none."""
         nobody = self._group.size
         mine = self._group.rank if active else nobody
         lowest = int(self._group.all_reduce(np.array([mine], np.int64), ReduceOp.MIN)[0])

@@ -1,10 +1,10 @@
 """`Reducer`: averages the gradients of a module's parameters over the ranks while backward runs.
 
 Owns: the hooks on parameters, the buckets, the reductions of one backward. Refuses: to know the module; parameters and
-their names are all it has. The wrapper (`ddp`) tells it of forwards.
+their names are all it has. The wrapper (`ddp`) calls it for each forward.
 
 Phases of one backward that synchronizes:
-1. A parameter's gradient is complete (post-accumulate hook): it is copied to its place in a bucket, or lies there.
+1. A parameter's gradient is complete (post-accumulate hook): it is copied to its view of a bucket if it is not that.
 2. A bucket whose gradients are all there, and all buckets before it, is on its way (`buckets.Round`).
 3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
 
@@ -79,9 +79,9 @@ class Reducer:
         self._as_views = as_views
         self._find_unused = find_unused
         self._order = list(reversed(range(len(named))))
-        self._seen: list[int] | None = []  # the order of the first backward; None when buckets are as it was
+        self._ready_order: list[int] | None = []  # the order of the first backward; None once buckets follow it
         self._used = torch.zeros(len(named), dtype=torch.uint8)
-        self._reached: set[int] = set()
+        self._reachable: set[int] = set()
         self._index: dict[Tensor, int] = {param: i for i, param in enumerate(self.params)}
         self._round: Round | None = None
         self._counters = {"rounds": 0, "reduced_bytes": 0, "wait_s": 0.0, "rebuilt": 0}
@@ -113,10 +113,10 @@ class Reducer:
         """Reductions of all buckets, bytes of gradients in them, seconds that backward waited for them at its end."""
         return {**self._counters, "buckets": len(self._buckets)}
 
-    # ------------------------------------------------------------------ what the wrapper tells
+    # ------------------------------------------------------------------ calls of the wrapper
 
     def check_idle(self) -> None:
-        """See that no backward is under way.
+        """Check that no backward is under way.
 
         Raises:
             Misuse: one is, or one was broken off.
@@ -128,12 +128,12 @@ class Reducer:
             )
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Forward gave these: find out which parameters a backward from them will leave out."""
+        """Forward returned these: find out which parameters a backward from them will leave out."""
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if self._strategy is GradSyncStrategy.NO_SYNC or not watched:
             return
         if self._find_unused:
-            self._reached |= {self._index[leaf] for leaf in leaves(watched) if leaf in self._index}
+            self._reachable |= {self._index[leaf] for leaf in leaves(watched) if leaf in self._index}
         me = weakref.ref(self)
         for tensor in (t for t in watched if t.grad_fn is not None):
             tensor.register_hook(partial(_backward_begins, me))  # type: ignore[no-untyped-call]
@@ -148,19 +148,19 @@ class Reducer:
         for index, param in enumerate(self.params):
             self._used[index] = self._used[index] or param.grad is not None
         self._round = self._new_round()
-        seen, self._seen = self._seen, None
+        ready_order, self._ready_order = self._ready_order, None
         self._finish(find_unused=True)
-        self._seen = seen
+        self._ready_order = ready_order
 
     def reduce_nothing(self) -> None:
-        """Take part in a backward of the other ranks with gradients of zero, and keep none of the results."""
+        """Take part in a backward of the other ranks with gradients of zero, and drop the results."""
         self.check_idle()
-        kept = [param.grad for param in self.params]
+        before = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
         self._round = self._new_round()
         self._finish(find_unused=True, announce=self._find_unused)
-        for param, grad in zip(self.params, kept, strict=True):
+        for param, grad in zip(self.params, before, strict=True):
             param.grad = grad
 
     # ------------------------------------------------------------------ one backward
@@ -180,10 +180,10 @@ class Reducer:
             return
         self._round = self._new_round()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        if self._find_unused and self._reached:
+        if self._find_unused and self._reachable:
             for index in self._order:
-                if index not in self._reached:
-                    self._put(index)
+                if index not in self._reachable:
+                    self._copy_to_bucket(index)
 
     def grad_ready(self, index: int) -> None:
         """`param.grad` is complete, as far as this backward goes."""
@@ -191,9 +191,9 @@ class Reducer:
         if not self._active:
             return
         self.backward_begins()
-        if self._seen is not None:
-            self._seen.append(index)
-        self._put(index)
+        if self._ready_order is not None:
+            self._ready_order.append(index)
+        self._copy_to_bucket(index)
 
     def _backward_ends(self) -> None:
         assert self._round is not None
@@ -211,8 +211,8 @@ class Reducer:
         return self._hook.start(bucket)
 
     @torch.no_grad()
-    def _put(self, index: int) -> None:
-        """The gradient goes to its place in its bucket, zeros if there is none."""
+    def _copy_to_bucket(self, index: int) -> None:
+        """Copy the gradient to its view of its bucket, zeros if there is none."""
         assert self._round is not None
         param = self.params[index]
         bucket, view = self._where[index]
@@ -231,14 +231,14 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self, *, find_unused: bool, announce: bool | None = None) -> None:
-        """Wait for the averages. `announce`: tell each other which parameters were used, so that others keep None."""
+        """Wait for the averages. `announce`: exchange which parameters were used; `grad` of the others stays None."""
         round_ = self._round
         assert round_ is not None
         missing = round_.missing
         if missing and not find_unused:
             raise Misuse(self._without_gradient(missing))
         for index in missing:
-            self._put(index)
+            self._copy_to_bucket(index)
         round_.start_rest()
         begin_s, used = time.perf_counter(), self._used
         if find_unused if announce is None else announce:
@@ -246,16 +246,16 @@ class Reducer:
         for bucket in round_.finished():
             for index, view in zip(bucket.members, bucket.views, strict=True):
                 if used[index]:
-                    self._take(self.params[index], view)
+                    self._set_grad(self.params[index], view)
         self._counters["wait_s"] += time.perf_counter() - begin_s
         self._counters["rounds"] += 1
         self._used.zero_()
-        self._reached.clear()
+        self._reachable.clear()
         self._round = None
-        if self._seen is not None:
-            self._rebuild(self._seen)
+        if self._ready_order is not None:
+            self._rebuild(self._ready_order)
 
-    def _take(self, param: nn.Parameter, view: Tensor) -> None:
+    def _set_grad(self, param: nn.Parameter, view: Tensor) -> None:
         if self._as_views:
             param.grad = view
         elif param.grad is None:
@@ -278,10 +278,10 @@ class Reducer:
         first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         return buckets.assign(self.params, self._order, first_bytes=first_bytes, bucket_bytes=self._bucket_bytes)
 
-    def _rebuild(self, seen: Sequence[int]) -> None:
+    def _rebuild(self, ready_order: Sequence[int]) -> None:
         """Buckets in the order in which rank 0's gradients came the first time; collective."""
-        self._seen = None
-        first = dict.fromkeys(seen)
+        self._ready_order = None
+        first = dict.fromkeys(ready_order)
         order = [*first, *(index for index in self._order if index not in first)]
         self._order = self._control.broadcast(np.array(order, np.int64)).tolist()
         plan = self._planned()

@@ -17,19 +17,19 @@ from axon_ps.errors import InvalidRequest, LayoutMismatch
 from axon_ps.types import Array
 
 PACKED_BYTES = 25 << 20
-"""So much is sent at a time; a larger tensor is sent where it lies."""
+"""Tensors are packed up to this size; a larger one is sent without a copy."""
 
 
 def check_same(group: ProcessGroup, lines: Sequence[str]) -> None:
-    """See that every rank has the same lines; collective.
+    """Check that every rank has the same lines; collective.
 
     Args:
         group: the ranks.
         lines: a description, one parameter a line.
 
     Raises:
-        LayoutMismatch: some differ from those of rank 0, on every rank; the message says who does, and where if this
-            rank does.
+        LayoutMismatch: some differ from those of rank 0, on every rank; the message names the ranks, and the line if
+            this rank is one of them.
     """
     text = np.frombuffer("\n".join(lines).encode(), np.uint8)
     digest = np.frombuffer(hashlib.sha256(text.tobytes()).digest(), np.uint8)

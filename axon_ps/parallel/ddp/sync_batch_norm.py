@@ -28,8 +28,8 @@ from axon_ps.collectives import arrays
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.by_reference import ByReference
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.held import Held
 
 if TYPE_CHECKING:
     from axon_ps.worker.world import World
@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         InvalidRequest: in a training forward: the input has other channels or fewer than two dimensions (the other
-            ranks are told), or all ranks together have one value per channel or none.
+            ranks get the error too), or all ranks together have one value per channel or none.
         Misuse: in a training forward: no group was given and there is no current world.
 
     After an error: see `ProcessGroup`. The running statistics are what they were.
@@ -75,12 +75,12 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
-        self._held = Held(process_group)
+        self._group = ByReference(process_group)
 
     @property
     def process_group(self) -> ProcessGroup | World | None:
         """The ranks, as they were given."""
-        return self._held.value
+        return self._group.value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise each channel.

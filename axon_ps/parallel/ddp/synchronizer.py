@@ -21,7 +21,7 @@ from axon_ps.parallel.ddp.buckets import GradientBucket, Round, assign, build, c
 from axon_ps.types import ReduceOp
 
 BUCKET_NUMEL = 25 * (1 << 20) // 4
-"""How many elements share a bucket, if nobody says otherwise: 25 MiB of f32."""
+"""The default size of a bucket in elements: 25 MiB of f32."""
 
 
 class GradSyncStrategy(enum.Enum):
@@ -49,7 +49,7 @@ class GradientSynchronizer:
 
     Args:
         strategy: when buckets are reduced; with NO_SYNC `sync_all` gives this rank's own gradients.
-        bucket_numel: elements that share a bucket.
+        bucket_numel: elements of a bucket.
         group: the ranks; None = all workers of the current world.
 
     Raises:
@@ -96,8 +96,8 @@ class GradientSynchronizer:
             check_dtype(tensor.dtype, f"tensor {i}")
         size = self.bucket_numel * 4
         plan = assign(tensors, range(len(tensors)), first_bytes=size, bucket_bytes=size)
-        shared = None if self.strategy is GradSyncStrategy.NO_SYNC else functional.current_group(self._group)
-        self._buckets, self._where = build(tensors, plan, shared)
+        mapped_by = None if self.strategy is GradSyncStrategy.NO_SYNC else functional.current_group(self._group)
+        self._buckets, self._where = build(tensors, plan, mapped_by)
         self.clear()
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
@@ -129,13 +129,13 @@ class GradientSynchronizer:
         """Wait until everything is averaged.
 
         Returns:
-            The gradients, in the order of `prepare`; they lie in the buckets and hold until `clear`.
+            The gradients, in the order of `prepare`; they are views of the buckets and valid until `clear`.
 
         Raises:
-            Misuse: gradients are missing; the message says which.
+            Misuse: gradients are missing; the message names them.
             AxonError: what a collective failed with.
 
-        After an error: `Misuse` changed nothing. After any other the gradients hold anything.
+        After an error: `Misuse` changed nothing. After any other the gradients are undefined.
         """
         if self.strategy is not GradSyncStrategy.NO_SYNC and not self._synced:
             round_ = self._current()

@@ -1,25 +1,25 @@
 """`FlatUnit`: one unit's parameters as views of one flat tensor whose memory comes and goes.
 
 Note: [Memory that comes and goes]
-    While a unit is gathered its parameters are views of `flat`. Freeing resizes flat's *storage* to zero bytes;
+    While a unit is unsharded its parameters are views of `flat`. Resharding resizes flat's *storage* to zero bytes;
     gathering resizes it back and fills it. What autograd saved in forward is either the parameter itself or a view of
-    the same storage, so it is whole again when backward reads it, without autograd knowing that it was away. (FSDP2
+    the same storage, so it is unsharded again when backward reads it, without autograd knowing that it was away. (FSDP2
     resizes storages for the same reason.)
 
-    While a unit is freed, its parameters are NaN expanded to their shape (a view of the emptied storage would crash),
-    and of a class that raises when values are read or written; see `sharded_parameter`. So they are between uses also
-    where the values are kept (SHARD_GRAD_OP): they may be those of an older version.
+    While a unit is resharded, its parameters are NaN expanded to their shape (a view of the emptied storage would
+    crash), and of a class that raises when values are read or written; see `sharded_parameter`. So they are between
+    uses also where the values stay in memory (SHARD_GRAD_OP): they may be those of an older version.
 
     `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through `_window`, a raw view of the
     memory that lives only while a gather is under way and the storage cannot be resized.
 
 Note: [Mapped units]
     Where the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is
-    at the version wanted, and freeing hides it. Nothing is allocated or copied, and what autograd saved is whole all
-    the time. Another mapping comes only with another server, which has the same values at the same version.
+    at the version wanted, and resharding makes it unreadable. Nothing is allocated or copied, and what autograd saved
+    stays valid. Another mapping comes only with another server, which has the same values at the same version.
 
-A unit gathers *directly* into `flat` when what travels is what is computed with and comes in the same kind of memory,
-and the old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
+A unit gathers *directly* into `flat` when the wire dtype is the compute dtype, the memory is of the same kind, and the
+old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
 memory, but under HYBRID_SHARD on GPUs (`gather_on_device`).
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
@@ -39,7 +39,7 @@ from axon_ps.errors import AxonError, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
-from axon_ps.parallel.fsdp.steps import Foresight, Mapped, Mapping, Pending, Steps
+from axon_ps.parallel.fsdp.steps import Mapped, Mapping, Pending, Speculation, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.step_client import Ticket
@@ -66,13 +66,13 @@ class FlatUnit:
     Args:
         index: number of the unit in the layout.
         unit: its layout.
-        params: its parameters, in layout order; their data is taken over.
+        params: its parameters, in layout order; their `data` is set from now on.
         device: where they compute.
         dtype: what they compute in.
         wire: what travels.
-        resident: keep the values between uses (SHARD_GRAD_OP).
+        resident: retain the values between uses (SHARD_GRAD_OP).
         meter: counts the bytes of parameters.
-        host_copy: wire[unit_numel] in host memory that keeps what was gathered (CPUOffload.PARAMS); None = do not.
+        host_copy: wire[unit_numel] in host memory for what was gathered (CPUOffload.PARAMS); None = there is none.
     """
 
     sharded = True
@@ -100,15 +100,15 @@ class FlatUnit:
         self._states = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._unsharded: bool | None = None
         self._nan = torch.empty((), dtype=dtype, device=device)
-        self._lie_in(torch.empty(unit.numel, dtype=dtype, device=device))
+        self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
         self._nbytes = self.flat.nbytes
         self._maps: Mapping | None = None  # who maps the unit; None = it is gathered
         self._mapped: Mapped | None = None  # what `flat` is
-        self._seen: Mapped | None = None  # what it will be when it is needed; `_work` may have to say
-        self._absent = [self._nan.expand(p.shape) for p in unit.parameters]
-        self._hide()  # what they held before is let go
+        self._next_mapped: Mapped | None = None  # what it will be; None = the result of `_work`
+        self._sharded_data = [self._nan.expand(p.shape) for p in unit.parameters]
+        self._free_flat()  # their own values are dropped
         self._host_copy = host_copy
-        self._copied: tuple[int, int] | None = None  # (epoch, version) of what `host_copy` holds
+        self._copied: tuple[int, int] | None = None  # (epoch, version) of the values in `host_copy`
         self._on_device = False  # whether what is gathered comes in device memory
         self._may_be_direct = TORCH_DTYPES[wire] == dtype and not resident and host_copy is None
         self._direct = self._may_be_direct and not cuda.memory().is_device(device)
@@ -116,12 +116,13 @@ class FlatUnit:
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
         self._work: Pending | None = None
         self._buffer: torch.Tensor | None = None
-        self._held: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
-        self._read: tuple[int, int] | None = None  # of those that `flat` held last
-        self._coming: tuple[int, int] | None = None  # of those under way
-        self._ahead: tuple[Pending, torch.Tensor | None] | None = None  # of an undecided step; None: into `flat`
-        self._adopted = False  # whether what is under way was begun ahead
-        self.repeated = 0  # gathers begun ahead that were of no use
+        self._values_at: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
+        self._last_values_at: tuple[int, int] | None = None  # of the values that were in `flat` last
+        self._gathering_at: tuple[int, int] | None = None  # of the values that are being gathered
+        # of an undecided step: the gather, and the buffer that it fills; None = it fills `flat`
+        self._speculative: tuple[Pending, torch.Tensor | None] | None = None
+        self._was_speculative = False  # whether what is under way was begun before its step's decision
+        self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
     @property
     def trainable(self) -> bool:
@@ -130,7 +131,7 @@ class FlatUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """Memory that a gather takes until `unshard`; what is copied from the host takes none before."""
+        """Memory that a gather needs before `unshard`; a copy from host memory needs none."""
         if self._host_copy is not None:
             return 0 if self._copied is not None else self._host_copy.nbytes
         return self._nbytes if self._direct else self.unit.numel * self.wire.itemsize
@@ -141,7 +142,7 @@ class FlatUnit:
         return self._nbytes
 
     def may_map(self, steps: Mapping) -> None:
-        """From now on, map the unit where that can be had. See Note: [Mapped units]."""
+        """From now on, map the unit where that is possible. See Note: [Mapped units]."""
         self._maps = steps if self._direct else None
 
     def gather_on_device(self) -> None:
@@ -151,71 +152,71 @@ class FlatUnit:
 
     @property
     def vacant(self) -> bool:
-        """Whether it has memory of its own and holds nothing there, nor is anything on its way."""
+        """Whether it has memory of its own with no values in it, and no gather is under way."""
         return self._direct and self._maps is None and not self._storage.nbytes() and self._work is None
 
     @property
-    def is_ahead(self) -> bool:
+    def has_speculative(self) -> bool:
         """Whether the values of an undecided step are on their way."""
-        return self._ahead is not None
+        return self._speculative is not None
 
     @property
-    def _ahead_in_place(self) -> bool:
+    def _speculative_in_place(self) -> bool:
         """Whether the values of an undecided step are on their way into `flat`."""
-        return self._ahead is not None and self._ahead[1] is None
+        return self._speculative is not None and self._speculative[1] is None
 
     @property
-    def whole_bytes(self) -> int:
-        """Memory at the moment it becomes whole: itself, and what was gathered where that is something else."""
+    def unsharded_bytes(self) -> int:
+        """Memory while it is unsharded: `flat`, and the buffer of the gather where there is one."""
         return self._nbytes + (0 if self._direct else self.unit.numel * self.wire.itemsize)
 
     @property
-    def held_bytes(self) -> int:
-        """Memory of parameters that come and go: what `flat` takes now (0 when it is kept) plus what is under way."""
-        held = 0 if self.resident else self._taken_bytes
-        if self._maps is not None and self._coming is not None:
-            held = self._nbytes
-        return held + (self._buffer.nbytes if self._buffer is not None else 0)
+    def reshardable_bytes(self) -> int:
+        """Memory that resharding frees: of `flat` (0 when resident), and of a gather that is under way."""
+        in_use = 0 if self.resident else self._flat_bytes
+        if self._maps is not None and self._gathering_at is not None:
+            in_use = self._nbytes
+        return in_use + (self._buffer.nbytes if self._buffer is not None else 0)
 
     def remote(self, steps: Steps) -> bool:
-        """Whether gathering means to ask for the values, and not to copy them from host memory."""
+        """Whether the next gather requests the values from servers, instead of copying them from host memory."""
         return self._copied is None or self._copied != self.wanted(steps)
 
     def wanted(self, steps: Steps) -> tuple[int, int]:
         """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
         return steps.epoch, steps.version if self.trainable else steps.copied
 
-    def fresh(self, steps: Steps) -> bool:
-        """Whether `flat` holds current values."""
-        return self._held == self.wanted(steps)
+    def is_current(self, steps: Steps) -> bool:
+        """Whether the values in `flat` are current."""
+        return self._values_at == self.wanted(steps)
 
     def torn(self, steps: Steps) -> bool:
-        """Whether a mapped unit's server has changed it since it was read: it no longer waits for this worker."""
-        if self._mapped is None or self._read is None or self._read != self.wanted(steps):
+        """Whether a mapped unit's server has changed it since it was read: the job goes on without this worker."""
+        if self._mapped is None or self._last_values_at is None or self._last_values_at != self.wanted(steps):
             return False
-        return not self._mapped.holds(self._read[1])
+        return not self._mapped.is_at(self._last_values_at[1])
 
-    def coming(self, steps: Steps) -> bool:
-        """Whether current values are under way."""
-        return self._coming is not None and self._coming == self.wanted(steps)
+    def is_gathering(self, steps: Steps) -> bool:
+        """Whether current values are being gathered."""
+        return self._gathering_at is not None and self._gathering_at == self.wanted(steps)
 
     def start_gather(self, steps: Steps, pool: BufferPool) -> None:
-        """Begin to gather, unless the values are here or under way."""
-        if self.fresh(steps) or self.coming(steps):
+        """Begin to gather, unless the values are here or being gathered."""
+        if self.is_current(steps) or self.is_gathering(steps):
             return
-        if self._ahead_in_place:
-            self.drop_ahead(pool)
+        if self._speculative_in_place:
+            self.discard_speculative(pool)
         self.abandon(pool)
-        self._coming = self.wanted(steps)
-        self._adopted = False
+        self._gathering_at = self.wanted(steps)
+        self._was_speculative = False
         if self._host_copy is not None:
             if not self.remote(steps):
                 return  # `unshard` copies
             self._copied = None
             out: Array | torch.Tensor = array_of(self._host_copy, self.wire)
         elif self._maps is not None:
-            self._seen = self._maps.mapped(self.index)
-            if self._seen is None:
+            self._next_mapped = self._maps.mapped(self.index)
+            if self._next_mapped is None:
                 self._work = self._maps.map(self.index, self.wire)
             return
         elif self._direct:
@@ -226,48 +227,50 @@ class FlatUnit:
             out = self._buffer if self._on_device else array_of(self._buffer, self.wire)
         self._work = steps.gather(self.index, out)
 
-    def start_ahead(self, steps: Foresight, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
-        """Begin to gather what this step will make of the unit: in its own place, or beside values that are kept."""
-        self.drop_ahead(pool)
+    def start_speculative(self, steps: Speculation, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
+        """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""
+        self.discard_speculative(pool)
         if self._direct:
-            assert self.vacant, "nothing that counts is overwritten"
+            assert self.vacant, "current values are never overwritten"
             self._allocate()
             buffer, out = None, _window(self.flat, self.wire)
         else:
             buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
             out = array_of(buffer, self.wire)
-        self._ahead = steps.gather_ahead(self.index, out, ticket, hyper), buffer
+        self._speculative = steps.gather_speculative(self.index, out, ticket, hyper), buffer
 
-    def adopt_ahead(self, steps: Steps, pool: BufferPool) -> None:
-        """The step committed as foreseen: what was begun ahead is what is coming."""
-        if self._ahead is not None:
+    def commit_speculative(self, steps: Steps, pool: BufferPool) -> None:
+        """The step committed as expected: the speculative gather becomes the ordinary one."""
+        if self._speculative is not None:
             self.abandon(pool)
-            (self._work, self._buffer), self._ahead = self._ahead, None
-            self._adopted = True
-            self._coming = self.wanted(steps)
+            (self._work, self._buffer), self._speculative = self._speculative, None
+            self._was_speculative = True
+            self._gathering_at = self.wanted(steps)
 
-    def drop_ahead(self, pool: BufferPool) -> None:
-        """The step was not decided as foreseen: forget what was begun ahead."""
-        if self._ahead is not None:
-            (work, buffer), self._ahead = self._ahead, None
+    def discard_speculative(self, pool: BufferPool) -> None:
+        """The step was not decided as expected: cancel the speculative gather and free its memory."""
+        if self._speculative is not None:
+            (work, buffer), self._speculative = self._speculative, None
             work.cancel()
             if buffer is not None:
                 pool.give(buffer)
             else:
-                self.release()
+                self.free_storage()
 
     def unshard(self, steps: Steps, pool: BufferPool) -> None:
-        """Block until the parameters hold current values."""
-        while not self.fresh(steps):
+        """Block until the parameters have current values."""
+        while not self.is_current(steps):
             self.start_gather(steps, pool)
             try:
                 if self._work is not None:
                     found = self._work.wait()
                     if self._maps is not None:
-                        self._seen = found
+                        self._next_mapped = found
             except AxonError as error:
-                # restored to an older version meanwhile: gather that; begun ahead: gather in the ordinary way
-                again = self._adopted or (isinstance(error, StepAborted) and self._coming != self.wanted(steps))
+                # restored to an older version meanwhile: gather that; it was speculative: gather in the ordinary way
+                again = self._was_speculative or (
+                    isinstance(error, StepAborted) and self._gathering_at != self.wanted(steps)
+                )
                 self.abandon(pool)
                 if not again:
                     raise
@@ -278,10 +281,10 @@ class FlatUnit:
                 raise
             self._work = None
             if self._maps is not None:
-                if not self._lie_mapped():
+                if not self._set_mapped():
                     continue
             elif self._host_copy is not None:
-                self._copied = self._coming
+                self._copied = self._gathering_at
                 self._allocate()
                 with torch.no_grad():
                     self.flat.copy_(self._host_copy, non_blocking=True)
@@ -291,23 +294,23 @@ class FlatUnit:
                     self.flat.copy_(self._buffer, non_blocking=False)
                 pool.give(self._buffer)
                 self._buffer = None
-            self._show(self._views)
-            self._held = self._read = self._coming
-            self._coming = None
-        self._let_be(unsharded=True)
+            self._set_data(self._views)
+            self._values_at = self._last_values_at = self._gathering_at
+            self._gathering_at = None
+        self._set_readable(unsharded=True)
 
-    def free(self, pool: BufferPool) -> None:
-        """Give the memory back, unless the values are to be kept; they cannot be read until the next `unshard`."""
+    def reshard(self, pool: BufferPool) -> None:
+        """Free the memory, unless the unit is resident; values cannot be read until the next `unshard`."""
         self.abandon(pool)
-        if not self.resident and not self._ahead_in_place:
-            self.release()
-        self._let_be(unsharded=False)
+        if not self.resident and not self._speculative_in_place:
+            self.free_storage()
+        self._set_readable(unsharded=False)
 
-    def release(self) -> None:
-        """Give the memory back whatever the strategy."""
-        taken, self._held = self._taken_bytes, None
-        if taken:
-            self._hide()
+    def free_storage(self) -> None:
+        """Free the memory, resident or not."""
+        storage_bytes, self._values_at = self._flat_bytes, None
+        if storage_bytes:
+            self._free_flat()
             self._meter.add(-self._nbytes)
 
     def stage_grads(self) -> None:
@@ -321,17 +324,17 @@ class FlatUnit:
                 else:
                     staged.add_(grad.to(self.stage_device))
 
-    def take_grads(self) -> list[torch.Tensor | None]:
-        """The gradients of the parameters with those that wait on the host; they are gone then."""
-        taken: list[torch.Tensor | None] = []
+    def pop_grads(self) -> list[torch.Tensor | None]:
+        """Take the gradients from the parameters, with those staged on the host added."""
+        grads: list[torch.Tensor | None] = []
         for i, param in enumerate(self.params):
             grad = own_grad(param)
             set_own_grad(param, None)
             staged, self._staged[i] = self._staged[i], None
             if staged is not None and grad is not None:
                 staged.add_(grad.to(self.stage_device))
-            taken.append(grad if staged is None else staged)
-        return taken
+            grads.append(grad if staged is None else staged)
+        return grads
 
     @property
     def has_grads(self) -> bool:
@@ -340,12 +343,12 @@ class FlatUnit:
 
     @property
     def staged_bytes(self) -> int:
-        """Memory of the gradients that wait on the host."""
+        """Memory of the gradients that are staged on the host."""
         return sum(s.nbytes for s in self._staged if s is not None)
 
     def abandon(self, pool: BufferPool) -> None:
         """Stop a gather under way; its memory is not touched afterwards."""
-        self._coming = self._seen = None
+        self._gathering_at = self._next_mapped = None
         if self._work is None:
             return
         self._work.cancel()
@@ -354,33 +357,33 @@ class FlatUnit:
             pool.give(self._buffer)
             self._buffer = None
         elif self._direct and self._maps is None:
-            self.release()
+            self.free_storage()
 
     @property
-    def _taken_bytes(self) -> int:
-        """Memory of what the parameters are, mapped or our own."""
+    def _flat_bytes(self) -> int:
+        """Memory of `flat`, mapped or our own."""
         if self._mapped is not None:
-            return 0 if self._held is None else self._nbytes
+            return 0 if self._values_at is None else self._nbytes
         return self._storage.nbytes()
 
-    def _lie_in(self, flat: torch.Tensor) -> None:
+    def _set_flat(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
 
-    def _lie_mapped(self) -> bool:
-        """Let `flat` be what was mapped; False, and never again, if nothing could be."""
-        seen, self._seen = self._seen, None
-        if seen is None:
-            self.release()
-            self._coming = self._maps = self._mapped = None
-            self._lie_in(torch.empty(self.unit.numel, dtype=self._nan.dtype))
+    def _set_mapped(self) -> bool:
+        """Set `flat` to the mapping; False, and never again, if there is none."""
+        mapped, self._next_mapped = self._next_mapped, None
+        if mapped is None:
+            self.free_storage()
+            self._gathering_at = self._maps = self._mapped = None
+            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype))
             self._storage.resize_(0)
             return False
-        if seen is not self._mapped:
-            self._mapped = seen
-            self._lie_in(torch.from_numpy(seen.values).view(self._nan.dtype))
-        self._meter.add(self._nbytes if self._held is None else 0)
+        if mapped is not self._mapped:
+            self._mapped = mapped
+            self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
+        self._meter.add(self._nbytes if self._values_at is None else 0)
         return True
 
     def _allocate(self) -> None:
@@ -388,23 +391,23 @@ class FlatUnit:
             self._storage.resize_(self._nbytes)
             self._meter.add(self._nbytes)
 
-    def _hide(self) -> None:
+    def _free_flat(self) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
-        self._show(self._absent)
-        self._let_be(unsharded=False)
+        self._set_data(self._sharded_data)
+        self._set_readable(unsharded=False)
         if self._mapped is not None:
-            self._mapped.forget_writes()
+            self._mapped.discard_writes()
         else:
             self._storage.resize_(0)
 
-    def _show(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the parameters be `values`."""
-        self._let_be(unsharded=True)
+    def _set_data(self, values: Sequence[torch.Tensor]) -> None:
+        """Set `data` of the parameters."""
+        self._set_readable(unsharded=True)
         for param, value in zip(self.params, values, strict=True):
             param.data = value
 
-    def _let_be(self, *, unsharded: bool) -> None:
-        """Let values of the parameters be readable, or not."""
+    def _set_readable(self, *, unsharded: bool) -> None:
+        """Make the values of the parameters readable, or not; see `sharded_parameter`."""
         if self._unsharded is not unsharded:
             self._unsharded = unsharded
             for param, states in zip(self.params, self._states, strict=False):

@@ -40,7 +40,7 @@ from axon_ps.parallel.fsdp.strategy import (
 from axon_ps.parallel.fsdp.values import ShardedValues
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.types import DType, StepResult, WirePrecision
@@ -56,18 +56,19 @@ class FullyShardedDataParallel(ShardedValues):
     `summon_full_params()`; once its gradient was sent, so is reading `param.grad`. Every worker must build the same
     module and wrap it the same way. A job may have several models, by name; each has its own layout, optimizer, version
     and steps.
-    Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay, and the step is local.
+    Under NO_SHARD the servers are not used: gradients are averaged between the workers and stay there, and the step is
+    local.
 
     Args:
         module: the user's module, on the CPU, a GPU or the meta device. Its first values come from the worker of
             lowest rank that registers first; those of the others are dropped.
         group: the workers that train it: a world, or its default group; None = the current world. Under NO_SHARD it may
             be any group of the world.
-        sharding_strategy: what a worker keeps between uses.
+        sharding_strategy: what stays in a worker's memory between uses.
         cpu_offload: what of it is in host memory.
         mixed_precision: dtypes of compute and wire; a dtype for `MixedPrecision(param_dtype=...)`, True for bfloat16.
         unit_types: module classes that become units.
-        auto_wrap_policy: says of a module whether it becomes a unit; instead of `unit_types`.
+        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
         ignored_parameters: parameters that stay what they are: each worker's own, averaged by nobody.
         intra_node_size: HYBRID_SHARD: the workers of a node, G; None = as many as this node has.
         prefetch: gather the next units before they are needed; else only `prefetch_forward_params()` does.
@@ -75,17 +76,18 @@ class FullyShardedDataParallel(ShardedValues):
         plan_options: how finely units are cut; None = chunks of about 2^18 elements (2^19 where all that travels is
             compressed), as long as the largest units need to be cut evenly.
         device: where parameters compute; None = where the module is (the CPU for the meta device).
-        policy: who waits for whom between steps: `Synchronous()` (None), `BoundedStaleness(...)`, `Asynchronous()`.
+        policy: which replicas wait for each other between steps: `Synchronous()` (None), `BoundedStaleness(...)`,
+            `Asynchronous()`.
         name: what the job calls the model; None = "model 0", "model 1" and so on, in the order in which this process
             wraps models. Workers find each other's models by it.
 
     Raises:
-        LayoutMismatch: another worker wrapped another module by that name; the message says where they differ.
+        LayoutMismatch: another worker wrapped another module by that name; the message names the difference.
         Misuse: this process has wrapped a model by that name already; the message names both.
-        InvalidRequest: the module cannot be sharded; the message says which parameter and why. Or the group is not the
-            whole world, whose servers decide each step together with all of its workers. Or the policy does not
-            go with the strategy: where replicas step alone, others change the parameters between forward and backward,
-            so this worker must keep those that forward saw.
+        InvalidRequest: the module cannot be sharded; the message names the parameter and the reason. Or the group is
+            not all workers of the world, since a step commits for all of them. Or the policy does not go with the
+            strategy: where replicas step asynchronously, others change the parameters between forward and backward, so
+            this worker must retain those that forward read.
 
     After an error: the module may have lost its values; build it again.
     """
@@ -113,7 +115,7 @@ class FullyShardedDataParallel(ShardedValues):
         group = current_group(group)
         if unit_types and auto_wrap_policy is not None:
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
-        if not group.is_everybody and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
+        if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
             check_sub_group(len(group.ranks), world_of(group).world_size, sharding_strategy)
         self._group = group
         self._strategy = sharding_strategy
@@ -124,38 +126,38 @@ class FullyShardedDataParallel(ShardedValues):
         self._node_size = checked_node_size(intra_node_size, sharding_strategy, world_of(group).membership.workers)
         kinds = tuple(unit_types)
         is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
-        parts = wrap.partition(module, is_unit, tuple(ignored_parameters))
-        self._built = TORCH_DTYPES[parts[0].unit.parameters[0].dtype]
-        self._spec = self._make_spec(module, parts, plan_options)
-        where = torch.device(device) if device is not None else _device_of(parts)
+        wrapped_units = wrap.partition(module, is_unit, tuple(ignored_parameters))
+        self._built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
+        self._spec = self._make_spec(module, wrapped_units, plan_options)
+        where = torch.device(device) if device is not None else _device_of(wrapped_units)
         if self._replicated:
             self._name = name or ""
-            self._make(module, parts, where, param_init_fn)
+            self._make(module, wrapped_units, where, param_init_fn)
             return
         with world_of(group).models.names.claiming(name, self._spec.described) as self._name:
-            self._make(module, parts, where, param_init_fn)
+            self._make(module, wrapped_units, where, param_init_fn)
 
-    # ------------------------------------------------------------------ being made
+    # ------------------------------------------------------------------ wrapping
 
     def _make(
         self,
         module: nn.Module,
-        parts: tuple[wrap.Part, ...],
+        wrapped_units: tuple[wrap.WrappedUnit, ...],
         where: torch.device,
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
-        """Register the model or take part in its broadcast, and put what is needed around the user's module."""
-        share = self._broadcast_values if self._replicated else self._register
-        values = share(module, parts, param_init_fn)
+        """Register the model or join its broadcast, and wrap the user's module."""
+        distribute = self._broadcast_values if self._replicated else self._register
+        values = distribute(module, wrapped_units, param_init_fn)
         materialize.make_buffers(module, param_init_fn, where)
         self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
-        parts = materialize.replace_meta(module, parts)
-        self._stand_for(module)
+        wrapped_units = materialize.replace_meta(module, wrapped_units)
+        self._wrap(module)
         self._meter = Meter()
-        self._runtime = self._make_runtime(self._make_units(parts, where), where)
+        self._runtime = self._make_runtime(self._make_units(wrapped_units, where), where)
         for flat, value in zip(self._replicated_units(), values, strict=True):
             flat.master.copy_(value)
-        self._say_where_parameters_belong()
+        self._tag_parameters()
         self._hook_state_dicts()
         hooks.attach(self._runtime)
 
@@ -163,14 +165,16 @@ class FullyShardedDataParallel(ShardedValues):
     def _replicated(self) -> bool:
         return self._strategy is ShardingStrategy.NO_SHARD
 
-    def _make_spec(self, module: nn.Module, parts: tuple[wrap.Part, ...], options: PlanOptions | None) -> JobSpec:
+    def _make_spec(
+        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], options: PlanOptions | None
+    ) -> JobSpec:
         precision = self._precision.wire(self._built)
         if self._replicated and (precision.param_compression or precision.grad_compression):
             raise InvalidRequest(
                 "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
                 "use DistributedDataParallel with a compressing communication hook"
             )
-        layout = wrap.layout_of(parts)
+        layout = wrap.layout_of(wrapped_units)
         return JobSpec(
             layout=layout,
             precision=precision,
@@ -184,19 +188,19 @@ class FullyShardedDataParallel(ShardedValues):
         return even_options(layout, world_of(self._group).num_shards, self._node_size, default_options(precision))
 
     def _register(
-        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], init: Callable[[nn.Module], None] | None
     ) -> list[torch.Tensor]:
-        """Give the job the model's layout, and the servers first values if we are the one to do so."""
+        """Give the job the model's layout, and the servers first values if this worker is to upload them."""
         initialized = False
         while not initialized:
             self._steps, registered = world_of(self._group).models.register(self._spec, self._name)
             if registered.upload:
-                materialize.upload(module, parts, self._steps, init)
+                materialize.upload(module, wrapped_units, self._steps, init)
             initialized = self._steps.wait_initialized(registered)
         return []
 
     def _broadcast_values(
-        self, module: nn.Module, parts: tuple[wrap.Part, ...], init: Callable[[nn.Module], None] | None
+        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], init: Callable[[nn.Module], None] | None
     ) -> list[torch.Tensor]:
         """The first worker's values of every unit, f32, once all are found to have the same layout."""
         group = self._group
@@ -208,19 +212,19 @@ class FullyShardedDataParallel(ShardedValues):
                     f"worker {rank} wraps another model than worker {group.ranks[0]}; all must build the same"
                 )
         values = []
-        for part in parts:
+        for wrapped in wrapped_units:
             first = group.rank == 0
-            value = materialize.values_of(module, part, init) if first else torch.zeros(part.unit.numel)
+            value = materialize.values_of(module, wrapped, init) if first else torch.zeros(wrapped.unit.numel)
             values.append(group.broadcast(value))
         return values
 
-    def _make_units(self, parts: tuple[wrap.Part, ...], device: torch.device) -> list[ModuleUnit]:
+    def _make_units(self, wrapped_units: tuple[wrap.WrappedUnit, ...], device: torch.device) -> list[ModuleUnit]:
         units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=self.module, flats=[])}
-        for index, part in enumerate(parts):
-            if part.owner not in units:
-                child = self.module.get_submodule(part.owner)
-                units[part.owner] = ModuleUnit(number=len(units), name=part.owner, module=child, flats=[])
-            units[part.owner].flats.append(self._make_flat(index, part, device))
+        for index, wrapped in enumerate(wrapped_units):
+            if wrapped.owner not in units:
+                child = self.module.get_submodule(wrapped.owner)
+                units[wrapped.owner] = ModuleUnit(number=len(units), name=wrapped.owner, module=child, flats=[])
+            units[wrapped.owner].flats.append(self._make_flat(index, wrapped, device))
         return list(units.values())
 
     def _wire_of(self, compute: torch.dtype) -> DType:
@@ -228,14 +232,14 @@ class FullyShardedDataParallel(ShardedValues):
         wire = self._spec.precision
         return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
 
-    def _make_flat(self, index: int, part: wrap.Part, device: torch.device) -> FlatUnit:
-        dtype = self._precision.compute(TORCH_DTYPES[part.unit.parameters[0].dtype])
+    def _make_flat(self, index: int, wrapped: wrap.WrappedUnit, device: torch.device) -> FlatUnit:
+        dtype = self._precision.compute(TORCH_DTYPES[wrapped.unit.parameters[0].dtype])
         wire = self._wire_of(dtype)
         if self._replicated:
             return ReplicatedUnit(
                 index,
-                part.unit,
-                part.params,
+                wrapped.unit,
+                wrapped.params,
                 device=device,
                 dtype=dtype,
                 wire=wire,
@@ -243,13 +247,13 @@ class FullyShardedDataParallel(ShardedValues):
                 master_device=device if self._offload is CPUOffload.NONE else torch.device("cpu"),
             )
         host_copy = None
-        if self._offload.keeps_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
-            host_copy = host_empty(part.unit.numel, TORCH_DTYPES[wire], pinned=cuda.memory().is_device(device))
+        if self._offload.offloads_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
+            host_copy = host_empty(wrapped.unit.numel, TORCH_DTYPES[wire], pinned=cuda.memory().is_device(device))
             self._meter.add(host_copy.nbytes)
         return FlatUnit(
             index,
-            part.unit,
-            part.params,
+            wrapped.unit,
+            wrapped.params,
             device=device,
             dtype=dtype,
             wire=wire,
@@ -273,7 +277,7 @@ class FullyShardedDataParallel(ShardedValues):
                 self._wire_of(self._precision.compute(self._built)),
                 world.num_shards,
                 device=where if pinned else None,
-                keep_on_device=not self._offload.keeps_params,
+                retain_on_device=not self._offload.offloads_params,
                 meter=self._meter,
             )
             fork.finalize(self, node.close)
@@ -290,7 +294,7 @@ class FullyShardedDataParallel(ShardedValues):
             runtime.agree = node.agree
         return runtime
 
-    def _say_where_parameters_belong(self) -> None:
+    def _tag_parameters(self) -> None:
         for flat in (f for u in self._runtime.units for f in u.flats):
             for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
                 param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
@@ -349,10 +353,10 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime.version if isinstance(self._runtime, ReplicatedRuntime) else self._steps.latest_version
 
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
-        """Move the values towards another model's, where they lie: (1 - weight) * these + weight * the other's.
+        """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.
 
         For target networks and averages of weights. It is a step of this model, of the other's version at that moment:
-        every worker calls it, all of them see it from their next forward on, and it commits or does not as a whole. The
+        every worker calls it, all of them see it from their next forward on, and it commits for all or for none. The
         optimizer's state stays as it is. Nothing but votes and decisions travels.
 
         Args:
@@ -364,7 +368,7 @@ class FullyShardedDataParallel(ShardedValues):
             those of before; go on as after a step that did not commit.
 
         Raises:
-            InvalidRequest: the weight is out of range, the other is cut otherwise, or replicas of one step alone.
+            InvalidRequest: the weight is out of range, the other has another layout, or one of the two is asynchronous.
             Misuse: gradients were sent for the step under way, a forward is under way, or a model was released.
             Timeout: no decision came in time.
 
@@ -403,7 +407,7 @@ class FullyShardedDataParallel(ShardedValues):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients in `param.grad`, to be added to the next backward outside."""
+        """Backwards inside leave their gradients in `param.grad`, to be added to those of the next backward outside."""
         before, self._runtime.syncing = self._runtime.syncing, False
         try:
             yield
@@ -422,7 +426,7 @@ class FullyShardedDataParallel(ShardedValues):
     def clip_grad_norm(self, max_norm: float) -> float | None:
         """Clip the gradients of the coming step to a global L2 norm, as `torch.nn.utils.clip_grad_norm_` does.
 
-        The norm is that of the averaged gradients of the whole model over all replicas. With servers it is known when
+        The norm is that of the averaged gradients of the full model over all replicas. With servers it is known when
         the step is decided and comes back as `StepResult.grad_norm`; under NO_SHARD the gradients are clipped at once.
 
         Args:
@@ -462,7 +466,7 @@ class FullyShardedDataParallel(ShardedValues):
     # ------------------------------------------------------------------ by hand
 
     def gather_parameters(self) -> None:
-        """Make every parameter whole, as `summon_full_params()` does, until `reshard_parameters()` or a backward.
+        """Unshard every parameter, as `summon_full_params()` does, until `reshard_parameters()` or a backward.
 
         Raises:
             Misuse: a forward is under way.
@@ -471,7 +475,7 @@ class FullyShardedDataParallel(ShardedValues):
         self._runtime.gather_all()
 
     def reshard_parameters(self) -> None:
-        """Give back the memory of every parameter that the strategy does not keep, and what was prefetched.
+        """Free the memory of every parameter that the strategy reshards, and what was prefetched.
 
         Raises:
             Misuse: a forward is under way.
@@ -487,11 +491,11 @@ class FullyShardedDataParallel(ShardedValues):
         """Begin to gather what the next forward needs first. With `prefetch=True` the end of a step does it.
 
         Raises:
-            Misuse: it was called before and no forward has come since, or the strategy keeps whole parameters.
+            Misuse: it was called before and no forward has come since, or the strategy does not reshard parameters.
         """
         if self._strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             raise Misuse(
-                f"prefetch_forward_params() has nothing to gather: {self._strategy.name} keeps whole parameters"
+                f"prefetch_forward_params() has nothing to gather: {self._strategy.name} does not reshard parameters"
             )
         if self._runtime.prefetched:
             raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
@@ -503,10 +507,10 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime.prefetched
 
     def broadcast_updated_params(self) -> None:
-        """Bring what the strategy keeps on this worker up to the current version now, not at the next forward.
+        """Bring the parameters that stay on this worker up to the current version now, not at the next forward.
 
-        SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's part. NO_SHARD: every worker's parameters
-        become those of the first. FULL_SHARD: nothing is kept, and nothing happens.
+        SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's shard. NO_SHARD: every worker's parameters
+        become those of the first. FULL_SHARD: none stay, and nothing happens.
         """
         runtime = self._runtime
         if isinstance(runtime, ReplicatedRuntime):
@@ -546,7 +550,7 @@ class FullyShardedDataParallel(ShardedValues):
             wire_bytes=self._wire_of(self._precision.compute(self._built)).itemsize,
             grad_bytes=self._spec.precision.grad.itemsize,
             built_bytes=self._built.itemsize,
-            part_numel=sum(map(steps.part_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
+            shard_numel=sum(map(steps.shard_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
             state_bytes=2 * self._built.itemsize if optimizer is None else optimizer.nbytes() // trainable,
             copied=any(f.swapped for f in self._replicated_units()),
             world_size=self._group.world_size,
@@ -566,8 +570,8 @@ class FullyShardedDataParallel(ShardedValues):
         return self._runtime
 
 
-def _device_of(parts: tuple[wrap.Part, ...]) -> torch.device:
-    devices = {p.device for part in parts for p in part.params if not p.is_meta}
+def _device_of(wrapped_units: tuple[wrap.WrappedUnit, ...]) -> torch.device:
+    devices = {p.device for wrapped in wrapped_units for p in wrapped.params if not p.is_meta}
     if len(devices) > 1:
         raise InvalidRequest(f"the module is spread over {sorted(map(str, devices))}; move it to one device first")
     return devices.pop() if devices else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Where autograd and modules tell the runtime what happens: the only place that registers hooks.
+"""The hooks that autograd and modules call the runtime by: the only place that registers them.
 
 Under `torch.compile` of a wrapped model every one of these is a break between graphs: what gathers and frees parameters
 runs in Python, what computes with them is compiled.

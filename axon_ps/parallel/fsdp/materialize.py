@@ -8,45 +8,50 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.fsdp.wrap import Part
+from axon_ps.parallel.fsdp.wrap import WrappedUnit
 from axon_ps.types import Array
 from axon_ps.worker.step_client import StepClient
 
 
 def upload(
-    module: nn.Module, parts: tuple[Part, ...], steps: StepClient, init: Callable[[nn.Module], None] | None
+    module: nn.Module,
+    wrapped_units: tuple[WrappedUnit, ...],
+    steps: StepClient,
+    init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Send every unit's values as f32; at most one unit is held beside the module itself.
+    """Send every unit's values as f32; at most one unit is in memory beside the module itself.
 
     Args:
         module: the user's module.
-        parts: its units.
+        wrapped_units: its units.
         steps: where to send.
         init: gives a submodule on the meta device its values; None = its own `reset_parameters()`.
 
     Raises:
         InvalidRequest: a submodule on the meta device has no way to get values.
     """
-    for index, part in enumerate(parts):
-        array: Array = values_of(module, part, init).numpy()
+    for index, wrapped in enumerate(wrapped_units):
+        array: Array = values_of(module, wrapped, init).numpy()
         steps.upload(index, array)
 
 
-def values_of(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
+def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:
     """The first values of a unit, f32[unit_numel] on the host; arguments and errors as of `upload`."""
-    values = torch.empty(part.unit.numel, dtype=torch.float32)
-    made = _meta_values(module, part, init)
+    values = torch.empty(wrapped.unit.numel, dtype=torch.float32)
+    made = _meta_values(module, wrapped, init)
     with torch.no_grad():
-        for spec, param in zip(part.unit.parameters, part.params, strict=True):
+        for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
             values[spec.offset : spec.end].view(spec.shape).copy_(made.get(spec.name, param))
     return values
 
 
-def _meta_values(module: nn.Module, part: Part, init: Callable[[nn.Module], None] | None) -> dict[str, torch.Tensor]:
-    """Values for the parameters of a part that are on the meta device, made by their own submodules."""
+def _meta_values(
+    module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None
+) -> dict[str, torch.Tensor]:
+    """Values for the parameters of a unit that are on the meta device, made by their own submodules."""
     values: dict[str, torch.Tensor] = {}
     done: set[str] = set()
-    for spec, param in zip(part.unit.parameters, part.params, strict=True):
+    for spec, param in zip(wrapped.unit.parameters, wrapped.params, strict=True):
         holder = spec.name.rpartition(".")[0]
         if not param.is_meta or holder in done:
             continue
@@ -115,8 +120,8 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torc
     return before
 
 
-def replace_meta(module: nn.Module, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Put empty parameters in the place of those on the meta device (whose data cannot be set), ties kept."""
+def replace_meta(module: nn.Module, wrapped_units: tuple[WrappedUnit, ...]) -> tuple[WrappedUnit, ...]:
+    """Replace parameters on the meta device, whose data cannot be set, by empty ones; tied ones stay tied."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, param in child._parameters.items():
@@ -125,5 +130,6 @@ def replace_meta(module: nn.Module, parts: tuple[Part, ...]) -> tuple[Part, ...]
                     fresh[param] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
                 child._parameters[name] = fresh[param]
     return tuple(
-        Part(owner=p.owner, unit=p.unit, params=tuple(fresh.get(param, param) for param in p.params)) for p in parts
+        WrappedUnit(owner=p.owner, unit=p.unit, params=tuple(fresh.get(param, param) for param in p.params))
+        for p in wrapped_units
     )

@@ -14,7 +14,7 @@ from axon_ps.worker.world import DEFAULT_TIMEOUT_S
 
 
 class Meter:
-    """Bytes held now and at most; thread-safe."""
+    """Bytes in use now and at most; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,15 +36,15 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
 
 
 class BufferPool:
-    """Buffers for what travels. Idle ones are kept for reuse, for as much or less, while all are within the limit.
+    """Buffers for what travels. Idle ones are pooled, for buffers as large or smaller, while all are within the limit.
 
     Args:
-        limit_bytes: what `wait_for_room` and `has_room` hold the buffers handed out to.
+        limit_bytes: of the buffers in use, for `wait_for_room` and `has_room`.
         meter: counts the memory, idle buffers included.
         pinned: page-lock the buffers, for copies to and from a GPU.
         device: where the buffers are; None = in host memory.
         make: gives memory for a buffer, u8[size]; None = torch does.
-        timeout_s: how long `wait_for_room` waits at most. What holds buffers ends by itself before, when the membership
+        timeout_s: how long `wait_for_room` waits at most. What uses buffers ends by itself before, when the membership
             changes or its own deadline passes.
     """
 
@@ -83,7 +83,7 @@ class BufferPool:
             if not self._changed.wait_for(lambda: self.has_room(size_bytes), self._timeout_s):
                 raise Timeout(
                     f"no room for {size_bytes} bytes after {self._timeout_s:g} s: {self._out_bytes} bytes are still "
-                    f"under way, {self._limit_bytes} may be; what was sent before is not taken"
+                    f"under way, {self._limit_bytes} may be; the servers have not received what was sent before"
                 )
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""In which order units will be needed: what was seen in the last iteration is what is expected in this one. Pure."""
+"""The order in which units will be needed: that of the last iteration is expected for this one. Pure."""
 
 from __future__ import annotations
 

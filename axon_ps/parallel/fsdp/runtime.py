@@ -1,32 +1,32 @@
-"""What happens when, in one wrapped model: gather before use, free after, push when complete, step at the end.
+"""What happens when, in one wrapped model: gather before use, reshard after, push when complete, step at the end.
 
-The hooks (`hooks.py`) tell the runtime what autograd does; the runtime decides; `FlatUnit` moves the bytes.
+The hooks (`hooks.py`) call the runtime at autograd's events; the runtime decides; `FlatUnit` moves the bytes.
 
 Note: [When a gradient is complete]
     Autograd runs a parameter's AccumulateGrad once per backward, after every use of the parameter in that backward
     has contributed. So a unit's gradient is complete when each of its parameters has fired. Reentrant activation
     checkpointing is the exception: each checkpointed call is a backward of its own. A unit that was used more than
-    once since the last backward is therefore pushed when the whole backward ends, not before.
+    once since the last backward is therefore pushed when all of backward ends, not before.
 
 Note: [When memory may be freed in backward]
-    Once all trainable parameters of a module have fired, every operation that reads them has run. That says nothing of
+    Once all trainable parameters of a module have fired, every operation that reads them has run. That is not so for
     frozen parameters beside them (an adapter's gradient is complete while the weights it adapts are still to be read),
-    so a module with frozen parameters is freed when the gradient of its inputs is there, or when backward ends.
+    so a module with frozen parameters is resharded when the gradient of its inputs is there, or when backward ends.
 
 Note: [Memory]
     Under FULL_SHARD the parameters in memory are the root, the unit in use and one more: the next is gathered while
-    its memory plus what is held stays within two of the largest unit. What backward needs first, the units that forward
-    used last, is not freed in between if it fits, and so not gathered twice.
+    its memory plus what is in use stays within two of the largest unit. What backward needs first, the units that
+    forward used last, is not resharded in between if it fits, and so not gathered twice.
 
-Note: [Gathering ahead of the decision]
+Note: [Speculative gathers]
     Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
     are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
-    gathered right behind its own push, into a buffer beside the values that still count, assuming the hyperparameters
-    that the optimizer has now. `step()` adopts the buffers if the decision is what was assumed and drops them if not,
-    so nobody ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they
-    travel. It begins once a step went by without clipping.
+    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
+    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so nobody
+    ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they travel. It
+    begins once a step went by without clipping.
     Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
-    backward has freed them: straight into their own memory, which holds nothing that counts any more.
+    backward has freed them: straight into their own memory, which is free then.
 
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
@@ -55,15 +55,15 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, array_of
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.steps import Assuming, Foresight, Mapping, OnDevice, Pending, Steps
+from axon_ps.parallel.fsdp.steps import Expecting, Mapping, OnDevice, Pending, Speculation, Steps
 from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.step_client import Ticket
 
-_MOST_FORWARDS = 8
-"""How often a forward is made before it is given up; see Note: [One version a step]."""
+_MAX_FORWARDS = 8
+"""How often a forward is run before it raises; see Note: [One version a step]."""
 
 _BUFFERS = 2
-"""How many of the largest unit the gathers ahead, and the pushes behind, may hold each."""
+"""How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
 
 
 @dataclass(eq=False)
@@ -87,17 +87,17 @@ class ModuleUnit:
 
     @property
     def is_root(self) -> bool:
-        """Whether it stays whole between forward and backward."""
+        """Whether it stays unsharded between forward and backward."""
         return self.number == 0
 
     @property
     def trainable(self) -> FlatUnit | None:
-        """The part that the optimizer moves."""
+        """The flat unit that the optimizer moves."""
         return next((f for f in self.flats if f.trainable), None)
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a part of it is frozen."""
+        """Whether it has a frozen flat unit."""
         return any(not f.trainable for f in self.flats)
 
     @property
@@ -108,7 +108,7 @@ class ModuleUnit:
 
 @dataclass
 class Counters:
-    """What `statistics()` reports beside memory."""
+    """The counters of `statistics()`."""
 
     gathers: int = 0
     host_gathers: int = 0
@@ -131,7 +131,7 @@ class Runtime:
         grad_wire: what gradients travel as.
         meter: counts the bytes of gathered parameters.
         pinned: page-lock host buffers.
-        stage_grads: let gradients that wait for `no_sync()` to end wait in host memory.
+        stage_grads: move gradients of `no_sync()` to host memory.
         prefetch: gather the next units before they are needed.
 
     Attributes:
@@ -153,7 +153,7 @@ class Runtime:
         prefetch: bool = True,
     ) -> None:
         self.steps = self._steps = steps
-        self._foresight = steps if isinstance(steps, Foresight) else None
+        self._speculation = steps if isinstance(steps, Speculation) else None
         self.units = tuple(units)
         self._grad_wire = grad_wire
         self.meter = meter
@@ -191,9 +191,9 @@ class Runtime:
         self._began: tuple[int, int] | None = None  # (epoch, version) when the step began
         self._has_gradients = False  # whether the step has any
         self._pushes: dict[int, Pending] = {}
-        self._hyper: Sequence[Hyper] | None = None  # assumed for this step; see Note: [Gathering ahead of the decision]
+        self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
-        self.foresee: Callable[[], Sequence[Hyper]] | None = None
+        self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.sent = SentGradients()
         self.grad_scale = 1.0
@@ -206,7 +206,7 @@ class Runtime:
     # ------------------------------------------------------------------ forward
 
     def before_forward(self, unit: ModuleUnit) -> None:
-        """A module is about to run: its parameters must be whole."""
+        """A module is about to run: unshard it."""
         recomputing = in_backward()
         if unit.is_root and not recomputing:
             if self.agree is not None:
@@ -230,18 +230,18 @@ class Runtime:
             reached(Moment.FORWARD)
 
     def after_forward(self, unit: ModuleUnit) -> None:
-        """A module has run: free it, unless it is needed again at once."""
+        """A module has run: reshard it, unless it is needed again at once."""
         if in_backward():
             return
         unit.depth -= 1
         if unit.depth > 0:
             return
         if not self._training:
-            self._free(unit)
+            self._reshard(unit)
             if unit.is_root:
                 self._orders[False].finish()
         elif not unit.is_root and not self._needed_soon(unit, self._orders[True].upcoming()):
-            self._free(unit)
+            self._reshard(unit)
         self._prefetch()
 
     @property
@@ -271,11 +271,11 @@ class Runtime:
         self._forwards += 1
         for unit, uses in zip(self.units, self._uses, strict=True):
             unit.uses = uses
-            self._free(unit)
-        if self._forwards == _MOST_FORWARDS:
+            self._reshard(unit)
+        if self._forwards == _MAX_FORWARDS:
             self._forwards = 0
             raise StepAborted(
-                f"the parameters changed during each of {_MOST_FORWARDS} forwards: the job goes on without this worker"
+                f"the parameters changed during each of {_MAX_FORWARDS} forwards: the job goes on without this worker"
             )
         self.counters.forwards_repeated += 1
         return True
@@ -285,7 +285,7 @@ class Runtime:
         room = self._budget_bytes
         for number in dict.fromkeys(upcoming):
             other = self.units[number]
-            room -= 0 if other.is_root else sum(f.whole_bytes for f in other.flats)
+            room -= 0 if other.is_root else sum(f.unsharded_bytes for f in other.flats)
             if room < 0:
                 return False
             if other is unit:
@@ -295,7 +295,7 @@ class Runtime:
     # ------------------------------------------------------------------ backward
 
     def before_backward(self, unit: ModuleUnit) -> None:
-        """The gradient of a module's output is there: its parameters must be whole again."""
+        """The gradient of a module's output is there: unshard it again."""
         if not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
@@ -312,10 +312,10 @@ class Runtime:
         if len(unit.fired) < len(flat.params):
             return
         if not unit.has_frozen and not unit.is_root:
-            self._free(unit)
+            self._reshard(unit)
         if self.syncing and unit.uses <= 1:
             self._push(flat)
-            self._gather_ahead(unit, flat)
+            self._gather_speculative(unit, flat)
             unit.fired.clear()
         elif self._stage_grads and unit.uses <= 1:
             self._stage(flat)
@@ -326,11 +326,11 @@ class Runtime:
         flat = unit.trainable
         complete = flat is None or len(unit.fired) in (0, len(flat.params))
         if not unit.is_root and complete:
-            self._free(unit)
+            self._reshard(unit)
             self._prefetch()
 
     def _after_backward(self) -> None:
-        """The whole backward is done: push what is left, free everything."""
+        """All of backward is done: push what is left, reshard everything."""
         self._callback_queued = False
         for unit in reversed(self.units):
             flat = unit.trainable
@@ -341,15 +341,15 @@ class Runtime:
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
-            self._free(unit)
+            self._reshard(unit)
             if flat is not None and flat.index in self._pushes:
-                self._gather_ahead(unit, flat)
+                self._gather_speculative(unit, flat)
         self._orders[True].finish()
 
     # ------------------------------------------------------------------ by hand
 
     def gather_all(self) -> None:
-        """Make every unit whole, and block until it is."""
+        """Unshard every unit, and block until it is."""
         if self.agree is not None:
             self.agree()
         self._read = self._now
@@ -372,7 +372,7 @@ class Runtime:
             flat = unit.trainable
             if flat is not None and flat.index not in self._pushes and flat.has_grads:
                 self._push(flat)
-                self._gather_ahead(unit, flat)
+                self._gather_speculative(unit, flat)
 
     # ------------------------------------------------------------------ memory
 
@@ -387,7 +387,7 @@ class Runtime:
         self._prefetch()
 
     def _gather(self, flat: FlatUnit) -> None:
-        if not flat.fresh(self._steps) and not flat.coming(self._steps):
+        if not flat.is_current(self._steps) and not flat.is_gathering(self._steps):
             self._count_gather(flat)
             flat.start_gather(self._steps, self.gather_buffers)
 
@@ -404,23 +404,23 @@ class Runtime:
             return
         for number in self._orders[self._training].upcoming():
             unit = self.units[number]
-            missing = [f for f in unit.flats if not f.fresh(self._steps) and not f.coming(self._steps)]
+            missing = [f for f in unit.flats if not f.is_current(self._steps) and not f.is_gathering(self._steps)]
             if not missing:
                 continue
             for flat in missing:
-                if not unit.is_root and self._held_bytes() + flat.gather_bytes > self._budget_bytes:
+                if not unit.is_root and self._reshardable_bytes() + flat.gather_bytes > self._budget_bytes:
                     return
                 if not self.gather_buffers.has_room(flat.gather_bytes):
                     return
                 self._gather(flat)
 
-    def _held_bytes(self) -> int:
+    def _reshardable_bytes(self) -> int:
         """Memory of parameters beside the root: gathered, and under way."""
-        return sum(f.held_bytes for u in self.units[1:] for f in u.flats)
+        return sum(f.reshardable_bytes for u in self.units[1:] for f in u.flats)
 
-    def _free(self, unit: ModuleUnit) -> None:
+    def _reshard(self, unit: ModuleUnit) -> None:
         for flat in unit.flats:
-            flat.free(self.gather_buffers)
+            flat.reshard(self.gather_buffers)
 
     # ------------------------------------------------------------------ gradients
 
@@ -440,10 +440,11 @@ class Runtime:
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self._grad_meter.add(-flat.staged_bytes)
         with torch.no_grad():
-            grads = flat.take_grads()
+            grads = flat.pop_grads()
             target = buffer
-            if self._device is None and any(g is not None and cuda.memory().holds(g) for g in grads):
-                target = torch.empty_like(buffer, device=flat.flat.device)  # made whole there, so that it crosses once
+            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
+                # assembled on the device, so that one copy goes to the host
+                target = torch.empty_like(buffer, device=flat.flat.device)
             for spec, grad in zip(flat.unit.parameters, grads, strict=True):
                 scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
             if target is not buffer:
@@ -453,20 +454,20 @@ class Runtime:
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
         self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
 
-    def _gather_ahead(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, begin to gather what the step will make of a unit, if it is kept or needed first then."""
-        if self._foresight is None or self._hyper is None or self._ticket is None or flat.is_ahead:
+    def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
+        if self._speculation is None or self._expected is None or self._ticket is None or flat.has_speculative:
             return
         if not flat.resident:
             if not (self._eager and flat.vacant and self._needed_soon(unit, self._orders[True].first())):
                 return
-            if not unit.is_root and self._held_bytes() + flat.nbytes > self._budget_bytes:
+            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
                 return
         self._count_gather(flat)
-        flat.start_ahead(self._foresight, self.gather_buffers, self._ticket, self._hyper)
+        flat.start_speculative(self._speculation, self.gather_buffers, self._ticket, self._expected)
 
     def _stage(self, flat: FlatUnit) -> None:
-        """Gradients of `no_sync()` wait on the host."""
+        """Move gradients of `no_sync()` to the host."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))
@@ -475,10 +476,10 @@ class Runtime:
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
             self._ticket = self._steps.ticket(self._began)
-            foresees = self._unclipped and not self._ticket.is_void
-            self._hyper = self.foresee() if foresees and self.foresee is not None else None
-            if isinstance(self._steps, Assuming):
-                self._steps.assume(self._hyper)
+            speculates = self._unclipped and not self._ticket.is_void
+            self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
+            if isinstance(self._steps, Expecting):
+                self._steps.expect(self._expected)
         return self._ticket
 
     # ------------------------------------------------------------------ the step
@@ -503,7 +504,7 @@ class Runtime:
                     continue
                 if flat.has_grads:
                     self._push(flat)
-                    self._gather_ahead(unit, flat)
+                    self._gather_speculative(unit, flat)
                 else:
                     self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
             decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=max_norm, hyper=hyper)
@@ -511,7 +512,7 @@ class Runtime:
             if decision.outcome is Outcome.ABORT:
                 self._steps.wait_complete()
         except BaseException:
-            self._settle_ahead(foreseen=False)
+            self._settle_speculative(as_expected=False)
             raise
         finally:
             self._unclipped = max_norm == 0.0
@@ -520,7 +521,8 @@ class Runtime:
             self._pushes = {}
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
-        self._settle_ahead(foreseen=committed and decision.clip_factor == 1.0 and decision.hyper == self._hyper)
+        as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
+        self._settle_speculative(as_expected=as_expected)
         self.counters.steps_committed += committed
         self.counters.steps_not_committed += not committed
         self._training = True
@@ -555,26 +557,26 @@ class Runtime:
     def drop_unsent(self) -> None:
         """Forget the gradients that were not pushed."""
         for flat in (f for u in self.units for f in u.flats if f.index not in self._pushes):
-            flat.take_grads()
+            flat.pop_grads()
             self.sent.drop(flat.index)
 
-    def _settle_ahead(self, *, foreseen: bool) -> None:
+    def _settle_speculative(self, *, as_expected: bool) -> None:
         for unit in self.units:
             for flat in unit.flats:
-                if foreseen:
-                    flat.adopt_ahead(self._steps, self.gather_buffers)
+                if as_expected:
+                    flat.commit_speculative(self._steps, self.gather_buffers)
                 else:
-                    flat.drop_ahead(self.gather_buffers)
-        self._hyper = None
+                    flat.discard_speculative(self.gather_buffers)
+        self._expected = None
 
     def reset(self) -> None:
-        """Free everything; for code that wants the memory, and at the end."""
+        """Reshard everything; for code that wants the memory, and at the end."""
         self.prefetched = False
         for unit in self.units:
             unit.depth = 0
             for flat in unit.flats:
-                flat.drop_ahead(self.gather_buffers)
-            self._free(unit)
+                flat.discard_speculative(self.gather_buffers)
+            self._reshard(unit)
         self.gather_buffers.trim()
         self._out.trim()
 

@@ -1,10 +1,10 @@
 """Gradients that have left this worker, as torch's functions meet them.
 
-Gradients are sent while backward runs, so `param.grad` is empty when a training loop, or the framework that has one,
-clips them. Torch's clipping must not take that for a model without gradients. So what stands in `param.grad` is a
+Gradients are sent while backward runs, so `param.grad` is empty when a training loop, or a framework's, clips them.
+Torch's clipping must not take that for a model without gradients. So `param.grad` is a placeholder then, a
 `SentGradient`: no values, a shape, and an error for every function but those that make up
-`torch.nn.utils.clip_grad_norm_`. The norm that comes of these is a `PendingNorm`; multiplying all gradients by the clip
-factor made of it tells the step to clip.
+`torch.nn.utils.clip_grad_norm_`. Their norm is a `PendingNorm`; multiplying all gradients by the clip factor made of it
+makes the step clip.
 
 Invariant: what torch's clipping does to these is what `FullyShardedDataParallel.clip_grad_norm_` does, or an error.
 """
@@ -75,7 +75,7 @@ class SentGradients:
         return sum(self._params.values())
 
     def of(self, param: Any, home: Home) -> SentGradient | None:
-        """What stands for the gradient of a parameter; None if it has not left."""
+        """The placeholder for the gradient of a parameter; None if it has not been sent."""
         if home.unit not in self._params:
             return None
         empty = torch.full((), math.nan, dtype=param.dtype, device=param.device).expand(param.shape)
@@ -84,7 +84,7 @@ class SentGradients:
         return grad
 
     def clip(self, max_norm: float) -> PendingNorm:
-        """Have the step clip to a global norm, the smallest of all asked for; what will be the norm before.
+        """Have the step clip to a global norm, the smallest of all calls; returns the norm before clipping, pending.
 
         Raises:
             InvalidRequest: it is not above 0.
@@ -122,7 +122,7 @@ class SentGradients:
         return self.max_norm
 
     def decided(self, norm: float | None) -> None:
-        """The step is over: `norm` before clipping; None = nobody knows. Nothing is on its way any more."""
+        """The step is over: `norm` before clipping; None = unknown. No gradient counts as sent any more."""
         for pending in self._norms:
             pending.resolve(norm)
         self.__init__()  # type: ignore[misc]  # as new
@@ -138,7 +138,7 @@ class SentGradients:
 
 
 class SentGradient(Tensor):
-    """What stands for a gradient that has left: it can be clipped, with all the others, and nothing else."""
+    """The placeholder for a sent gradient: it can be clipped, with all the others, and nothing else."""
 
     home: Home
 
@@ -153,8 +153,8 @@ class SentGradient(Tensor):
             raise Misuse(_mixed(len(args[0]) - len(grads)))
         if name in ("linalg_vector_norm", "_foreach_norm") and not (kwargs or {}):
             order = float(args[1]) if len(args) > 1 else 2.0
-            parts = [PendingNorm.of(g.home.sent, "part", order, (g.home,)) for g in grads]
-            return parts if name == "_foreach_norm" else parts[0]
+            norms = [PendingNorm.of(g.home.sent, "partial", order, (g.home,)) for g in grads]
+            return norms if name == "_foreach_norm" else norms[0]
         factor = args[1] if len(args) > 1 else None
         if name in ("mul_", "_foreach_mul_") and isinstance(factor, PendingNorm) and factor.stage == "factor":
             for grad in grads:
@@ -171,9 +171,9 @@ class SentGradient(Tensor):
 
 
 _STAGES: Mapping[tuple[str, str], str] = {
-    ("part", "to"): "part",
-    ("part", "stack"): "parts",
-    ("parts", "linalg_vector_norm"): "norm",
+    ("partial", "to"): "partial",
+    ("partial", "stack"): "partials",
+    ("partials", "linalg_vector_norm"): "norm",
     ("norm", "add"): "shifted",
     ("shifted", "__rdiv__"): "ratio",
     ("ratio", "clamp"): "factor",
@@ -224,16 +224,16 @@ class PendingNorm(Tensor):
                 f"{function_name(func)} needs the gradient norm, which is known when the step is decided: read it "
                 "after optimizer.step(), or take StepResult.grad_norm"
             )
-        if stage == "parts":
+        if stage == "partials":
             _check_stack(args[0])
         if stage == "norm":
-            first._check_whole(float(args[1]) if len(args) > 1 else 2.0)
+            first._check_complete(float(args[1]) if len(args) > 1 else 2.0)
             return first._sent.norm()
         after = PendingNorm.of(first._sent, stage, first.order, tuple(h for n in pending for h in n.homes))
         after.max_norm = float(args[1]) if name == "__rdiv__" else first.max_norm
         return after
 
-    def _check_whole(self, order: float) -> None:
+    def _check_complete(self, order: float) -> None:
         if order != 2.0 or self.order != 2.0:
             raise InvalidRequest(f"norm_type is {self.order:g}; the servers compute the L2 norm, pass norm_type=2")
         if len({(h.unit, h.name) for h in self.homes}) < self._sent.count:

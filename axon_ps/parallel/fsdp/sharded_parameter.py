@@ -66,7 +66,7 @@ class _GradOfSharded:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient; once it was sent, what stands for it: it can be clipped, and nothing else."""
+        """The gradient; once it was sent, a placeholder: it can be clipped, and nothing else."""
         own = own_grad(self)
         home: Home | None = getattr(self, "_axon_home", None)
         return own if own is not None or home is None else home.sent.of(self, home)

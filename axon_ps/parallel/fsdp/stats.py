@@ -1,4 +1,4 @@
-"""What a wrapped model costs a worker: the estimate from its strategy, and the types of what is measured. Pure.
+"""The memory of a wrapped model on a worker: an estimate from its strategy, and types for what is measured. Pure.
 
 P    parameters of the model, T of them trainable; u the largest unit, r the root (what is in no unit)
 c    bytes of an element in compute, w as gathered, g as a gradient travels, m as the model was built
@@ -6,13 +6,13 @@ G    workers of a node (HYBRID_SHARD); s optimizer state per trainable parameter
 
 strategy        parameters in memory                     gradients     optimizer state
 FULL_SHARD      c·(r + 2u)                               g·2u          on the servers
-SHARD_GRAD_OP   c·P + w·T (gathered ahead)               g·2u          on the servers
+SHARD_GRAD_OP   c·P + w·T (speculative copy)             g·2u          on the servers
 HYBRID_SHARD    w·P/G + c·(r + 2u)                       g·2u          on the servers
 NO_SHARD        m·P, + c·(r + u) if computed in copies   m·T           s·T
 + PARAMS, FULL  w·P on the host + c·(r + u)              g·2u          on the servers
 
-A unit with frozen parameters is freed one unit later in backward: + c·u where it says u, and with SHARD_GRAD_OP
-2·w·u of its frozen part, which passed through buffers.
+A unit with frozen parameters is resharded one unit later in backward: + c·u where it says u, and with SHARD_GRAD_OP
+2·w·u of its frozen parameters, which were gathered into buffers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class FSDPMemoryStats:
     Attributes:
         total_params: parameters of the model.
         param_memory_bytes: parameters in the worker's memory at the peak of a step, copies on the host included.
-        grad_memory_bytes: gradients of whole units at the peak of a step, on their way or waiting for the optimizer.
+        grad_memory_bytes: gradients of full units at the peak of a step, on their way or waiting for the optimizer.
         optim_memory_bytes: optimizer state in the worker's memory; 0 where it is on the servers.
         world_size: workers.
         host_memory_bytes: how much of `param_memory_bytes` is in host memory by `CPUOffload`.
-        replicated_memory_bytes: what a worker would hold that keeps everything: parameters, gradients and two moments;
+        replicated_memory_bytes: of a worker without sharding: parameters, gradients and two moments;
             None = that of `total_params` in f32.
     """
 
@@ -63,10 +63,10 @@ class FSDPMemoryStats:
 
     @property
     def memory_savings(self) -> float:
-        """The share that the strategy saves of what a worker without sharding would hold: 0 = nothing, 1 = all."""
-        whole = self.replicated_memory_bytes
-        whole = _F32_BYTES * self.total_params if whole is None else whole
-        return 1.0 - self.total_memory_bytes / whole if whole else 0.0
+        """The fraction of the memory without sharding that the strategy saves: 0 = nothing, 1 = all."""
+        replicated = self.replicated_memory_bytes
+        replicated = _F32_BYTES * self.total_params if replicated is None else replicated
+        return 1.0 - self.total_memory_bytes / replicated if replicated else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def estimate(
     wire_bytes: int,
     grad_bytes: int,
     built_bytes: int,
-    part_numel: int,
+    shard_numel: int,
     state_bytes: int,
     copied: bool,
     world_size: int,
@@ -120,13 +120,13 @@ def estimate(
     Args:
         layout: of the model.
         units: module units, the root first.
-        strategy: what a worker keeps.
+        strategy: which parameters stay on a worker.
         offload: what is on the host.
         compute_bytes: c.
         wire_bytes: w.
         grad_bytes: g.
         built_bytes: m, of the dtype the model was built in.
-        part_numel: HYBRID_SHARD: elements of this worker's parts.
+        shard_numel: HYBRID_SHARD: elements of this worker's shards.
         state_bytes: NO_SHARD: optimizer state per trainable parameter, in bytes.
         copied: NO_SHARD: whether the module computes with copies of the masters.
         world_size: workers.
@@ -134,9 +134,9 @@ def estimate(
     total, trainable = layout.numel, layout.trainable_numel
     inner = units[1:]
     one = max((u.numel for u in inner), default=0)
-    ahead = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
+    prefetched = compute_bytes * (units[0].numel + min(2 * one, sum(u.numel for u in inner)))
     frozen = max((u.frozen_numel for u in inner), default=0)
-    copies = ahead if frozen else compute_bytes * (units[0].numel + one)
+    copies = prefetched if frozen else compute_bytes * (units[0].numel + one)
     pushed = grad_bytes * min(2 * max(u.trainable_numel for u in units), trainable)
     grads, optim, host = pushed, 0, 0
     if strategy is ShardingStrategy.NO_SHARD:
@@ -144,15 +144,15 @@ def estimate(
         host = built_bytes * total if offload is not CPUOffload.NONE else 0
         grads, optim = built_bytes * trainable, state_bytes * trainable
     elif strategy is ShardingStrategy.HYBRID_SHARD:
-        params = wire_bytes * part_numel + ahead
-        host = wire_bytes * part_numel
-    elif offload.keeps_params:
+        params = wire_bytes * shard_numel + prefetched
+        host = wire_bytes * shard_numel
+    elif offload.offloads_params:
         params = wire_bytes * total + copies
         host = wire_bytes * total
     elif strategy is ShardingStrategy.SHARD_GRAD_OP:
         params = compute_bytes * total + wire_bytes * (trainable + 2 * frozen)
     else:
-        params = ahead
+        params = prefetched
     return FSDPMemoryStats(
         total_params=total,
         param_memory_bytes=params,

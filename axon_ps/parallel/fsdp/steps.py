@@ -13,7 +13,7 @@ from axon_ps.worker.step_client import Ticket
 
 
 class Pending(Awaited, Protocol):
-    """Something under way that can be taken back."""
+    """Something under way that can be cancelled."""
 
     def cancel(self) -> None:
         """Stop it; its memory is not touched afterwards."""
@@ -46,17 +46,17 @@ class Steps(Protocol):
 
     @property
     def latest(self) -> tuple[int, int]:
-        """(epoch, version) that this worker has heard of; those it computes with may be older."""
+        """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
 
     def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
-        """What the step is named by that is computed from (epoch, version) `began`; void if those are over."""
+        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
         device memory where the steps are `OnDevice`."""
 
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
-        """Say that all gradients were given, and wait for the decision."""
+        """Vote: all gradients were pushed; wait for the decision."""
 
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """Block until a step can be made."""
@@ -72,30 +72,30 @@ class OnDevice(Steps, Protocol):
 
 
 @runtime_checkable
-class Assuming(Steps, Protocol):
-    """Steps that gather by themselves what a step will make of units, before it is decided."""
+class Expecting(Steps, Protocol):
+    """Steps that begin speculative gathers by themselves; see `runtime`, Note: [Speculative gathers]."""
 
-    def assume(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = not known before."""
+    def expect(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
 
 
 class Mapped(Protocol):
-    """A unit in memory that its server writes and this process reads; see `shard.same_host.shared_copy`."""
+    """A unit in shared memory that its server writes and this process reads; see `shard.same_host.shared_copy`."""
 
     @property
     def values(self) -> Array:
         """wire[unit_numel]; the same memory as long as the server lives."""
 
-    def holds(self, version: int) -> bool:
+    def is_at(self, version: int) -> bool:
         """Whether `values` are, and have been since they were found to be, those of a version."""
 
-    def forget_writes(self) -> None:
-        """Whatever was written to `values` here is gone."""
+    def discard_writes(self) -> None:
+        """Undo whatever was written to `values` here."""
 
 
 @runtime_checkable
 class Mapping(Steps, Protocol):
-    """Steps whose parameters may lie in memory that can be mapped. Nobody reads it beyond the next vote."""
+    """Steps whose parameters may be in memory that can be mapped. Nobody reads it beyond the next vote."""
 
     def mapped(self, unit: int) -> Mapped | None:
         """A unit's current values, if they are mapped and there."""
@@ -108,8 +108,8 @@ class Mapping(Steps, Protocol):
 
 
 @runtime_checkable
-class Foresight(Steps, Protocol):
-    """Steps whose result can be gathered before they are decided."""
+class Speculation(Steps, Protocol):
+    """Steps whose expected result can be gathered before they are decided."""
 
-    def gather_ahead(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
-        """Fill `out` with a unit as an unclipped step with `hyper` will make it."""
+    def gather_speculative(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
+        """Fill `out` with a unit as an unclipped step with `hyper` would make it."""

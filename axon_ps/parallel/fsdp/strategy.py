@@ -1,4 +1,4 @@
-"""The sharding strategies and what is kept on the host: what a worker keeps between uses, and where."""
+"""The sharding strategies and CPU offload: which parameters stay on a worker between uses, and in which memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from axon_ps.types import Member
 
 
 class ShardingStrategy(enum.Enum):
-    """What a worker keeps, what it moves, and where the step happens.
+    """Which parameters stay on a worker, what it moves, and where the step happens.
 
-    FULL_SHARD (ZeRO-3): nothing is kept between units; a unit is gathered before its forward and again before its
-    backward, its gradient is pushed, the step happens on the servers.
+    FULL_SHARD (ZeRO-3): parameters are resharded after each use; a unit is gathered before its forward and again before
+    its backward, its gradient is pushed, the step happens on the servers.
 
-    SHARD_GRAD_OP (ZeRO-2): full parameters are kept; gradients are pushed, the step happens on the servers, what
+    SHARD_GRAD_OP (ZeRO-2): parameters stay unsharded; gradients are pushed, the step happens on the servers, what
     changed is pulled before the next forward. While gradients are not clipped it is pulled right behind each push, into
-    a second copy of the parameters in their wire dtype, which counts once the step has committed. After `step()` a
-    parameter shows its new value from the next forward on, or inside `summon_full_params()`.
+    a second copy of the parameters in their wire dtype, which counts once the step has committed. The new values can be
+    read from the next forward on, or inside `summon_full_params()`.
 
-    HYBRID_SHARD: the workers of a node are one replica. Each keeps 1/G of every unit, as it travels; a unit is gathered
-    inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own 1/G. The step
-    happens on the servers. The workers of a node run the same modules in the same order (on different data), as under
-    torch's FSDP.
+    HYBRID_SHARD: the workers of a node are one replica. Each has a shard of every unit, 1/G of it in the wire dtype; a
+    unit is gathered inside the node, its gradient is averaged inside the node, and each worker pushes and pulls its own
+    shard. The step happens on the servers. The workers of a node run the same modules in the same order (on different
+    data), as under torch's FSDP.
 
-    NO_SHARD (DDP): everything is kept, and the servers hold nothing. Gradients are averaged over the workers while
+    NO_SHARD (DDP): every worker has all parameters, and the servers none. Gradients are averaged over the workers while
     backward runs, and are in `param.grad` after it; the step is that of a local optimizer, torch's or ours.
 
-    ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 divides nothing but the optimizer's state, which is on the
-    servers here in every strategy that uses them; what comes closest is SHARD_GRAD_OP, which keeps parameters whole. A
-    gradient is whole until it is sent, as backward makes it, and then nowhere on the workers: who wants the averages in
-    `param.grad` takes NO_SHARD.
+    ZERO_1, ZERO_2, ZERO_3 are other names of these. ZeRO-1 shards nothing but the optimizer's state, which is on the
+    servers here in every strategy that uses them; what comes closest is SHARD_GRAD_OP, where parameters stay unsharded.
+    A gradient is unsharded until it is sent, and is on no worker after that: for averages in `param.grad` use NO_SHARD.
     """
 
     FULL_SHARD = "full_shard"
@@ -46,15 +45,15 @@ class ShardingStrategy(enum.Enum):
 
 
 class CPUOffload(enum.Enum):
-    """What lies in host memory between uses.
+    """What is in host memory between uses.
 
-    NONE: what the strategy says. FULL_SHARD then gathers a unit from the servers twice a step.
+    NONE: nothing beyond the strategy. FULL_SHARD then gathers a unit from the servers twice a step.
 
-    PARAMS: a copy of the parameters as they travel is kept in host memory (pinned where there is a GPU). Under
+    PARAMS: a copy of the parameters in their wire dtype stays in host memory (pinned where there is a GPU). Under
     FULL_SHARD and SHARD_GRAD_OP backward gathers from it instead of the network, so that a step moves two units' worth
-    for each unit and not three, frozen units travel once, and nothing is kept on the device between units. Under
-    HYBRID_SHARD a worker's 1/G is on the host in any case. Under NO_SHARD the parameters and their gradients are on the
-    host, and each unit is copied to the device for its forward and for its backward.
+    for each unit and not three, frozen units travel once, and nothing stays on the device between units. Under
+    HYBRID_SHARD a worker's shard is on the host in any case. Under NO_SHARD the parameters and their gradients are on
+    the host, and each unit is copied to the device for its forward and for its backward.
 
     FULL: PARAMS, and gradients that wait for `no_sync()` to end or for a step wait in host memory too.
 
@@ -68,7 +67,7 @@ class CPUOffload(enum.Enum):
     OPTIMIZER_STATES = "optimizer_states"
 
     @property
-    def keeps_params(self) -> bool:
+    def offloads_params(self) -> bool:
         """Whether parameters have a copy in host memory."""
         return self in (CPUOffload.PARAMS, CPUOffload.FULL)
 
@@ -92,8 +91,8 @@ def check_sub_group(size: int, world_size: int, strategy: ShardingStrategy) -> N
     if strategy is not ShardingStrategy.NO_SHARD:
         raise InvalidRequest(
             f"the group is a sub-group, of {size} of the world's {world_size} workers, and a step of {strategy.name} "
-            "takes the whole world: the servers make it once every worker has sent its gradients. Pass the world; or, "
-            "along one axis of a mesh, use ShardingStrategy.NO_SHARD or DistributedDataParallel"
+            "takes all workers of the world: the servers make it once every worker has sent its gradients. Pass the "
+            "world; or, along one axis of a mesh, use ShardingStrategy.NO_SHARD or DistributedDataParallel"
         )
 
 
@@ -104,11 +103,13 @@ def checked_policy(policy: Policy, strategy: ShardingStrategy, offload: CPUOfflo
         InvalidRequest: it does not.
     """
     if isinstance(policy, LocalSteps):
-        raise InvalidRequest(f"{policy} trains whole copies; use axon_ps.parallel.DiLoCo or LocalSGD for it")
-    keeps = strategy is ShardingStrategy.SHARD_GRAD_OP or (
-        strategy is ShardingStrategy.FULL_SHARD and offload.keeps_params
+        raise InvalidRequest(
+            f"{policy} trains a replica on each worker; use axon_ps.parallel.DiLoCo or LocalSGD for it"
+        )
+    retains = strategy is ShardingStrategy.SHARD_GRAD_OP or (
+        strategy is ShardingStrategy.FULL_SHARD and offload.offloads_params
     )
-    if policy.asynchronous and not keeps:
+    if policy.asynchronous and not retains:
         raise InvalidRequest(
             f"{policy} needs in backward the parameters that forward saw; use ShardingStrategy.SHARD_GRAD_OP, or "
             f"FULL_SHARD with CPUOffload.PARAMS or FULL, not {strategy.name}"
@@ -141,6 +142,6 @@ def checked_node_size(size: int | None, strategy: ShardingStrategy, members: Seq
         node, n = next(iter(wrong.items()))
         raise InvalidRequest(
             f"intra_node_size is {size}, but node {node!r} has {n} workers; every node must have {size} (a node is "
-            "a host, or what AXON_PS_NODE says)"
+            "a host, or named by AXON_PS_NODE)"
         )
     return size

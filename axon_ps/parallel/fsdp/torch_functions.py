@@ -61,7 +61,7 @@ _METHODS = (
 
 
 def _described() -> frozenset[Any]:
-    """The functions that ask for or set what is no value."""
+    """The functions that get or set properties other than values."""
     found: set[Any] = {torch.is_complex, torch.is_floating_point, torch.numel, torch.is_tensor}
     for name in _PROPERTIES:
         if (descriptor := getattr(Tensor, name, None)) is not None and hasattr(descriptor, "__get__"):

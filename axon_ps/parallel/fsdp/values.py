@@ -1,4 +1,4 @@
-"""What a wrapped model's parameters are: whole, replaced, saved and loaded, whatever the strategy."""
+"""The values of a wrapped model's parameters: unsharded, replaced, saved and loaded, whatever the strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TORN = "the parameters changed while they were read: the job went on without th
 
 
 class ShardedValues(ModuleWrapper):
-    """The half of `FullyShardedDataParallel` that is about values; what moves when is the other half's."""
+    """The values of `FullyShardedDataParallel`: reading, replacing and saving them."""
 
     _group: ProcessGroup
     _name: str
@@ -49,14 +49,15 @@ class ShardedValues(ModuleWrapper):
         if any(u.depth for u in self._runtime.units):
             raise Misuse(f"{what}() was called inside a forward; call it between steps")
 
-    # ------------------------------------------------------------------ whole parameters
+    # ------------------------------------------------------------------ unsharded parameters
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
-        """Inside, every parameter holds its current value, in compute dtype. They are to be read, not changed.
+        """Inside, every parameter has its current value, in compute dtype. They are to be read, not changed.
 
         Raises:
-            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which is lost
+            Misuse: a forward or backward is under way; or, at the end, parameters were changed in place, which has no
+                effect
                 (what is done to `param.data` is not noticed).
             StepAborted: at the end: the job went on without this worker, so what was read may be of several versions.
         """
@@ -72,7 +73,7 @@ class ShardedValues(ModuleWrapper):
             self._runtime.reset()
         if changed:
             for flat in (f for u in self._runtime.units for f in u.flats):
-                flat.release()  # also where the strategy would keep what was changed
+                flat.free_storage()  # also where the strategy would retain what was changed
             raise Misuse(
                 f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
                 "old values; give them others with load_state_dict() or update_shards()"
@@ -81,12 +82,12 @@ class ShardedValues(ModuleWrapper):
             raise StepAborted(_TORN)
 
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that the strategy takes care of: all but `ignored_parameters`, tied ones once."""
+        """The parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
         managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
         return (p for p in self.parameters() if p in managed)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters what they say.
+        """What `to()`, `cuda()`, `half()` and their like do: to buffers and ignored parameters as of any module.
 
         Raises:
             Misuse: it would move or cast sharded parameters.
@@ -97,7 +98,7 @@ class ShardedValues(ModuleWrapper):
             if (there.dtype, there.device) != (dtype, device):
                 raise Misuse(
                     f"the parameters of a wrapped model cannot go from {dtype} on {device} to {there.dtype} on "
-                    f"{there.device}; say device= and mixed_precision= when you wrap it"
+                    f"{there.device}; give device= and mixed_precision= when you wrap it"
                 )
         for child in self.module.modules():
             child._buffers.update({k: fn(b) for k, b in child._buffers.items() if b is not None})
@@ -106,13 +107,13 @@ class ShardedValues(ModuleWrapper):
         return self
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter as f32, exactly as the servers (NO_SHARD: the optimizer) hold it, one after the other.
+        """Every parameter as f32, exactly as on the servers (NO_SHARD: in the optimizer), one after the other.
 
         Takes the memory of one unit at a time.
 
         Raises:
             StepAborted: the job went on without this worker (it was frozen or cut off), so what it has read is of
-                several versions; begin again. Where replicas step alone they may always be.
+                several versions; begin again. Under an asynchronous policy they may always be.
         """
         local = self._replicated_units()
         began = None if local else (self._steps.epoch, self._steps.latest_version)
@@ -175,8 +176,8 @@ class ShardedValues(ModuleWrapper):
         if not wanted:
             return  # keep_vars
         for name, value in self.full_parameters():
-            kept = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
-            state.update({k: kept for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
+            copy = value.to(TORCH_DTYPES[by_name[name].dtype], copy=True)
+            state.update({k: copy for k in (prefix + n for n in (name, *by_name[name].aliases)) if k in wanted})
         members = (
             self.module.named_parameters(remove_duplicate=False),
             self.module.named_buffers(remove_duplicate=False),
@@ -194,7 +195,7 @@ class ShardedValues(ModuleWrapper):
 
         Args:
             state_dict: by the names of the user's module, as `state_dict()` gives.
-            strict: names must match exactly; else what is missing keeps its value.
+            strict: names must match exactly; else the values of missing ones stay.
             assign: not possible.
 
         Returns:
@@ -243,9 +244,9 @@ class ShardedValues(ModuleWrapper):
         error_msgs: list[str],
     ) -> None:
         """What `load_state_dict()` of a module calls in which this one is; every worker must call that."""
-        taken = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        ours = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         try:
-            keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in taken.items()}, strict=False)
+            keys = self.load_state_dict({n.removeprefix(prefix): value for n, value in ours.items()}, strict=False)
             missing_keys += [prefix + name for name in keys.missing_keys]
             unexpected_keys += [prefix + name for name in keys.unexpected_keys]
         except InvalidRequest as error:
@@ -267,16 +268,16 @@ class ShardedValues(ModuleWrapper):
         layout = self._spec.layout
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
-        pieces = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
-        by_name = {p.name: piece for (_, p), piece in zip(layout.parameters(), pieces, strict=True)}
+        values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
+        by_name = {p.name: value for (_, p), value in zip(layout.parameters(), values, strict=True)}
         self._replace(lambda p: by_name[p.name].view(p.shape))
 
     def _replace(self, value_of: Callable[[Parameter], torch.Tensor | None]) -> None:
-        """Let parameters be `value_of` them; where that is None they keep their values."""
+        """Set parameters to `value_of` them; where that is None their values stay."""
         self._check_idle("load_state_dict")
         self._runtime.reset()
-        keeps = any(value_of(p) is None for _, p in self._spec.layout.parameters())
-        old = dict(self.full_parameters()) if keeps else {}  # the servers drop what they have
+        some_stay = any(value_of(p) is None for _, p in self._spec.layout.parameters())
+        old = dict(self.full_parameters()) if some_stay else {}  # the servers drop what they have
         values = self._new_values(value_of, old)
         if isinstance(self._runtime, ReplicatedRuntime):
             for (_, value), flat in zip(values, self._runtime.flats, strict=True):
@@ -316,9 +317,9 @@ class ShardedValues(ModuleWrapper):
         Args:
             uri: directory or fsspec URI, which shard servers (NO_SHARD: the workers) reach.
             optimizer: under NO_SHARD, whose state to save: ours, or one of torch.optim with a counterpart of ours;
-                None = parameters alone. With servers it is theirs in any case.
+                None = only parameters. With servers it is theirs in any case.
             extra: what you want back on load, JSON values.
-            version: under NO_SHARD with torch's optimizer, how many steps were made; None = as its state says.
+            version: under NO_SHARD with torch's optimizer, how many steps were made; None = as in its state.
 
         Returns:
             What was written; None on workers that did not write.
@@ -346,10 +347,10 @@ class ShardedValues(ModuleWrapper):
     def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
         """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
 
-        Of a checkpoint of several models this one alone goes back; `World.restore_checkpoint` takes all of them.
+        Of a checkpoint of several models only this one is restored; `World.restore_checkpoint` takes all of them.
 
         Args:
-            uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+            uri: the checkpoint, or a directory of checkpoints (of which the newest complete one is loaded).
             optimizer: as for `save_checkpoint`; its hyperparameters stay what they are.
 
         Raises:
@@ -365,12 +366,12 @@ class ShardedValues(ModuleWrapper):
             return info
         before = self._steps.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
-        told: dict[str, Any] | None = None
+        restored: dict[str, Any] | None = None
         if world.is_main_process:
-            told = asdict(world.restore_checkpoint(uri, models=[self._name]))
-        told = next(t for t in world.gather_json(told, name="axon_ps/load_checkpoint") if t is not None)
+            restored = asdict(world.restore_checkpoint(uri, models=[self._name]))
+        restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
         self._steps.wait_epoch(before + 1)
-        return CheckpointInfo(**told)
+        return CheckpointInfo(**restored)
 
     def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:
         runtime = self._runtime

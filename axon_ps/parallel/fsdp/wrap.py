@@ -1,8 +1,8 @@
 """Which parameters form which unit: from a module tree to a `Layout`.
 
 The unit of a parameter is the innermost module around it that is a unit; what is in none belongs to the root. A
-parameter that is reachable from two units (tied weights) belongs to the root, which is whole during all of forward and
-backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
+parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
+and backward. Frozen and trainable parameters of a module become two units of the layout, so that gradients and moments
 exist only for the second.
 """
 
@@ -22,8 +22,8 @@ ROOT = "(root)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One unit of the layout and where it comes from.
+class WrappedUnit:
+    """One unit of the layout, and the parameters that it is made of.
 
     Attributes:
         owner: name of the module it belongs to; "" for the root.
@@ -38,8 +38,8 @@ class Part:
 
 def partition(
     module: nn.Module, is_unit: Callable[[nn.Module], bool], ignored: Collection[nn.Parameter] = ()
-) -> tuple[Part, ...]:
-    """Cut a module into units, the root first, the others in module order; `ignored` parameters are in none.
+) -> tuple[WrappedUnit, ...]:
+    """Divide a module into units, the root first, the others in module order; `ignored` parameters are in none.
 
     Raises:
         InvalidRequest: there is no parameter, or one of a dtype or kind that cannot be sharded.
@@ -53,22 +53,24 @@ def partition(
         raise InvalidRequest("the module has no parameters (beside those to be ignored); there is nothing to shard")
     members: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for param, aliases in names.items():
-        homes = {_owner(name, owners) for name in aliases}
-        home = homes.pop() if len(homes) == 1 else ""
-        members.setdefault((home, param.requires_grad), []).append(param)
-    parts = []
+        found = {_owner(name, owners) for name in aliases}
+        owner = found.pop() if len(found) == 1 else ""
+        members.setdefault((owner, param.requires_grad), []).append(param)
+    wrapped_units = []
     for owner in owners:
         for trainable in (True, False):
             params = members.get((owner, trainable))
             if params:
                 name = (owner or ROOT) + ("" if trainable else " (frozen)")
-                parts.append(Part(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params)))
-    return tuple(parts)
+                wrapped_units.append(
+                    WrappedUnit(owner=owner, unit=_unit(name, params, names, trainable), params=tuple(params))
+                )
+    return tuple(wrapped_units)
 
 
-def layout_of(parts: tuple[Part, ...]) -> Layout:
-    """The layout that the parts make up."""
-    return Layout(units=tuple(p.unit for p in parts))
+def layout_of(wrapped_units: tuple[WrappedUnit, ...]) -> Layout:
+    """The layout of these units."""
+    return Layout(units=tuple(p.unit for p in wrapped_units))
 
 
 def _owner(parameter_name: str, owners: list[str]) -> str:
@@ -96,9 +98,9 @@ def _unit(name: str, params: list[nn.Parameter], names: dict[nn.Parameter, list[
         offset += param.numel()
     dtypes = {p.dtype for p in packed}
     if len(dtypes) > 1:
-        held = ", ".join(sorted(d.value for d in dtypes))
+        listed = ", ".join(sorted(d.value for d in dtypes))
         raise InvalidRequest(
-            f"unit {name!r} holds parameters of several dtypes ({held}); make them one dtype, or wrap them as units of "
+            f"unit {name!r} has parameters of several dtypes ({listed}); make them one dtype, or wrap them as units of "
             "their own"
         )
     return Unit(name=name, parameters=tuple(packed), trainable=trainable)

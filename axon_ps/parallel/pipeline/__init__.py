@@ -5,9 +5,9 @@ timeline   when it was, or would be, computed; the bubble: pure
 memory     how many microbatches a stage holds: pure
 stage      a stage's forward and backward
 channel    what travels between stages
-executor   one rank's part of one step
+executor   one rank's actions of one step
 ties       parameters that several stages share
-pipeline   `Pipeline`, which the user has
+pipeline   `Pipeline`, the public class
 dcp        its optimizer for torch.distributed.checkpoint
 """
 

@@ -1,12 +1,14 @@
-"""What travels between stages: tensors of any number, shape and dtype, and the news that a stage has failed.
+"""Messages between stages: tensors of any number, shape and dtype, and the error of a stage that failed.
 
 Owns: one first-in-first-out edge for each direction of each boundary between stages on different ranks, with a thread
-at each end, so that ranks compute while messages travel; and a queue for neighbours on one rank. Refuses: to know why.
+at each end, so that ranks compute while messages travel; and a queue for neighbours on one rank. Refuses: to know
+what messages are for.
 
-A message is a header of fixed size that says what follows, and then each tensor; so shapes may change at any time. One
-message per edge is asked for ahead of its use: a rank holds one microbatch's inputs more than its activations.
+A message is a header of fixed size that describes the tensors, and then each tensor; so shapes may change at any
+time. One message per edge is received before its use: a rank has one microbatch's inputs more in memory than its
+activations.
 
-Invariant: whoever waits for a message gets it, or what its sender failed with: see `Channel.poison`.
+Invariant: a receiver gets its message, or the error of its sender: see `Channel.poison`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from torch import Tensor
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import Lane
+from axon_ps.collectives.work import WorkQueue
 from axon_ps.parallel.pipeline.exchange import HEADER_BYTES, pack, unpack
 
-_LANE_CLOSE_S = 5.0
+_QUEUE_CLOSE_S = 5.0
 
 
 class Edge(NamedTuple):
@@ -53,21 +55,21 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What a stage hands to a neighbour.
+    """What a stage sends to a neighbour.
 
     Attributes:
         tensors: outputs, or gradients of those outputs that need one.
         needs_grad: which outputs need a gradient; of gradients: nothing.
-        share: the microbatch's factor in the loss.
+        loss_weight: the microbatch's factor in the loss.
     """
 
     tensors: tuple[Tensor, ...]
     needs_grad: tuple[bool, ...] = ()
-    share: float = 1.0
+    loss_weight: float = 1.0
 
 
 class PeerFailed(Exception):
-    """Another rank's stage has failed; the text says which and how. Never leaves the pipeline."""
+    """Another rank's stage has failed; the text names the stage and the error. Never leaves the pipeline."""
 
 
 class Channel:
@@ -85,20 +87,20 @@ class Channel:
         self._owner = owner
         self._devices = devices
         self._queues: dict[Edge, deque[Message]] = {}
-        self._lanes: dict[Edge, Lane] = {}
-        self._coming: dict[Edge, Future[Message]] = {}
+        self._work_queues: dict[Edge, WorkQueue] = {}
+        self._receiving: dict[Edge, Future[Message]] = {}
         self._expected: Counter[Edge] = Counter()
-        self._going: list[Future[None]] = []
+        self._sending: list[Future[None]] = []
         self._sent = False
 
     def expect(self, counts: Counter[Edge]) -> None:
-        """How many messages this rank will take from each edge in the step that begins."""
+        """Set how many messages this rank will receive on each edge in the step that begins."""
         self._expected = Counter({e: n for e, n in counts.items() if not self._is_local(e)})
         for edge in self._expected:
-            self._ask(edge)
+            self._begin_receive(edge)
 
     def send(self, edge: Edge, message: Message) -> None:
-        """Hand a message over; it travels by itself.
+        """Send a message in the background.
 
         Raises:
             InvalidRequest: a tensor's dtype does not travel, or there are too many tensors.
@@ -107,12 +109,12 @@ class Channel:
             self._queues.setdefault(edge, deque()).append(message)
             return
         fields = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type != "cpu"] for t in message.tensors]
-        header = pack({"tensors": fields, "grads": list(message.needs_grad), "share": message.share})
+        header = pack({"tensors": fields, "grads": list(message.needs_grad), "loss_weight": message.loss_weight})
         flats = [arrays.flatten(t.detach().contiguous(), writable=False) for t in message.tensors]
         self._dispatch(edge, [header, *flats])
 
-    def take(self, edge: Edge) -> Message:
-        """The next message of an edge, as soon as it is there.
+    def receive(self, edge: Edge) -> Message:
+        """The next message of an edge; blocks until it is there.
 
         Raises:
             PeerFailed: the sender failed, or another rank that it waited for.
@@ -120,12 +122,12 @@ class Channel:
         """
         if self._is_local(edge):
             return self._queues[edge].popleft()
-        message = self._coming.pop(edge).result()
-        self._ask(edge)
+        message = self._receiving.pop(edge).result()
+        self._begin_receive(edge)
         return message
 
     def poison(self, text: str) -> None:
-        """Send, instead of what others still expect of this rank, that it failed; after what was sent already."""
+        """Send an error in place of every message that others still expect of this rank, behind those sent already."""
         for boundary in range(len(self._owner) - 1):
             for edge in (Edge(False, boundary), Edge(True, boundary)):
                 if self._owner[edge.sender] == self._rank and not self._is_local(edge):
@@ -137,60 +139,60 @@ class Channel:
         Raises:
             AxonError: something could not be sent.
         """
-        going, self._going = self._going, []
-        for work in going:
+        sending, self._sending = self._sending, []
+        for work in sending:
             work.result()
 
     def close(self) -> None:
         """End the threads; the group must have ended what is under way. Harmless when repeated."""
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.close(_LANE_CLOSE_S)
-        self._coming.clear()
-        self._going.clear()
+        queues, self._work_queues = self._work_queues, {}
+        for queue in queues.values():
+            queue.close(_QUEUE_CLOSE_S)
+        self._receiving.clear()
+        self._sending.clear()
         self._queues.clear()
 
     def _is_local(self, edge: Edge) -> bool:
         return self._owner[edge.sender] == self._owner[edge.receiver]
 
-    def _lane(self, edge: Edge) -> Lane:
-        lane = self._lanes.get(edge)
-        if lane is None:
-            lane = self._lanes[edge] = Lane(f"axon-ps-stage-{edge.sender}-{edge.receiver}")
-        return lane
+    def _work_queue(self, edge: Edge) -> WorkQueue:
+        queue = self._work_queues.get(edge)
+        if queue is None:
+            queue = self._work_queues[edge] = WorkQueue(f"axon-ps-stage-{edge.sender}-{edge.receiver}")
+        return queue
 
-    def _dispatch(self, edge: Edge, parts: Sequence[Any]) -> None:
+    def _dispatch(self, edge: Edge, buffers: Sequence[Any]) -> None:
         group, to = self._group, self._owner[edge.receiver]
         assert group is not None
 
         def transmit() -> None:
-            for part in parts:
-                group.send(part, to, tag=edge.tag)
+            for buffer in buffers:
+                group.send(buffer, to, tag=edge.tag)
 
-        self._going = [work for work in self._going if not work.done() or work.exception() is not None]
-        self._going.append(self._lane(edge).submit(transmit))
+        self._sending = [work for work in self._sending if not work.done() or work.exception() is not None]
+        self._sending.append(self._work_queue(edge).submit(transmit))
 
-    def _ask(self, edge: Edge) -> None:
+    def _begin_receive(self, edge: Edge) -> None:
         if self._expected[edge] > 0:
             self._expected[edge] -= 1
-            self._coming[edge] = self._lane(edge).submit(lambda: self._receive(edge))
+            self._receiving[edge] = self._work_queue(edge).submit(lambda: self._receive_message(edge))
 
-    def _receive(self, edge: Edge) -> Message:
+    def _receive_message(self, edge: Edge) -> Message:
         group, source = self._group, self._owner[edge.sender]
         assert group is not None
         header = np.empty(HEADER_BYTES, np.uint8)
         group.recv(header, source, tag=edge.tag)
-        said = unpack(header)
-        if "error" in said:
-            raise PeerFailed(said["error"])
+        fields = unpack(header)
+        if "error" in fields:
+            raise PeerFailed(fields["error"])
         device = self._devices[edge.receiver]
         tensors = []
-        for name, shape, on_device in said["tensors"]:
-            # Sent from one kind of memory and received into the same kind, whatever this stage computes on.
+        for name, shape, on_device in fields["tensors"]:
+            # Received into the kind of memory that it was sent from, whatever device this stage computes on.
             where = device if on_device == (device.type != "cpu") else torch.device("cuda" if on_device else "cpu")
             tensor = torch.empty(shape, dtype=getattr(torch, name), device=where)
             group.recv(tensor, source, tag=edge.tag)
             if where.type == "cuda":  # this thread's stream is not the one that will use it
                 torch.cuda.current_stream(where).synchronize()
             tensors.append(tensor)
-        return Message(tuple(tensors), tuple(said["grads"]), said["share"])
+        return Message(tuple(tensors), tuple(fields["grads"]), fields["loss_weight"])

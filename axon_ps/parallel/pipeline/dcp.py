@@ -1,6 +1,6 @@
 """The optimizer of a pipeline for torch.distributed.checkpoint: saved from p ranks, loaded at any other number.
 
-The parameters need nothing of this: a `Pipeline` is a module whose state dict has the keys of the whole model.
+The parameters need nothing of this: a `Pipeline` is a module whose state dict has the keys of the full model.
 
     state = {"model": pipeline, "optimizer": OptimizerState(pipeline, optimizer)}
     dcp.save(state, checkpoint_id=..., process_group=...)
@@ -64,7 +64,7 @@ class OptimizerState:
         Raises:
             LayoutMismatch: a parameter had other entries when it was saved than it has here.
 
-        After an error: the state holds anything; load again, or go on from another checkpoint.
+        After an error: the state is undefined; load again, or go on from another checkpoint.
         """
         for name, parameter, group in self._places:
             has, given = self._optimizer.state.get(parameter, {}), state_dict["entries"][name]

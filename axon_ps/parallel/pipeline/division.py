@@ -11,9 +11,9 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.pipeline.stage import Chain, Tensors, as_tuple
 
 
-def even(count: int, parts: int) -> list[int]:
-    """Sizes of parts as even as possible; the first have one more."""
-    return [count // parts + (i < count % parts) for i in range(parts)]
+def even(count: int, num_sizes: int) -> list[int]:
+    """So many sizes, as even as possible, that sum to `count`; the first are one larger."""
+    return [count // num_sizes + (i < count % num_sizes) for i in range(num_sizes)]
 
 
 def cut(what: str, value: Any, microbatches: int) -> list[Tensors]:
@@ -43,7 +43,7 @@ def single(tensors: Tensors) -> Any:
 
 
 def chain(modules: Sequence[nn.Module], sizes: Sequence[int]) -> list[Chain]:
-    """Stages of `sizes` modules each, whose children are named by their place among all."""
+    """Stages of `sizes` modules each, whose children are named by their position among all."""
     chains, index = [], 0
     for size in sizes:
         chains.append(Chain())

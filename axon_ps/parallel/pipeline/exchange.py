@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline tell each other at once: arguments, statuses, outputs, timelines.
+"""What all ranks of a pipeline exchange at once: arguments, statuses, outputs, timelines.
 
 Owns: small values as headers of fixed size, and the collectives over them. Refuses: messages between two stages, which
 are `channel`'s. Every function is collective over the group it is given.
@@ -27,7 +27,7 @@ _CLOCK_ROUNDS = 5
 
 
 def pack(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """u8[HEADER_BYTES] of something small that JSON can hold.
+    """u8[HEADER_BYTES] of a small JSON value.
 
     Raises:
         InvalidRequest: it is too large.
@@ -48,50 +48,50 @@ def unpack(header: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
 
 
 def exchange(group: ProcessGroup, value: Any) -> list[Any]:
-    """What every rank gives, by rank; collective. For something small that JSON can hold."""
+    """The values of all ranks, by rank; collective. For small JSON values."""
     rows = group.all_gather(pack(value).reshape(1, -1))
     return [unpack(row) for row in rows]
 
 
 def end_together(group: ProcessGroup) -> None:
-    """Let every rank come out of its last collective before one of them ends the group; errors no longer matter."""
+    """Let every rank return from its last collective before one of them ends the group; errors are ignored."""
     with contextlib.suppress(AxonError):
         group.barrier()
 
 
-def agree(group: ProcessGroup | None, stages: int, words: str, rest: Any) -> list[int]:
-    """See that all ranks make the same pipeline.
+def agree(group: ProcessGroup | None, stages: int, description: str, rest: Any) -> list[int]:
+    """Check that all ranks make the same pipeline.
 
     Args:
-        group: the ranks; None = this one alone.
+        group: the ranks; None = only this one.
         stages: how many this rank has.
-        words: what must be the same, for messages.
+        description: what must be the same, for messages.
         rest: what must be the same besides.
 
     Returns:
         How many stages each rank has.
 
     Raises:
-        Disagreement: the ranks gave different arguments; every one is told.
+        Disagreement: the ranks gave different arguments; raised on every rank.
     """
     if group is None:
         return [stages]
     digest = hashlib.sha256(repr(rest).encode()).hexdigest()[:16]
-    said = exchange(group, [stages, words, digest])
-    if any(theirs[1:] != [words, digest] for theirs in said):
-        listed = "; ".join(f"rank {r}: {w}, {d}" for r, (_, w, d) in enumerate(said))
+    given = exchange(group, [stages, description, digest])
+    if any(theirs[1:] != [description, digest] for theirs in given):
+        listed = "; ".join(f"rank {r}: {w}, {d}" for r, (_, w, d) in enumerate(given))
         raise Disagreement(f"the ranks made different pipelines (last: digest of loss and ties): {listed}")
-    return [count for count, *_ in said]
+    return [count for count, *_ in given]
 
 
 def spread(group: ProcessGroup, tensors: tuple[Tensor, ...], root: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Give every rank the root's tensors.
+    """Broadcast the root's tensors.
 
     Args:
         group: the ranks.
         tensors: the root's.
-        root: who has them.
-        device: where the others put them.
+        root: the rank that has them.
+        device: of the copies on the others.
     """
     fields = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = pack(fields) if group.rank == root else np.empty(HEADER_BYTES, np.uint8)
@@ -117,17 +117,17 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
     clocks = exchange(group, {"boot": _boot_id(), "times": [now() for _ in range(_CLOCK_ROUNDS)]})
     text = np.frombuffer(json.dumps([s.as_json() for s in spans]).encode(), np.uint8)
     sizes = exchange(group, text.size)
-    whole = group.all_gather(text, counts=sizes).tobytes()
+    joined = group.all_gather(text, counts=sizes).tobytes()
     found: list[Span] = []
     for clock, size, begin in zip(clocks, sizes, np.cumsum([0, *sizes[:-1]]), strict=True):
-        ahead = np.subtract(clock["times"], clocks[0]["times"])
-        offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(ahead))
-        found.extend(Span.from_json(fields, offset_s) for fields in json.loads(whole[begin : begin + size]))
+        offsets = np.subtract(clock["times"], clocks[0]["times"])
+        offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(offsets))
+        found.extend(Span.from_json(fields, offset_s) for fields in json.loads(joined[begin : begin + size]))
     return Timeline(tuple(found), len(sizes))
 
 
 def _boot_id() -> str:
-    """What processes with a common monotonic clock have in common."""
+    """The same for all processes with a common monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

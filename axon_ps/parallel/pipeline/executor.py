@@ -1,4 +1,4 @@
-"""One rank's part of one step: does its actions in order and measures them.
+"""One rank's actions of one step: performs them in order and measures them.
 
 Owns: nothing beyond the step. Refuses: to decide the order (`schedule`), to compute (`stage`), to move (`channel`).
 """
@@ -27,19 +27,19 @@ class Step:
         table: the rank's actions.
         inputs: by microbatch; on the rank of the first stage.
         targets: by microbatch; on the rank of the last stage. None = the loss function takes none.
-        shares: factor of each microbatch in the loss; on the rank of the first stage.
+        loss_weights: factor of each microbatch in the loss; on the rank of the first stage.
         loss_fn: None = inference.
-        loss: sum of the microbatches' parts; on the rank of the last stage.
+        loss: sum over the microbatches; on the rank of the last stage.
         outputs: of inference, by microbatch; on the rank of the last stage.
         spans: when each action was done.
-        peak: the most microbatches that were held at once.
+        peak: the most microbatches that were in memory at once.
         peak_by_stage: the same of each stage.
     """
 
     table: Sequence[Action]
     inputs: Sequence[Tensors] = ()
     targets: Sequence[Any] | None = None
-    shares: Sequence[float] = ()
+    loss_weights: Sequence[float] = ()
     loss_fn: LossFunction | None = None
     loss: Tensor | None = None
     outputs: dict[int, Tensors] = field(default_factory=dict)
@@ -48,16 +48,16 @@ class Step:
     peak_by_stage: dict[int, int] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Let go of the batch; what is measured stays."""
+        """Drop the batch; measurements stay."""
         self.inputs, self.targets = (), None
 
 
 class StageFailed(Exception):
     """A stage of this rank has failed; the cause is what with. Never leaves the pipeline."""
 
-    def __init__(self, words: str, cause: BaseException) -> None:
-        super().__init__(f"{words}: {type(cause).__name__}: {cause}")
-        self.words = words
+    def __init__(self, description: str, cause: BaseException) -> None:
+        super().__init__(f"{description}: {type(cause).__name__}: {cause}")
+        self.description = description
         self.error = cause
 
 
@@ -85,7 +85,7 @@ class Executor:
             PeerFailed: one of another rank.
             AxonError: the group is over.
 
-        After an error: but for the last, other ranks have not been told; gradients hold anything.
+        After an error: but for the last, other ranks have not been notified; gradients are undefined.
         """
         step.peak_by_stage = dict.fromkeys(self._stages, 0)
         try:
@@ -95,8 +95,10 @@ class Executor:
                 try:
                     self._perform(step, action, message)
                 except Exception as error:
-                    words = f"stage {action.stage} on rank {self._rank} of the pipeline failed in {action.words}"
-                    raise StageFailed(words, error) from error
+                    description = (
+                        f"stage {action.stage} on rank {self._rank} of the pipeline failed in {action.description}"
+                    )
+                    raise StageFailed(description, error) from error
         finally:
             for stage in self._stages.values():
                 stage.clear()
@@ -116,8 +118,8 @@ class Executor:
             return None
         if edge.boundary < 0:
             inputs = step.inputs[action.microbatch]
-            return Message(inputs, (False,) * len(inputs), step.shares[action.microbatch])
-        return self._channel.take(edge)
+            return Message(inputs, (False,) * len(inputs), step.loss_weights[action.microbatch])
+        return self._channel.receive(edge)
 
     def _compute(self, step: Step, action: Action, message: Message | None) -> Message | None:
         stage, number = self._stages[action.stage], action.microbatch
@@ -140,16 +142,16 @@ class Executor:
             outputs = stage.infer(message.tensors)
             if last:
                 step.outputs[number] = outputs
-            return Message(outputs, (False,) * len(outputs), message.share)
+            return Message(outputs, (False,) * len(outputs), message.loss_weight)
         split = any(a.kind is Kind.BACKWARD_WEIGHT for a in step.table)
         outputs = stage.forward(number, message.tensors, message.needs_grad, split=split)
         if last:
             target = step.targets[number] if step.targets is not None else None
-            loss = stage.loss(number, outputs, target, step.loss_fn, message.share)
+            loss = stage.loss(number, outputs, target, step.loss_fn, message.loss_weight)
             step.loss = loss if step.loss is None else step.loss + loss
             return None
         needs_grad = tuple(y.requires_grad for y in outputs)
-        return Message(tuple(y.detach() for y in outputs), needs_grad, message.share)
+        return Message(tuple(y.detach() for y in outputs), needs_grad, message.loss_weight)
 
     def _expected(self, table: Iterable[Action]) -> Counter[Edge]:
         edges = (_arriving(action) for action in table)

@@ -14,7 +14,7 @@ from axon_ps.parallel.pipeline.schedule import Action, Kind, PipelineSchedule, c
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineMemoryStats:
-    """Microbatches that were held at once during the last step of a rank.
+    """Microbatches that were in memory at once during the last step of a rank.
 
     Attributes:
         peak_activations: at all stages of the rank together.

@@ -1,12 +1,12 @@
 """`Pipeline`: a model in stages, over the ranks of a process group or in one process.
 
-Owns: what the ranks agree on, batches becoming microbatches, the end of a step (loss, errors, shared parameters).
+Owns: what the ranks agree on, cutting batches into microbatches, the end of a step (loss, errors, shared parameters).
 Refuses: the step itself; see `executor`.
 
 Note: [A step's end]
-    When a rank has done its actions, or cannot go on, it gives every other rank its status: the loss, or what failed.
-    So a step ends on all ranks alike. A rank that fails first sends, on every edge on which others may still wait for
-    it, what failed (`Channel.poison`); a rank that takes this does the same. Hence every rank comes to the exchange.
+    When a rank has done its actions, or cannot go on, all ranks exchange their status: the loss, or the error. So a
+    step ends on all ranks alike. A rank that fails first sends the error on every edge on which others may still wait
+    for it (`Channel.poison`); a rank that receives this does the same. Hence every rank comes to the exchange.
 
 `torch.distributed.pipelining` runs over axon_ps, too (`init_process_group("axon")`). This one needs no default process
 group, takes batches and shapes that change, stages of any number per rank, ties and threads, and ends all ranks when
@@ -51,13 +51,13 @@ class Pipeline(nn.Module):
         stages: this rank's stages in order. ONE_F_ONE_B and GPIPE: neighbours, any number of them (at least one) on
             each rank; INTERLEAVED_ONE_F_ONE_B and ZERO_BUBBLE: as many on each rank, the i-th one being stage
             rank + i * ranks.
-        num_microbatches: how many parts a batch is cut into.
+        num_microbatches: how many microbatches a batch is cut into.
         schedule: the order of work; see `PipelineSchedule`.
         group: the ranks; None = all stages are in this process. With a group, making it is collective.
         loss_fn: for training: `loss_fn(output, target)`, or `loss_fn(output)` when `step` gets no target; a scalar.
         loss_reduction: what `loss_fn` does with rows, "mean" or "sum". With it a step's loss and gradients are those
-            of the whole batch, also when microbatches are of unequal size.
-        tied: the places of each parameter that stages share, as (stage, name in its module); the same on every rank.
+            of the full batch, also when microbatches are of unequal size.
+        tied: where each parameter is that stages share, as (stage, name in its module); the same on every rank.
 
     Raises:
         InvalidRequest: the schedule does not exist for so many ranks, stages or microbatches.
@@ -87,8 +87,8 @@ class Pipeline(nn.Module):
         self._last: Step | None = None
         self._over: AxonError | None = None
         ties = tuple(tuple((int(stage), str(name)) for stage, name in tie) for tie in tied)
-        words = f"{self.schedule.value}, {num_microbatches} microbatches"
-        counts = agree(group, len(stages), words, (loss_fn is None, loss_reduction, ties))
+        description = f"{self.schedule.value}, {num_microbatches} microbatches"
+        counts = agree(group, len(stages), description, (loss_fn is None, loss_reduction, ties))
         check(self.schedule, len(counts), num_microbatches)
         self.owner = owners(self.schedule, counts)
         indices = [stage for stage, rank in enumerate(self.owner) if rank == self.rank]
@@ -115,12 +115,12 @@ class Pipeline(nn.Module):
         schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
         **options: Any,
     ) -> Pipeline:
-        """Cut a sequence of modules into stages; this rank keeps its own.
+        """Divide a sequence of modules into stages; this rank has its own.
 
         A parameter that modules of different stages share (the same object) stays shared.
 
         Args:
-            modules: the whole model in order (a `nn.Sequential`, say), the same on every rank; each takes what the
+            modules: the full model in order (a `nn.Sequential`, say), the same on every rank; each takes what the
                 one before returned, a tuple as separate arguments.
             num_stages: how many stages; at least one per rank.
             group: the ranks; None = all stages are in this process.
@@ -137,20 +137,22 @@ class Pipeline(nn.Module):
                 f"num_stages is a {type(num_stages).__name__}; give how many stages the modules become, and the group "
                 "after that: from_modules(modules, num_stages, group)"
             )
-        parts, schedule = list(modules), PipelineSchedule(schedule)
+        all_modules, schedule = list(modules), PipelineSchedule(schedule)
         group = None if group is None else as_group(group)
         ranks = 1 if group is None else group.world_size
-        if not ranks <= num_stages <= len(parts):
+        if not ranks <= num_stages <= len(all_modules):
             raise InvalidRequest(
-                f"{len(parts)} modules were to become {num_stages} stages on {ranks} ranks; every rank needs a stage, "
-                "and every stage a module"
+                f"{len(all_modules)} modules were to become {num_stages} stages on {ranks} ranks; every rank needs a "
+                "stage, and every stage a module"
             )
         if schedule.loops and num_stages % ranks:
             raise InvalidRequest(f"{schedule.name} needs as many stages on every rank; {num_stages} on {ranks} are not")
-        sizes = even(len(parts), num_stages) if sizes is None else list(sizes)
-        if len(sizes) != num_stages or sum(sizes) != len(parts) or min(sizes) < 1:
-            raise InvalidRequest(f"sizes are {sizes}; needed are {num_stages} numbers from 1 that sum to {len(parts)}")
-        chains = chain(parts, sizes)
+        sizes = even(len(all_modules), num_stages) if sizes is None else list(sizes)
+        if len(sizes) != num_stages or sum(sizes) != len(all_modules) or min(sizes) < 1:
+            raise InvalidRequest(
+                f"sizes are {sizes}; needed are {num_stages} numbers from 1 that sum to {len(all_modules)}"
+            )
+        chains = chain(all_modules, sizes)
         rank = 0 if group is None else group.rank
         owner = owners(schedule, even(num_stages, ranks))
         return cls(
@@ -161,7 +163,7 @@ class Pipeline(nn.Module):
             **options,
         )
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ stages and parameters
 
     @property
     def num_stages(self) -> int:
@@ -189,7 +191,7 @@ class Pipeline(nn.Module):
         return self._ties.counted_elsewhere
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
-        """The key of each parameter here; of a shared one, on every rank, that of its first place in the model."""
+        """The key of each parameter here; of a shared one, on every rank, its first key in the model."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         for tie in self._tied:
             stage, name = tie[0]
@@ -216,7 +218,7 @@ class Pipeline(nn.Module):
             Exception: what a stage of this rank failed with, with a note.
             AxonError: a rank has died, or did not come in time.
 
-        After an error: gradients hold anything, parameters are as before. With a group the pipeline is over, on every
+        After an error: gradients are undefined, parameters are as before. With a group the pipeline is over, on every
         rank; make another. The group it was given goes on, unless a rank has died.
         """
         self._check_open()
@@ -244,9 +246,9 @@ class Pipeline(nn.Module):
         After an error: as `step`.
         """
         self._run(batch, None, training=False)
-        parts, self._last_step().outputs = self._last_step().outputs, {}
+        outputs, self._last_step().outputs = self._last_step().outputs, {}
         try:
-            columns = zip(*(parts[i] for i in sorted(parts)), strict=True)
+            columns = zip(*(outputs[i] for i in sorted(outputs)), strict=True)
             output = tuple(torch.cat(column) for column in columns)
             if everywhere and self._group is not None:
                 output = spread(self._group, output, self.owner[-1], next(iter(self._local.values())).device)
@@ -256,7 +258,7 @@ class Pipeline(nn.Module):
         return single(output) if output else None
 
     def memory_stats(self) -> PipelineMemoryStats:
-        """How many microbatches this rank held at once in the last `step` (or inference).
+        """How many microbatches this rank had in memory at once in the last `step` (or inference).
 
         Raises:
             Misuse: there was no step.
@@ -320,11 +322,11 @@ class Pipeline(nn.Module):
         try:
             if self.is_first:
                 step.inputs = cut("batch", batch, self.num_microbatches)
-                rows = [part[0].shape[0] for part in step.inputs]
-                step.shares = [r / sum(rows) if self._is_mean else 1.0 for r in rows]
+                rows = [microbatch[0].shape[0] for microbatch in step.inputs]
+                step.loss_weights = [r / sum(rows) if self._is_mean else 1.0 for r in rows]
             if self.is_last and target is not None:
-                parts = cut("target", target, self.num_microbatches)
-                step.targets = [single(part) for part in parts] if isinstance(target, Tensor) else parts
+                targets = cut("target", target, self.num_microbatches)
+                step.targets = [single(t) for t in targets] if isinstance(target, Tensor) else targets
         except Exception as error:
             raise StageFailed(
                 f"rank {self.rank} of the pipeline was given a batch that it cannot use", error
@@ -336,7 +338,7 @@ class Pipeline(nn.Module):
         text = _short(str(failure)) if failure is not None else None
         loss = step.loss.item() if step.loss is not None and failure is None else None
         statuses = [{"error": text, "own": own, "loss": loss}]
-        lost: AxonError | None = None
+        group_error: AxonError | None = None
         if self._group is not None:
             try:
                 if text is not None:
@@ -347,24 +349,24 @@ class Pipeline(nn.Module):
                 else:
                     end_together(self._group)
             except AxonError as error:
-                lost = error
-        said = sorted((not s["own"], s["error"]) for s in statuses if s["error"])  # who failed itself comes first
-        if not said and lost is None:
+                group_error = error
+        errors = sorted((not s["own"], s["error"]) for s in statuses if s["error"])  # a rank's own errors come first
+        if not errors and group_error is None:
             return statuses
-        self._break(lost or Broken(f"{said[0][1]}; the pipeline is over on every rank, make another"))
+        self._break(group_error or Broken(f"{errors[0][1]}; the pipeline is over on every rank, make another"))
         if isinstance(failure, StageFailed):
-            failure.error.add_note(failure.words)
+            failure.error.add_note(failure.description)
             raise failure.error
         assert self._over is not None
         raise self._over
 
     def _break(self, error: BaseException) -> None:
-        """A step was broken off; alone the pipeline goes on, with others it is over."""
+        """A step was broken off; without a group the pipeline goes on, with one it is over."""
         if self._group is None:
             self._channel.close()
         else:
-            words = f"rank {self.rank} left the pipeline by {type(error).__name__}: {_short(str(error))}"
-            self._end(error if isinstance(error, AxonError) else Broken(words))
+            reason = f"rank {self.rank} left the pipeline by {type(error).__name__}: {_short(str(error))}"
+            self._end(error if isinstance(error, AxonError) else Broken(reason))
 
     def _end(self, error: AxonError) -> None:
         self._over = self._over or error

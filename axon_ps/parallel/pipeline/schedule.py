@@ -68,7 +68,7 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.microbatch}"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For messages."""
         name = self.kind.name.lower().replace("_", " of ")
         return f"{name} of microbatch {self.microbatch}"

@@ -5,10 +5,10 @@ the inputs and the gradients of the outputs.
 
 A stage's module takes what the stage before it returned: one tensor, or the tensors of a tuple as separate arguments.
 Their shapes may differ from stage to stage and from microbatch to microbatch. Integer outputs and those that do not
-require a gradient are passed on, and no gradient comes back for them.
+require a gradient are sent on, and no gradient comes back for them.
 
 Splitting backward (ZERO_BUBBLE) is PyTorch's: `torch.distributed.pipelining` runs the graph to the inputs first and
-keeps, for every weight, the gradients that reach the nodes where its path leaves theirs.
+saves, for every weight, the gradients that reach the nodes where its path leaves theirs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Microbatch:
     Attributes:
         inputs: leaves of the graph.
         roots: what backward begins at: the outputs that require a gradient, or the loss.
-        grads: gradients of the roots, kept from I to W; None for the loss.
-        weights: what I left for W; None when W does all of backward.
+        grads: gradients of the roots, saved from I to W; None for the loss.
+        weights: what I saved for W; None when W does all of backward.
     """
 
     inputs: Tensors
@@ -47,7 +47,7 @@ class _Microbatch:
 
 
 class PipelineStage:
-    """A part of the model.
+    """One stage of the model.
 
     Args:
         module: it; its parameters become the pipeline's.
@@ -69,11 +69,11 @@ class PipelineStage:
 
     @property
     def live(self) -> int:
-        """How many microbatches it holds."""
+        """How many microbatches are in memory."""
         return len(self._live)
 
     def clear(self) -> None:
-        """Forget the microbatches under way."""
+        """Drop the microbatches under way."""
         self._live.clear()
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class PipelineStage:
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], needs_grad: Sequence[bool], *, split: bool = False
     ) -> Tensors:
-        """Forward with a graph, kept until backward.
+        """Forward with a graph, which stays in memory until backward.
 
         Args:
             microbatch: its number.
@@ -105,15 +105,15 @@ class PipelineStage:
         self._live[microbatch] = _Microbatch(leaves, [y for y in outputs if y.requires_grad])
         return outputs
 
-    def loss(self, microbatch: int, outputs: Tensors, target: Any, function: LossFunction, share: float) -> Tensor:
-        """The microbatch's part of the step's loss, from which its backward will begin.
+    def loss(self, microbatch: int, outputs: Tensors, target: Any, function: LossFunction, weight: float) -> Tensor:
+        """The microbatch's term of the step's loss, from which its backward will begin.
 
         Args:
             microbatch: its number.
             outputs: of `forward`.
             target: what the loss function takes besides; None = nothing.
             function: the loss function.
-            share: factor of this microbatch's loss.
+            weight: factor of this microbatch's loss.
 
         Returns:
             A scalar without graph.
@@ -125,16 +125,16 @@ class PipelineStage:
         with torch.enable_grad():
             loss = function(output) if target is None else function(output, _to(target, self.device))
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                said = f"{tuple(loss.shape)} tensor" if isinstance(loss, Tensor) else type(loss).__name__
+                returned = f"{tuple(loss.shape)} tensor" if isinstance(loss, Tensor) else type(loss).__name__
                 raise InvalidRequest(
-                    f"the loss function returned a {said}; needed is a scalar that requires a gradient"
+                    f"the loss function returned a {returned}; needed is a scalar that requires a gradient"
                 )
-            loss = loss.reshape(()) * share
+            loss = loss.reshape(()) * weight
         self._live[microbatch].roots = [loss]
         return loss.detach().clone()
 
     def backward(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """All of backward; the microbatch is forgotten.
+        """All of backward; the microbatch is dropped.
 
         Args:
             microbatch: its number.
@@ -148,7 +148,7 @@ class PipelineStage:
         return _input_grads(item.inputs)
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor] | None) -> Tensors:
-        """The gradients of the inputs alone; the rest is kept for `backward_weight`."""
+        """The gradients of the inputs alone; the rest is left to `backward_weight`."""
         item = self._live[microbatch]
         item.grads = self._on_device(grads)
         if not item.roots or not any(x.requires_grad for x in item.inputs):  # nothing to do for others
@@ -164,7 +164,7 @@ class PipelineStage:
         return _input_grads(item.inputs)
 
     def backward_weight(self, microbatch: int) -> None:
-        """The gradients of the weights, after `backward_input`; the microbatch is forgotten."""
+        """The gradients of the weights, after `backward_input`; the microbatch is dropped."""
         item = self._live.pop(microbatch)
         if item.weights is None:
             self._run(item, item.grads)
@@ -187,7 +187,7 @@ class PipelineStage:
 class Chain(nn.Sequential):
     """Modules one after the other, a tuple becoming the next one's arguments; as between stages.
 
-    Children are named by their place in the whole model.
+    Children are named by their position in the full model.
     """
 
     def forward(self, *inputs: Any) -> Any:

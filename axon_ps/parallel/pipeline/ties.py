@@ -3,7 +3,7 @@
 Every rank with such a stage has a copy. All copies begin equal, and after each step's backward all have the sum of all
 copies' gradients; so optimizers that do the same on every rank keep them equal.
 
-Invariant: what a gradient held before the step (accumulation) is added once, not once per rank.
+Invariant: a gradient from before the step (accumulation) is added once, not once per rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Tie = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """One parameter's copies on this rank, and the group of ranks that have copies; None = this rank alone."""
+class _TiedParameter:
+    """One parameter's copies on this rank, and the group of ranks that have copies; None = only this rank."""
 
     copies: list[nn.Parameter]
     group: ProcessGroup | None
@@ -49,7 +49,7 @@ class TiedParameters:
         modules: Mapping[int, nn.Module],
         group: ProcessGroup | None,
     ) -> None:
-        self._shared: list[_Shared] = []
+        self._tied: list[_TiedParameter] = []
         self._before: list[list[Tensor | None]] = []
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         for tie in ties:
@@ -57,39 +57,37 @@ class TiedParameters:
             found = [modules[stage].get_parameter(name) for stage, name in tie if stage in modules]
             copies = list({id(p): p for p in found}.values())
             if copies and (among is not None or len(copies) > 1):
-                self._shared.append(_Shared(copies, among))
+                self._tied.append(_TiedParameter(copies, among))
         with torch.no_grad():
-            for shared in self._shared:
-                if shared.group is not None:
-                    shared.group.broadcast(shared.copies[0].data)
-                for copy in shared.copies[1:]:
-                    copy.copy_(shared.copies[0])
+            for tied in self._tied:
+                if tied.group is not None:
+                    tied.group.broadcast(tied.copies[0].data)
+                for copy in tied.copies[1:]:
+                    copy.copy_(tied.copies[0])
 
     @property
     def counted_elsewhere(self) -> tuple[nn.Parameter, ...]:
         """Copies on this rank, but for the first rank's first ones."""
-        return tuple(
-            copy for shared in self._shared for copy in shared.copies[shared.group is None or shared.group.rank == 0 :]
-        )
+        return tuple(copy for tied in self._tied for copy in tied.copies[tied.group is None or tied.group.rank == 0 :])
 
     def begin(self) -> None:
-        """Before a step: put aside what the gradients hold."""
-        self._before = [[p.grad for p in shared.copies] for shared in self._shared]
-        for shared in self._shared:
-            for copy in shared.copies:
+        """Before a step: put the gradients aside."""
+        self._before = [[p.grad for p in tied.copies] for tied in self._tied]
+        for tied in self._tied:
+            for copy in tied.copies:
                 copy.grad = None
 
     @torch.no_grad()
     def reduce(self) -> None:
         """After a step's backward, on every rank: give every copy the sum of all copies' gradients."""
-        for shared, before in zip(self._shared, self._before, strict=True):
-            total = torch.zeros_like(shared.copies[0])
-            for copy in shared.copies:
+        for tied, before in zip(self._tied, self._before, strict=True):
+            total = torch.zeros_like(tied.copies[0])
+            for copy in tied.copies:
                 if copy.grad is not None:
                     total += copy.grad.to(total.device)
-            if shared.group is not None:
-                shared.group.all_reduce(total)
-            for copy, old in zip(shared.copies, before, strict=True):
+            if tied.group is not None:
+                tied.group.all_reduce(total)
+            for copy, old in zip(tied.copies, before, strict=True):
                 if copy.requires_grad:
                     grad = total.to(copy.device)
                     copy.grad = grad.clone() if old is None else old.add_(grad)

@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Sequence[Any], offset_s: float = 0.0) -> Span:
-        """`as_json` of another rank, whose clock is `offset_s` ahead."""
+        """`as_json` of another rank, whose clock differs by `offset_s`."""
         rank, kind, stage, microbatch, begin_s, end_s, cpu_s = fields
         return cls(rank, Action(Kind(kind), stage, microbatch), begin_s - offset_s, end_s - offset_s, cpu_s)
 
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the ranks' time, from first action to last, in which they do not compute."""
+        """Fraction of the ranks' time, from first action to last, in which they do not compute."""
         total = self.ranks * self.makespan_s
         return 1.0 - sum(s.end_s - s.begin_s for s in self.spans) / total if total else 0.0
 
@@ -94,13 +94,13 @@ class Timeline:
         scale = width / self.makespan_s if self.spans else 0.0
         lines = []
         for rank in range(self.ranks):
-            cells = [_IDLE] * width
+            columns = [_IDLE] * width
             for span in self.of(rank):
                 begin = min(round((span.begin_s - self.begin_s) * scale), width - 1)
                 end = max(round((span.end_s - self.begin_s) * scale), begin + 1)
                 label = str(span.action)[: end - begin]
-                cells[begin:end] = label.ljust(end - begin, _FILL[span.action.kind])
-            lines.append(f"rank {rank} |{''.join(cells[:width])}|")
+                columns[begin:end] = label.ljust(end - begin, _FILL[span.action.kind])
+            lines.append(f"rank {rank} |{''.join(columns[:width])}|")
         lines.append(f"bubble {self.bubble_fraction:.1%} of {self.makespan_s * 1e3:.2f} ms x {self.ranks} ranks")
         return "\n".join(lines)
 

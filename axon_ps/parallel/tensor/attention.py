@@ -33,14 +33,14 @@ class TensorParallelAttention(TensorParallelModule):
 
     Args:
         hidden_size: of inputs and output.
-        num_heads: of the whole layer; a multiple of the number of ranks, and a divisor of `hidden_size`.
+        num_heads: of the full layer; a multiple of the number of ranks, and a divisor of `hidden_size`.
         group: the ranks; None = all workers of the current world.
         causal: no position attends to a later one.
         dropout: probability with which an attention probability is dropped in training. See Note: [Dropout by head].
         bias: whether the four projections have one.
         num_key_value_heads: heads of keys and values, each used by as many query heads (grouped-query attention); None
             = `num_heads`. A multiple of the number of ranks too.
-        sequence_parallel: input and output are this rank's equal part of the sequence.
+        sequence_parallel: input and output are this rank's equal shard of the sequence.
         device, dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
@@ -74,13 +74,13 @@ class TensorParallelAttention(TensorParallelModule):
         self.hidden_size, self.num_heads, self.num_key_value_heads = hidden_size, num_heads, kv_heads
         self.head_size = hidden_size // num_heads
         self.causal, self.dropout, self.sequence_parallel = causal, dropout, sequence_parallel
-        shared: dict[str, Any] = {"bias": bias, "group": self.group, "sequence_parallel": sequence_parallel}
-        shared |= {"device": "meta", "dtype": dtype}  # so that first values are drawn once, below
+        common: dict[str, Any] = {"bias": bias, "group": self.group, "sequence_parallel": sequence_parallel}
+        common |= {"device": "meta", "dtype": dtype}  # so that first values are drawn once, below
         kv_size = kv_heads * self.head_size
-        self.query = ColumnParallelLinear(hidden_size, hidden_size, gather_output=False, **shared)
-        self.key = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **shared)
-        self.value = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **shared)
-        self.out = RowParallelLinear(hidden_size, hidden_size, input_is_parallel=True, **shared)
+        self.query = ColumnParallelLinear(hidden_size, hidden_size, gather_output=False, **common)
+        self.key = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **common)
+        self.value = ColumnParallelLinear(hidden_size, kv_size, gather_output=False, **common)
+        self.out = RowParallelLinear(hidden_size, hidden_size, input_is_parallel=True, **common)
         # Bounds of first values: those of nn.MultiheadAttention (Xavier over the three matrices as one, no bias).
         fan_out = hidden_size + 2 * kv_size
         for projection in (self.query, self.key, self.value):
@@ -91,7 +91,7 @@ class TensorParallelAttention(TensorParallelModule):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw first values: each rank its part of those of `nn.MultiheadAttention` from the same seed on the CPU.
+        """Draw first values: each rank its shard of those of `nn.MultiheadAttention` from the same seed on the CPU.
 
         Args:
             generator: a host generator, at the same place on all ranks; None = torch's default one.
@@ -109,9 +109,9 @@ class TensorParallelAttention(TensorParallelModule):
         """Attend. Collective over the group, here and in backward.
 
         Args:
-            x: [..., sequence, hidden_size], whole; with `sequence_parallel` this rank's part of the sequence.
-            memory: what keys and values are made of; None = x. Split like x.
-            attn_mask: broadcastable to [..., num_heads, sequence, memory's sequence], the whole on every rank; bool
+            x: [..., sequence, hidden_size], replicated; with `sequence_parallel` this rank's shard of the sequence.
+            memory: what keys and values are computed from; None = x. Sharded like x.
+            attn_mask: broadcastable to [..., num_heads, sequence, memory's sequence], the full one on every rank; bool
                 (True = attends) or added to the scores, as for `scaled_dot_product_attention`.
 
         Returns:
@@ -142,7 +142,7 @@ class TensorParallelAttention(TensorParallelModule):
         """Queries, and keys, before they meet: as they are. A model with rotary embeddings overrides it.
 
         Args:
-            heads: [..., this rank's heads, sequence, head_size], of the whole sequence.
+            heads: [..., this rank's heads, sequence, head_size], of the full sequence.
 
         Returns:
             The same shape.
@@ -155,14 +155,14 @@ class TensorParallelAttention(TensorParallelModule):
         return features.reshape(*features.shape[:-1], heads, self.head_size).transpose(-3, -2)
 
     def _own_heads(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What a mask has for this rank's heads."""
+        """The rows of a mask for this rank's heads."""
         if mask is None or mask.dim() < 3 or mask.size(-3) == 1:
             return mask
         if mask.size(-3) != self.num_heads:
             raise InvalidRequest(
                 f"attn_mask is {list(mask.shape)}; needed is [..., 1 or {self.num_heads} heads, sequence, sequence]"
             )
-        return self._partition(mask.dim() - 3, self.num_heads).part_of(mask)
+        return self._partition(mask.dim() - 3, self.num_heads).shard_of(mask)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -184,24 +184,24 @@ class TensorParallelAttention(TensorParallelModule):
         # A position that attends to nothing (padding) gives zeros, as in scaled_dot_product_attention, and no NaN.
         nothing = (scores == -math.inf).all(-1, keepdim=True)
         probabilities = functional.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)
-        return (probabilities * self._kept(probabilities)) @ value
+        return (probabilities * self._dropout_mask(probabilities)) @ value
 
-    def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def _dropout_mask(self, probabilities: torch.Tensor) -> torch.Tensor:
         """0 where it is dropped and 1 / (1 - dropout) elsewhere. See Note: [Dropout by head]."""
         seed = int(torch.randint(1 << 62, ()))
-        kept = torch.empty_like(probabilities)
-        generator = torch.Generator(kept.device)
-        heads = kept.size(-3)
+        mask = torch.empty_like(probabilities)
+        generator = torch.Generator(mask.device)
+        heads = mask.size(-3)
         for i in range(heads):
             generator.manual_seed(seed + self._rank * heads + i)
-            kept.select(-3, i).bernoulli_(1.0 - self.dropout, generator=generator)
-        return kept.div_(1.0 - self.dropout)
+            mask.select(-3, i).bernoulli_(1.0 - self.dropout, generator=generator)
+        return mask.div_(1.0 - self.dropout)
 
     @classmethod
     def from_attention(
         cls, attention: nn.MultiheadAttention, group: ProcessGroup | None = None, **options: Any
     ) -> TensorParallelAttention:
-        """This rank's part of a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """This rank's shard of a layer that every rank has; the parameters are copies, frozen where the layer's are.
 
         Masks mean the opposite there: `nn.MultiheadAttention` takes True for "does not attend".
 
@@ -221,15 +221,15 @@ class TensorParallelAttention(TensorParallelModule):
         layer = cls(attention.embed_dim, attention.num_heads, group, bias=bias is not None, device="meta", **options)
         for i, projection in enumerate((layer.query, layer.key, layer.value)):
             rows = slice(i * attention.embed_dim, (i + 1) * attention.embed_dim)
-            projection._take("weight", _rows_of(attention.in_proj_weight, rows))
-            projection._take("bias", _rows_of(bias, rows))
-        layer.out._take("weight", attention.out_proj.weight)
-        layer.out._take("bias", attention.out_proj.bias)
+            projection._set_shard("weight", _rows_of(attention.in_proj_weight, rows))
+            projection._set_shard("bias", _rows_of(bias, rows))
+        layer.out._set_shard("weight", attention.out_proj.weight)
+        layer.out._set_shard("bias", attention.out_proj.bias)
         layer.train(attention.training)
         return layer
 
     def to_attention(self) -> nn.MultiheadAttention:
-        """The whole layer, on every rank, with `batch_first`; it is not told to be causal. Collective over the group.
+        """The full layer, on every rank, with `batch_first`; it is not causal by itself. Collective over the group.
 
         Raises:
             InvalidRequest: it has fewer heads of keys than of queries, which that class has not.
@@ -240,17 +240,21 @@ class TensorParallelAttention(TensorParallelModule):
         attention = nn.MultiheadAttention(
             self.hidden_size, self.num_heads, self.dropout, bias, batch_first=True, device="meta"
         )
-        parts = (self.query, self.key, self.value)
-        attention.in_proj_weight = _joined([p.whole("weight") for p in parts], self.query.weight.requires_grad)
-        attention.out_proj.weight = _joined([self.out.whole("weight")], self.out.weight.requires_grad)
+        projections = (self.query, self.key, self.value)
+        attention.in_proj_weight = _joined(
+            [p.full_tensor("weight") for p in projections], self.query.weight.requires_grad
+        )
+        attention.out_proj.weight = _joined([self.out.full_tensor("weight")], self.out.weight.requires_grad)
         if self.query.bias is not None and self.out.bias is not None:
-            attention.in_proj_bias = _joined([p.whole("bias") for p in parts], self.query.bias.requires_grad)
-            attention.out_proj.bias = _joined([self.out.whole("bias")], self.out.bias.requires_grad)
+            attention.in_proj_bias = _joined(
+                [p.full_tensor("bias") for p in projections], self.query.bias.requires_grad
+            )
+            attention.out_proj.bias = _joined([self.out.full_tensor("bias")], self.out.bias.requires_grad)
         return attention.train(self.training)
 
     def extra_repr(self) -> str:
         """For `repr`."""
-        return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, part={self._rank} of {self._world_size}"
+        return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, shard={self._rank} of {self._world_size}"
 
 
 def _not_later(length: int, memory: int, device: torch.device, mask: torch.Tensor | None) -> torch.Tensor:
@@ -275,10 +279,10 @@ def _check(hidden_size: int, num_heads: int, kv_heads: int, dropout: float, rank
         raise InvalidRequest(f"dropout is {dropout}; it is a probability below 1")
 
 
-def _rows_of(whole: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Some rows, with the whole's requires_grad."""
-    return None if whole is None else whole.detach()[rows].requires_grad_(whole.requires_grad)
+def _rows_of(full: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """Some rows, with requires_grad as of the full tensor."""
+    return None if full is None else full.detach()[rows].requires_grad_(full.requires_grad)
 
 
-def _joined(parts: list[torch.Tensor], requires_grad: bool) -> nn.Parameter:
-    return nn.Parameter(torch.cat(parts), requires_grad=requires_grad)
+def _joined(tensors: list[torch.Tensor], requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.cat(tensors), requires_grad=requires_grad)

@@ -1,7 +1,7 @@
-"""The gradient norm of a model that is split over a mesh, and clipping by it: every parameter is counted once.
+"""The gradient norm of a model that is sharded over a mesh, and clipping by it: every parameter is counted once.
 
-A parameter that is split over a tensor group counts with all its parts, one that is whole on every rank of it counts
-once, and stages of a pipeline add up. Ranks of other axes (data, replicate) have the same gradients and add nothing.
+A parameter that is sharded over a tensor group counts with all its shards, a replicated one counts once, and stages of
+a pipeline add up. Ranks of other axes (data, replicate) have the same gradients and add nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.mesh import Mesh
-from axon_ps.parallel.tensor.state import split_parameters
+from axon_ps.parallel.tensor.state import sharded_parameters
 from axon_ps.types import ReduceOp
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -29,12 +29,12 @@ def grad_norm(
     axes: Iterable[str] = ("pipeline",),
     counted_elsewhere: Iterable[nn.Parameter] = (),
 ) -> torch.Tensor:
-    """The norm of the whole model's gradients, the same on every rank. Collective.
+    """The norm of the full model's gradients, the same on every rank. Collective.
 
     Args:
         module: the model, or this rank's stages of it.
         norm_type: 2, another positive number, or infinity.
-        mesh: where the other parts of the model are; None = only the layers' own groups have any.
+        mesh: where the rest of the model is; None = all of it is in the layers' own groups.
         axes: those of the mesh whose ranks have different parameters (beside the layers' own groups); names that the
             mesh does not have are ignored.
         counted_elsewhere: parameters that another rank along the axes counts: the second of a pair that is tied across
@@ -52,27 +52,27 @@ def grad_norm(
         raise InvalidRequest(f"norm_type is {norm_type}; it must be positive, or infinity")
     modules = [module] if isinstance(module, nn.Module) else list(module)
     skipped = {id(p) for p in counted_elsewhere}
-    split: dict[int, ProcessGroup] = {
-        id(layer.get_parameter(name)): layer.group for m in modules for _, layer, name in split_parameters(m)
+    sharded: dict[int, ProcessGroup] = {
+        id(layer.get_parameter(name)): layer.group for m in modules for _, layer, name in sharded_parameters(m)
     }
-    groups = {id(group): group for group in split.values()}
+    groups = {id(group): group for group in sharded.values()}
     parameters = {id(p): p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in skipped}
     device = next((p.grad.device for p in parameters.values() if p.grad is not None), torch.device("cpu"))
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    whole, parts = zero.clone(), {key: zero.clone() for key in groups}
+    total, by_group = zero.clone(), {key: zero.clone() for key in groups}
     for key, parameter in parameters.items():
         assert parameter.grad is not None
         term = _term(parameter.grad, norm_type).to(device)
-        if key in split:
-            own = id(split[key])
-            parts[own] = _combined(parts[own], term, norm_type)
+        if key in sharded:
+            own = id(sharded[key])
+            by_group[own] = _combined(by_group[own], term, norm_type)
         else:
-            whole = _combined(whole, term, norm_type)
+            total = _combined(total, term, norm_type)
     for key, group in groups.items():  # in the order of the layers, so the same on every rank
-        whole = _combined(whole, _over(parts[key], group, norm_type), norm_type)
+        total = _combined(total, _over(by_group[key], group, norm_type), norm_type)
     if mesh is not None and (across := [axis for axis in axes if axis in mesh.axes]):
-        whole = _over(whole, mesh.group(*across), norm_type)
-    return whole if math.isinf(norm_type) else whole.pow(1.0 / norm_type)
+        total = _over(total, mesh.group(*across), norm_type)
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
 
 
 def clip_grad_norm(
@@ -84,7 +84,7 @@ def clip_grad_norm(
     axes: Iterable[str] = ("pipeline",),
     counted_elsewhere: Iterable[nn.Parameter] = (),
 ) -> torch.Tensor:
-    """Scale the gradients so that the whole model's norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
+    """Scale the gradients so that the full model's norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`.
 
     Collective; call it when the gradients are complete (after DDP's reduction).
 

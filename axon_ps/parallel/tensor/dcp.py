@@ -1,6 +1,6 @@
-"""State dicts of tensor-parallel models for torch.distributed.checkpoint: this rank's parts as DTensors.
+"""State dicts of tensor-parallel models for torch.distributed.checkpoint: this rank's shards as DTensors.
 
-DCP writes each part once and loads at any number of ranks. It needs torch.distributed (`init_process_group("axon")`).
+DCP writes each shard once and loads at any number of ranks. It needs torch.distributed (`init_process_group("axon")`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.tensor.optimizer_state import named_optimizer_state
-from axon_ps.parallel.tensor.state import split_parameters
+from axon_ps.parallel.tensor.state import sharded_parameters
 
 
 def distributed_state_dict(
     module: nn.Module, device_mesh: DeviceMesh, state: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The model's state dict with what is split as DTensors, which share the module's memory. Nothing is sent.
+    """The model's state dict with sharded parameters as DTensors, which share the module's memory. Nothing is sent.
 
-    `dcp.save(it)` writes the whole, `dcp.load(it)` fills the module in place, at any size of the tensor group.
+    `dcp.save(it)` writes the full tensors, `dcp.load(it)` fills the module in place, at any size of the tensor group.
 
     Args:
         module: the model.
         device_mesh: one axis, the ranks of the layers' groups: `mesh.device_mesh()["tensor"]`.
-        state: a state dict with the parts, under the names of `module`; None = its own.
+        state: a state dict with the shards, under the names of `module`; None = its own.
 
     Raises:
         InvalidRequest: the device mesh has other ranks than a layer's group.
@@ -39,7 +39,7 @@ def distributed_state_dict(
 def distributed_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, device_mesh: DeviceMesh
 ) -> dict[str, Any]:
-    """The optimizer's state by parameter names, with what is split as DTensors, which share its memory.
+    """The optimizer's state by parameter names, with what is sharded as DTensors, which share its memory.
 
     An optimizer that is to be filled by `dcp.load` must have its state: take a step with zero gradients first.
 
@@ -55,32 +55,32 @@ def distributed_optimizer_state_dict(
 
 
 class _Wrap:
-    """Makes a DTensor of this rank's part of something of a split parameter's shape; leaves the rest alone."""
+    """Makes a DTensor of this rank's shard of something of a sharded parameter's shape; leaves the rest as it is."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self._device_mesh = device_mesh
-        self._split = {full: (layer, name) for full, layer, name in split_parameters(module)}
+        self._sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
         ranks = tuple(device_mesh.mesh.reshape(-1).tolist())
-        for full, (layer, _) in self._split.items():
+        for full, (layer, _) in self._sharded.items():
             if device_mesh.ndim != 1 or ranks != layer.group.ranks:
                 raise InvalidRequest(
-                    f"the device mesh has {device_mesh.ndim} axes with the ranks {ranks}; {full!r} is split among the "
-                    f'ranks {layer.group.ranks}: give the axis of the tensor group, mesh.device_mesh()["tensor"]'
+                    f"the device mesh has {device_mesh.ndim} axes with the ranks {ranks}; {full!r} is sharded among "
+                    f'the ranks {layer.group.ranks}: give the axis of the tensor group, mesh.device_mesh()["tensor"]'
                 )
 
     def __call__(self, full: str, value: Any) -> Any:
-        if full not in self._split:
+        if full not in self._sharded:
             return value
         from torch.distributed.tensor import DTensor, Shard  # half a second, which few programs need
 
-        layer, name = self._split[full]
+        layer, name = self._sharded[full]
         partition = layer.partitions[name]
-        whole = torch.empty(partition.whole_shape(value.shape), device="meta")
+        full_tensor = torch.empty(partition.full_shape(value.shape), device="meta")
         return DTensor.from_local(
             value.detach(),
             self._device_mesh,
             [Shard(partition.dim)],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=full_tensor.shape,
+            stride=full_tensor.stride(),
         )

@@ -1,27 +1,28 @@
 """The conjugate pairs of tensor parallelism: what the ranks of a group exchange in forward, and its mirror in backward.
 
-Owns: the autograd functions between the part of a model that every rank computes alike ("whole" tensors: the same
-values on every rank) and the part that is split. Refuses: to know layers.
+Owns: the autograd functions between *replicated* tensors (the same values on every rank) and *sharded* ones (each rank
+has its shard). Refuses: to know layers.
 
     function                 forward          backward         from -> to
-    copy_to_group            -                all-reduce       whole -> whole, used by split weights      (Megatron's f)
-    reduce_from_group        all-reduce       -                partial sums -> whole                      (Megatron's g)
-    scatter_to_group         own part         all-gather       whole -> split along a dimension
-    gather_from_group        all-gather       own part         split along a dimension -> whole
-    gather_sequence          all-gather       reduce-scatter   split sequence -> whole, used by split weights   (g bar)
-    reduce_scatter_sequence  reduce-scatter   all-gather       partial sums -> split sequence                   (f bar)
+    copy_to_group            -                all-reduce       replicated -> input of sharded weights     (Megatron's f)
+    reduce_from_group        all-reduce       -                partial sums -> replicated                 (Megatron's g)
+    scatter_to_group         own shard        all-gather       replicated -> sharded along a dimension
+    gather_from_group        all-gather       own shard        sharded along a dimension -> replicated
+    gather_sequence          all-gather       reduce-scatter   sharded sequence -> input of sharded weights    (g bar)
+    reduce_scatter_sequence  reduce-scatter   all-gather       partial sums -> sharded sequence                (f bar)
 
 Sources: Shoeybi et al. 2019, Megatron-LM, section 3; Korthikanti et al. 2022, Reducing Activation Recomputation,
 section 4.2.2.
 
-Note: [Whole gradients]
-The gradient of a whole tensor is itself whole: every rank computes the same loss from it. That is why the backward of
-`gather_from_group` may take this rank's part of the gradient instead of a sum, and why every path from a whole tensor
-into split weights needs `copy_to_group` or `gather_sequence`, which make the gradient whole again.
+Note: [Replicated gradients]
+The gradient of a replicated tensor is itself replicated: every rank computes the same loss from it. That is why the
+backward of `gather_from_group` may take this rank's shard of the gradient instead of a sum, and why every path from a
+replicated tensor into sharded weights needs `copy_to_group` or `gather_sequence`, which replicate the gradient again.
 
 Invariants:
 - No function writes to its input, or to the gradient it is given.
-- Sums are in rank order where the backend says so (shm, grpc, mock), so whole tensors have the same bits on all ranks.
+- Sums are in rank order where the backend promises it (shm, grpc, mock), so replicated tensors have the same bits
+  everywhere.
 - The ranks must call them in the same order, in forward and so in backward; a model that is the same everywhere does.
 
 After an error: as for `ProcessGroup`; the forward or backward it was in has no result. `torch.compile` breaks the graph
@@ -43,7 +44,7 @@ from axon_ps.parallel.compile import uncompiled
 
 
 def copy_to_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The whole tensor as it is; its gradient is the sum of all ranks' gradients."""
+    """The replicated tensor as it is; its gradient is the sum of all ranks' gradients."""
     return _apply(_Copy, x, group)
 
 
@@ -53,36 +54,36 @@ def reduce_from_group(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def scatter_to_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1) -> torch.Tensor:
-    """This rank's part of a whole tensor along a dimension, split as by `torch.chunk`."""
+    """This rank's shard of a replicated tensor along a dimension, divided as by `torch.chunk`."""
     return _apply(_Scatter, x, group, dim, counts_of(x.size(dim), group.world_size))
 
 
 def gather_from_group(x: torch.Tensor, group: ProcessGroup, dim: int = -1, size: int | None = None) -> torch.Tensor:
-    """The whole of a tensor that is split along a dimension.
+    """The full tensor of one that is sharded along a dimension.
 
     Args:
-        x: this rank's part.
+        x: this rank's shard.
         group: the ranks that have the others.
-        dim: along which it is split.
-        size: of the whole along it, if the parts are those of `torch.chunk`; None = the parts are equal.
+        dim: along which it is sharded.
+        size: of the full tensor along it, if the shards are those of `torch.chunk`; None = the shards are equal.
 
     Raises:
-        Disagreement: `size` is None and the parts differ.
+        Disagreement: `size` is None and the shards differ.
     """
     return _apply(_Gather, x, group, dim, _counts(x, group, dim, size))
 
 
 def gather_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """The whole sequence, of which every rank has an equal part; its gradient is summed, and each gets its part.
+    """The full sequence, of which every rank has an equal shard; its gradient is reduce-scattered.
 
     Raises:
-        Disagreement: the parts differ.
+        Disagreement: the shards differ.
     """
     return _apply(_GatherSequence, x, group, dim, _counts(x, group, dim, None))
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2) -> torch.Tensor:
-    """This rank's equal part of the sequence of the sum of all ranks' tensors.
+    """The sum of all ranks' tensors, of which each rank gets its equal shard of the sequence.
 
     Raises:
         InvalidRequest: the sequence does not divide.
@@ -92,7 +93,7 @@ def reduce_scatter_sequence(x: torch.Tensor, group: ProcessGroup, dim: int = -2)
 
 
 def check_divides(x: torch.Tensor, group: ProcessGroup, dim: int) -> None:
-    """See that a sequence has equal parts on all ranks: their number cannot be known from one part otherwise.
+    """Check that a sequence has equal shards on all ranks: their size cannot be known from one shard otherwise.
 
     Raises:
         InvalidRequest: it has not.

@@ -1,19 +1,19 @@
-"""`ColumnParallelLinear` and `RowParallelLinear`: `nn.Linear` with its matrix split among the ranks of a group.
+"""`ColumnParallelLinear` and `RowParallelLinear`: `nn.Linear` with its matrix sharded among the ranks of a group.
 
     y = x W^T + b       W: [out, in]      Column: rank i has rows i of W and of b, and computes columns i of y
                                           Row:    rank i has columns i of W, takes columns i of x, and computes a
-                                                  partial sum of y; b is whole and added once, after the sum
+                                                  partial sum of y; b is replicated and added once, after the sum
 
 A column-parallel layer without `gather_output`, something element by element, and a row-parallel layer with
 `input_is_parallel` are an MLP with one all-reduce in forward and one in backward (Shoeybi et al. 2019, section 3).
 
-With `sequence_parallel` what is outside the pair is split along the sequence instead of being whole on every rank:
-the column-parallel layer's input, and the row-parallel layer's output, are this rank's equal part of it. The same
+With `sequence_parallel` what is outside the pair is sharded along the sequence instead of being replicated: the
+column-parallel layer's input, and the row-parallel layer's output, are this rank's equal shard of it. The same
 bytes move (an all-reduce is a reduce-scatter and an all-gather), and what lies between pairs of layers (norms,
 dropout, residuals) costs 1/n of the memory and time (Korthikanti et al. 2022). Parameters of such modules between the
 pairs need `sum_gradients`.
 
-Features are split as by `torch.chunk`; they need not divide. A sequence must.
+Features are divided as by `torch.chunk`; they need not divide evenly. A sequence must.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ParallelLinear(TensorParallelModule):
     """What the two layers have in common: parameters, first values, conversion.
 
     Attributes:
-        in_features, out_features: of the whole layer.
-        weight: this rank's part of [out_features, in_features].
-        bias: this rank's part of [out_features], or all of it, or None.
+        in_features, out_features: of the full layer.
+        weight: this rank's shard of [out_features, in_features].
+        bias: this rank's shard of [out_features], or all of it, or None.
     """
 
     _weight_dim: int
-    """Which dimension of the weight is split."""
+    """Which dimension of the weight is sharded."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -91,15 +91,15 @@ class ParallelLinear(TensorParallelModule):
         generator: torch.Generator | None,
     ) -> None:
         """Make the parameters and draw their first values."""
-        whole = torch.empty(self.out_features, self.in_features, device="meta", dtype=dtype)
-        options: dict[str, Any] = {"device": device, "dtype": whole.dtype}
-        self.weight = nn.Parameter(torch.empty(self.part("weight", whole).shape, **options))
+        full = torch.empty(self.out_features, self.in_features, device="meta", dtype=dtype)
+        options: dict[str, Any] = {"device": device, "dtype": full.dtype}
+        self.weight = nn.Parameter(torch.empty(self.shard_of("weight", full).shape, **options))
         if bias:
-            self.bias = nn.Parameter(torch.empty(self.part("bias", whole[:, 0]).shape, **options))
+            self.bias = nn.Parameter(torch.empty(self.shard_of("bias", full[:, 0]).shape, **options))
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw first values: on every rank its part of those that `nn.Linear` has from the same seed on the CPU.
+        """Draw first values: on every rank its shard of those that `nn.Linear` has from the same seed on the CPU.
 
         Args:
             generator: a host generator, at the same place on all ranks; None = torch's default one.
@@ -110,7 +110,7 @@ class ParallelLinear(TensorParallelModule):
 
     @classmethod
     def from_linear(cls: type[L], linear: nn.Linear, group: ProcessGroup | None = None, **options: Any) -> L:
-        """This rank's part of a layer that every rank has; the parameters are copies, frozen where the layer's are.
+        """This rank's shard of a layer that every rank has; the parameters are copies, frozen where the layer's are.
 
         Args:
             linear: the same on every rank.
@@ -120,37 +120,37 @@ class ParallelLinear(TensorParallelModule):
         given = linear.bias is not None
         options["device"] = "meta"
         layer = cls(linear.in_features, linear.out_features, given, group, **options)
-        layer._take("weight", linear.weight)
-        layer._take("bias", linear.bias)
+        layer._set_shard("weight", linear.weight)
+        layer._set_shard("bias", linear.bias)
         layer.train(linear.training)
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """The whole layer, on every rank. Collective over the group."""
+        """The full layer, on every rank. Collective over the group."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(self.whole("weight"), requires_grad=self.weight.requires_grad)
+        linear.weight = nn.Parameter(self.full_tensor("weight"), requires_grad=self.weight.requires_grad)
         if self.bias is not None:
-            linear.bias = nn.Parameter(self.whole("bias"), requires_grad=self.bias.requires_grad)
+            linear.bias = nn.Parameter(self.full_tensor("bias"), requires_grad=self.bias.requires_grad)
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
         """For `repr`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"part={self._rank} of {self._world_size}"
+            f"shard={self._rank} of {self._world_size}"
         )
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """`nn.Linear` with its output features split among the ranks.
+    """`nn.Linear` with its output features sharded among the ranks.
 
     Args:
         in_features: size of the input's last dimension.
-        out_features: size of the whole output's last dimension.
+        out_features: size of the full output's last dimension.
         bias: whether to add one.
         group: the ranks; None = all workers of the current world.
-        gather_output: give every rank the whole output; if not, its own features of it.
-        sequence_parallel: the input is this rank's equal part of the sequence.
+        gather_output: give every rank the full output; if not, its own features of it.
+        sequence_parallel: the input is this rank's equal shard of the sequence.
         sequence_dim: which dimension of the input the sequence is.
         device, dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
@@ -184,10 +184,10 @@ class ColumnParallelLinear(ParallelLinear):
         """x W^T + b. Collective over the group, here and in backward.
 
         Args:
-            x: [..., in_features], whole (the same on every rank); with `sequence_parallel` its part of the sequence.
+            x: [..., in_features], replicated; with `sequence_parallel` this rank's shard of the sequence.
 
         Returns:
-            [..., out_features], whole; without `gather_output` [..., this rank's features].
+            [..., out_features], replicated; without `gather_output` [..., this rank's features].
 
         After an error: see `ProcessGroup`.
         """
@@ -201,16 +201,16 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """`nn.Linear` with its input features split among the ranks.
+    """`nn.Linear` with its input features sharded among the ranks.
 
     Args:
-        in_features: size of the whole input's last dimension.
+        in_features: size of the full input's last dimension.
         out_features: size of the output's last dimension.
-        bias: whether to add one; it is whole on every rank.
+        bias: whether to add one; it is replicated.
         group: the ranks; None = all workers of the current world.
         input_is_parallel: the input has this rank's features only, as a column-parallel layer gives them; if not it is
-            whole, and each rank takes its own.
-        sequence_parallel: the output is this rank's equal part of the sequence.
+            replicated, and each rank takes its own.
+        sequence_parallel: the output is this rank's equal shard of the sequence.
         sequence_dim: which dimension of the output the sequence is.
         device, dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
@@ -241,13 +241,13 @@ class RowParallelLinear(ParallelLinear):
         self._make(bias, device, dtype, generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b. Collective over the group; in backward only with `sequence_parallel` or a whole input.
+        """x W^T + b. Collective over the group; in backward only with `sequence_parallel` or a replicated input.
 
         Args:
-            x: [..., in_features], whole; with `input_is_parallel` [..., this rank's features].
+            x: [..., in_features], replicated; with `input_is_parallel` [..., this rank's features].
 
         Returns:
-            [..., out_features], whole; with `sequence_parallel` its part of the sequence.
+            [..., out_features], replicated; with `sequence_parallel` this rank's shard of the sequence.
 
         Raises:
             InvalidRequest: with `sequence_parallel`, the sequence does not divide.
@@ -261,12 +261,12 @@ class RowParallelLinear(ParallelLinear):
             y = reduce_from_group(partial, self.group)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         y = reduce_scatter_sequence(partial, self.group, self.sequence_dim)
-        # Every rank adds the bias to its part of the sequence, so its gradient is the sum of theirs.
+        # Every rank adds the bias to its shard of the sequence, so its gradient is the sum of theirs.
         return y if self.bias is None else y + copy_to_group(self.bias, self.group).to(y.dtype)
 
 
 def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
-    """For a module that is whole on every rank but is given this rank's part of the sequence: a norm, say.
+    """For a replicated module that is given this rank's shard of the sequence: a norm, say.
 
     Its parameters' gradients become the sum of all ranks', as soon as each is there in backward (before DDP or the
     optimizer sees it), so that the parameters stay equal. Collective over the group, in backward. Deep copies of the
@@ -274,7 +274,7 @@ def sum_gradients(module: nn.Module, group: ProcessGroup) -> nn.Module:
 
     Args:
         module: the same on every rank.
-        group: the ranks that have the other parts.
+        group: the ranks that have the other shards.
 
     Returns:
         The module.

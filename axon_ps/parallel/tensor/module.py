@@ -1,4 +1,4 @@
-"""`TensorParallelModule`: a module that holds parts of parameters, and says which parts of what.
+"""`TensorParallelModule`: a module that has shards of parameters, and knows which shards of what.
 
 Owns: the group and the partitions. The layers build on it; `tensor.state` and `tensor.clip` read it.
 """
@@ -10,16 +10,16 @@ from torch import nn
 
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.parallel.held import Held
+from axon_ps.parallel.by_reference import ByReference
 from axon_ps.parallel.tensor.partition import Partition
 
 
 class TensorParallelModule(nn.Module):
-    """A module whose parameters are split among the ranks of a group.
+    """A module whose parameters are sharded among the ranks of a group.
 
     Attributes:
-        partitions: name of one of its own parameters -> what part of the whole it is; one that is not named is whole,
-            with the same values and gradients on every rank.
+        partitions: name of one of its own parameters -> which shard of the full one it is; one that is not named is
+            replicated: the same values and gradients on every rank.
 
     Args:
         group: the ranks; None = all workers of the current world.
@@ -30,42 +30,42 @@ class TensorParallelModule(nn.Module):
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__()
-        self._held = Held(current_group(group))
+        self._group = ByReference(current_group(group))
         self._rank, self._world_size = self.group.rank, self.group.world_size
         self.partitions: dict[str, Partition] = {}
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that its parameters are split among."""
-        return self._held.value
+        """The ranks that its parameters are sharded among."""
+        return self._group.value
 
     def _partition(self, dim: int, size: int) -> Partition:
         return Partition(dim, size, self._world_size, self._rank)
 
-    def whole(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole of one of its parameters, on every rank. Collective over the group if it is split.
+    def full_tensor(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
+        """The full tensor of one of its parameters, on every rank. Collective over the group if it is sharded.
 
         Args:
             name: of the parameter.
-            value: this rank's part of something of its shape (its gradient, say); None = of the parameter itself.
+            value: this rank's shard of something of its shape (its gradient, say); None = of the parameter itself.
 
         After an error: nothing was changed.
         """
         value = self.get_parameter(name) if value is None else value
         partition = self.partitions.get(name)
-        if partition is None or partition.num_parts == 1:
+        if partition is None or partition.num_shards == 1:
             return value.detach().clone()
         rows = value.detach().movedim(partition.dim, 0).contiguous()
         gathered: torch.Tensor = self.group.all_gather(rows, counts=partition.counts)
         return gathered.movedim(0, partition.dim).contiguous()
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole of one of its parameters; a view where there are several."""
+    def shard_of(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor of the full shape of one of its parameters; a view if there are several."""
         partition = self.partitions.get(name)
-        return whole if partition is None else partition.part_of(whole)
+        return full if partition is None else partition.shard_of(full)
 
-    def _take(self, name: str, whole: torch.Tensor | None) -> None:
-        """Make a parameter of this rank's part of `whole`, with its dtype, device and requires_grad."""
-        if whole is not None:
-            part = self.part(name, whole.detach()).clone(memory_format=torch.contiguous_format)
-            setattr(self, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    def _set_shard(self, name: str, full: torch.Tensor | None) -> None:
+        """Make a parameter of this rank's shard of `full`, with its dtype, device and requires_grad."""
+        if full is not None:
+            shard = self.shard_of(name, full.detach()).clone(memory_format=torch.contiguous_format)
+            setattr(self, name, nn.Parameter(shard, requires_grad=full.requires_grad))

@@ -1,8 +1,8 @@
-"""Optimizer state of models with tensor-parallel layers: whole from the parts, and the parts from the whole.
+"""Optimizer state of models with tensor-parallel layers: full from the shards, and the shards from the full.
 
-A whole state is keyed by parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it:
+A full state is keyed by parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it:
 {"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}. What has the shape of
-its parameter is split like it; everything else (counts of steps) is the same on every rank.
+its parameter is sharded like it; everything else (counts of steps) is the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import torch
 from torch import nn
 
 from axon_ps.errors import InvalidRequest, LayoutMismatch
-from axon_ps.parallel.tensor.state import split_parameters
+from axon_ps.parallel.tensor.state import sharded_parameters
 
 
 def full_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, cpu: bool = True
 ) -> dict[str, Any]:
-    """The whole state of a torch optimizer, on every rank. Collective over the layers' groups.
+    """The full state of a torch optimizer, on every rank. Collective over the layers' groups.
 
     Args:
         module: the model whose parameters it has.
         optimizer: made of the parameters that are there now.
-        cpu: move what is whole to the host, one entry after the other.
+        cpu: move full tensors to the host, one entry after the other.
 
     Raises:
         InvalidRequest: the optimizer has a parameter that the model has not.
 
     After an error: nothing was changed.
     """
-    split = {full: (layer, name) for full, layer, name in split_parameters(module)}
+    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
 
-    def whole(full: str, value: torch.Tensor) -> torch.Tensor:
-        if full in split:
-            layer, name = split[full]
-            value = layer.whole(name, value)
+    def full_tensor(full: str, value: torch.Tensor) -> torch.Tensor:
+        if full in sharded:
+            layer, name = sharded[full]
+            value = layer.full_tensor(name, value)
         return value.to("cpu") if cpu else value
 
-    return named_optimizer_state(module, optimizer, whole)
+    return named_optimizer_state(module, optimizer, full_tensor)
 
 
 def load_full_optimizer_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load a whole state: every rank takes its parts. Nothing is sent.
+    """Load a full state: every rank takes its shards. Nothing is sent.
 
     Args:
         module: the model whose parameters it has.
@@ -57,7 +57,7 @@ def load_full_optimizer_state_dict(
         InvalidRequest: the optimizer has a parameter that the model has not.
         LayoutMismatch: the state is of other parameters. Nothing was loaded.
     """
-    split = {full: (layer, name) for full, layer, name in split_parameters(module)}
+    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
     names = _names(module, optimizer)
     groups, given = optimizer.state_dict()["param_groups"], state["param_groups"]
     if [sorted(group["params"]) for group in given] != [sorted(group) for group in names]:
@@ -69,12 +69,12 @@ def load_full_optimizer_state_dict(
             continue
         loaded[index] = {}
         for key, value in state["state"][full].items():
-            if full in split and isinstance(value, torch.Tensor) and value.dim():
-                layer, name = split[full]
-                needed = layer.partitions[name].whole_shape(layer.get_parameter(name).shape)
+            if full in sharded and isinstance(value, torch.Tensor) and value.dim():
+                layer, name = sharded[full]
+                needed = layer.partitions[name].full_shape(layer.get_parameter(name).shape)
                 if tuple(value.shape) != needed:
-                    raise LayoutMismatch(f"{key} of {full!r} is {list(value.shape)}; the whole one has {list(needed)}")
-                value = layer.part(name, value)
+                    raise LayoutMismatch(f"{key} of {full!r} is {list(value.shape)}; the full one has {list(needed)}")
+                value = layer.shard_of(name, value)
             # A copy: the optimizer would go on working in the memory of what it was given.
             loaded[index][key] = value.clone() if isinstance(value, torch.Tensor) else value
     new_groups = [{**theirs, "params": ours["params"]} for ours, theirs in zip(groups, given, strict=True)]

@@ -1,12 +1,12 @@
-"""`project`: the products of one input with split matrices, and their backward, which exchanges while it computes.
+"""`project`: the products of one input with sharded matrices, and their backward, which exchanges while it computes.
 
-Owns: one autograd function for everything that leaves whole tensors (or parts of a sequence) for split features:
+Owns: one autograd function from a replicated tensor (or a shard of a sequence) to sharded features:
 `copy_to_group` or `gather_sequence` and then `functional.linear`, with three things that autograd cannot find out:
 
 - the input's gradient is summed over the ranks while the weights' gradients are computed (of host memory; see
   `_begun`);
-- of a sequence only this rank's part is kept for backward, and gathered again there while the input's gradient is
-  computed (Korthikanti et al. 2022, section 4.2.2): kept are 1/n of the bytes, and one all-gather more is moved;
+- of a sequence only this rank's shard is saved for backward, and gathered again there while the input's gradient is
+  computed (Korthikanti et al. 2022, section 4.2.2): that saves 1/n of the bytes, and moves one all-gather more;
 - several matrices of one input (queries, keys, values) share one exchange.
 
 After an error: as for `tensor.functions`.
@@ -35,16 +35,16 @@ def project(
     """x W^T + b for each of some matrices, of which this rank has some rows.
 
     Args:
-        x: [..., in], whole; with `sequence_dim` this rank's equal part of the sequence.
+        x: [..., in], replicated; with `sequence_dim` this rank's equal shard of the sequence.
         group: the ranks that have the other rows.
         matrices: weights and biases.
-        sequence_dim: which dimension of x is split; None = it is whole.
+        sequence_dim: which dimension of x is sharded; None = x is replicated.
 
     Returns:
-        [..., out] for each matrix, of the whole sequence.
+        [..., out] for each matrix, of the full sequence.
 
     Raises:
-        Disagreement: the parts of the sequence differ.
+        Disagreement: the shards of the sequence differ.
     """
     if group.world_size == 1:
         return [functional.linear(x, weight, bias) for weight, bias in matrices]
@@ -66,8 +66,8 @@ class _Project(torch.autograd.Function):
         if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as `linear` would, but before it travels
         ctx.save_for_backward(x, *weights)
-        whole = x if dim is None else _gathered(_gather(x, group, dim), dim)
-        return tuple(functional.linear(whole, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+        full = x if dim is None else _gathered(_gather(x, group, dim), dim)
+        return tuple(functional.linear(full, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
     @once_differentiable
@@ -82,12 +82,12 @@ class _Project(torch.autograd.Function):
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 partial += grad @ _as(weight, grad)
             exchanging = _reduce(partial, group, dim)
-        whole = x if gathering is None else _gathered(gathering, dim)
+        full = x if gathering is None else _gathered(gathering, dim)
         result: list[torch.Tensor | None] = [None, None, None]
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             for_weight, for_bias = for_matrices[2 * i : 2 * i + 2]
             rows = _rows(grad)
-            result.append(_as(rows.T @ _as(_rows(whole), rows), weight) if for_weight else None)
+            result.append(_as(rows.T @ _as(_rows(full), rows), weight) if for_weight else None)
             result.append(_as(rows.sum(0), weight) if for_bias else None)
         if for_x:
             total: torch.Tensor = exchanging.wait()
@@ -105,7 +105,7 @@ def _as(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Done:
-    """A handle on something that was not left to the background."""
+    """The handle of a collective that has ended already."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result
@@ -124,17 +124,17 @@ def _begun(call: Callable[..., Any], x: torch.Tensor) -> Any:
 
 
 def _gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> Any:
-    """A handle on the whole sequence, which stands in the first dimension of its result."""
+    """A handle on the full sequence, which is the first dimension of its result."""
     return _begun(group.all_gather, x.movedim(dim, 0).contiguous())
 
 
 def _gathered(work: Any, dim: int) -> torch.Tensor:
-    whole: torch.Tensor = work.wait()
-    return whole.movedim(0, dim)
+    full: torch.Tensor = work.wait()
+    return full.movedim(0, dim)
 
 
 def _reduce(partial: torch.Tensor, group: ProcessGroup, dim: int | None) -> Any:
-    """A handle on the sum over the ranks; of a sequence, on this rank's part of it, in the first dimension."""
+    """A handle on the sum over the ranks; of a sequence, on this rank's shard of it, in the first dimension."""
     if dim is None:
         return _begun(group.all_reduce, partial.contiguous())
     return _begun(group.reduce_scatter, partial.movedim(dim, 0).contiguous())

@@ -1,6 +1,6 @@
-"""State dicts of models with tensor-parallel layers: whole ones from the parts, and the parts from whole ones.
+"""State dicts of models with tensor-parallel layers: full ones from the shards, and the shards from full ones.
 
-`state_dict()` of such a model has this rank's parts: quick to save and load while the group stays as large. A whole
+`state_dict()` of such a model has this rank's shards: quick to save and load while the group stays as large. A full
 state dict has the keys and shapes that the model has on one rank (a plain model's, if its layers have the same names),
 so it loads at any size of the group.
 """
@@ -17,8 +17,8 @@ from axon_ps.errors import LayoutMismatch
 from axon_ps.parallel.tensor.module import TensorParallelModule
 
 
-def split_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelModule, str]]:
-    """Every parameter that is split: its name in `module`, the layer that has it, and its name there."""
+def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelModule, str]]:
+    """Every parameter that is sharded: its name in `module`, the layer that has it, and its name there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, TensorParallelModule):
             for name in child.partitions:
@@ -26,52 +26,52 @@ def split_parameters(module: nn.Module) -> Iterator[tuple[str, TensorParallelMod
 
 
 def full_state_dict(module: nn.Module, state: Mapping[str, Any] | None = None, *, cpu: bool = True) -> dict[str, Any]:
-    """The whole state dict of a model with tensor-parallel layers, on every rank. Collective over the layers' groups.
+    """The full state dict of a model with tensor-parallel layers, on every rank. Collective over the layers' groups.
 
     Args:
         module: the model.
-        state: a state dict with the parts, under the names of `module`: what a wrapper of it gives; None = its own.
-        cpu: move what is whole to the host, one entry after the other; if not, everything stays where it is.
+        state: a state dict with the shards, under the names of `module`: what a wrapper of it gives; None = its own.
+        cpu: move full tensors to the host, one entry after the other; if not, everything stays where it is.
 
     Returns:
-        Name -> tensor, in the order of the state dict; tensors that are not split share the module's memory.
+        Name -> tensor, in the order of the state dict; tensors that are not sharded share the module's memory.
 
     After an error: the module is as it was.
     """
-    split = {full: (layer, name) for full, layer, name in split_parameters(module)}
+    sharded = {full: (layer, name) for full, layer, name in sharded_parameters(module)}
     result: dict[str, Any] = {}
     for key, value in (module.state_dict() if state is None else state).items():
-        if key in split:
-            layer, name = split[key]
-            value = layer.whole(name, value)
+        if key in sharded:
+            layer, name = sharded[key]
+            value = layer.full_tensor(name, value)
         result[key] = value.to("cpu") if cpu and isinstance(value, torch.Tensor) else value
     return result
 
 
 def local_state_dict(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of a whole state dict, for the `load_state_dict` of the model or of a wrapper of it.
+    """This rank's shard of a full state dict, for the `load_state_dict` of the model or of a wrapper of it.
 
     Args:
-        module: the model; says what is split.
-        state: the whole state dict, under the names of `module`.
+        module: the model; knows what is sharded.
+        state: the full state dict, under the names of `module`.
 
     Raises:
-        LayoutMismatch: a tensor that is split has another shape than the model's.
+        LayoutMismatch: a tensor that is sharded has another shape than the model's.
     """
     result = dict(state)
-    for full, layer, name in split_parameters(module):
+    for full, layer, name in sharded_parameters(module):
         if full not in result:
             continue
-        needed = layer.partitions[name].whole_shape(layer.get_parameter(name).shape)
+        needed = layer.partitions[name].full_shape(layer.get_parameter(name).shape)
         given = tuple(result[full].shape)
         if given != needed:
-            raise LayoutMismatch(f"{full!r} of the state dict is {list(given)}; the whole one has {list(needed)}")
-        result[full] = layer.part(name, result[full])
+            raise LayoutMismatch(f"{full!r} of the state dict is {list(given)}; the full one has {list(needed)}")
+        result[full] = layer.shard_of(name, result[full])
     return result
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load a whole state dict: every rank takes its parts. Nothing is sent.
+    """Load a full state dict: every rank takes its shards. Nothing is sent.
 
     Args:
         module: the model.
@@ -79,7 +79,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict:
         strict: refuse missing and unknown names, as `load_state_dict` does.
 
     Raises:
-        LayoutMismatch: a tensor that is split has another shape than the model's; nothing was loaded.
+        LayoutMismatch: a tensor that is sharded has another shape than the model's; nothing was loaded.
         RuntimeError: as `load_state_dict` raises it.
     """
     module.load_state_dict(local_state_dict(module, state), strict=strict)

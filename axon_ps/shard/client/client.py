@@ -3,9 +3,9 @@
 `ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
 Everything here runs on one event loop; every method must be called on its thread.
 
-What is retried here and what is not: a gather or an upload does no harm when repeated, so a broken connection and a
-changed generation are retried until the deadline. A push belongs to one generation: a broken connection is resumed
-where the server says, a changed generation is the caller's to handle (the step is lost).
+What is retried here and what is not: a gather or an upload does no harm when repeated, so after a broken connection or
+a change of the generation it is retried until the deadline. A push belongs to one generation: after a broken connection
+it is resumed where the server replies, a change of the generation is the caller's to handle (the step is lost).
 
     shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
 """
@@ -27,13 +27,13 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.feedback import Feedback
 from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
 from axon_ps.shard.client.transfers import Transfer, Transfers
-from axon_ps.shard.same_host.access import Servers
+from axon_ps.shard.same_host.access import SameHostServers
 from axon_ps.shard.same_host.shared_buffers import shared_buffer
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
@@ -43,54 +43,54 @@ from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_Do = Callable[[Stub, Slice, Transfer], Awaitable[T]]
+_Call = Callable[[Stub, Slice, Transfer], Awaitable[T]]
 
-_GATHER_LANE, _PUSH_LANE = 0, 1
+_GATHERS, _PUSHES = 0, 1  # connections
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class ShardGroup:
-    """The shard servers of a job, as one worker sees them for one model.
+    """One worker's client of all shard servers of a job, for one model.
 
     Args:
         security: TLS and token.
-        lanes: connections per server: gathers on the first, pushes and uploads on the second.
-        node: name of this host: with servers on it, memory is read instead of sent, where the kernel allows it. "" =
+        connections: how many per server: gathers on the first, pushes and uploads on the second.
+        node: name of this host: memory of servers on it is read instead of sent, where the kernel allows it. "" =
             everything is sent.
     """
 
-    def __init__(self, security: Security, lanes: int = 2, node: str = "") -> None:
-        keep_message_memory()
-        self._peers = Peers(security, lanes)
-        self._reach = Servers(node)
+    def __init__(self, security: Security, connections: int = 2, node: str = "") -> None:
+        retain_message_memory()
+        self._peers = Peers(security, connections)
+        self._same_host = SameHostServers(node)
         self._begin(Transfers())
 
     def _begin(self, transfers: Transfers) -> None:
-        """What is of one model."""
+        """Begin with the state of one model."""
         self._transfers = transfers
         self._spec: JobSpec | None = None
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
         self._retries = 0
 
-    def for_another(self) -> ShardGroup:
-        """The same servers for another model, over the same connections and streams; `close` is this one's."""
+    def for_another_model(self) -> ShardGroup:
+        """The same servers for another model, over the same connections and streams; only the first is to be closed."""
         other = copy.copy(self)
         other._begin(self._transfers.sharing())
         return other
 
     def release(self) -> None:
-        """The model is the job's no more: forget what is mapped and owed."""
+        """The model is released: drop its mappings and residuals."""
         self._mapped.clear()
         self._feedback.clear()
 
     def set_members(self, membership: Membership, me: str = "") -> None:
-        """Take the current shard servers, and our own id; calls under way go on, and retries use the new addresses."""
+        """Set the current shard servers and our own id; calls under way go on, and retries use the new addresses."""
         self._peers.set_members(membership)
-        self._reach.set_members(membership, me)
+        self._same_host.set_members(membership, me)
 
     def set_spec(self, spec: JobSpec) -> None:
-        """Take the model's layout."""
+        """Set the model's layout."""
         self._spec = spec
         self._peers.wake()
 
@@ -103,7 +103,7 @@ class ShardGroup:
             Closed: the connections were closed.
         """
         while self._spec is None:
-            if deadline.passed:
+            if deadline.expired:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
             await self._peers.wait(deadline.remaining())
         num_servers = await self._peers.num_servers(deadline)
@@ -123,11 +123,11 @@ class ShardGroup:
             transfers.warm_up()
 
     def settle(self, step: int, *, committed: bool) -> None:
-        """A step is decided: what its compressed gradients lost is owed from now on, if it committed."""
+        """A step is decided: if it committed, the residuals of its compressed gradients replace those before."""
         self._feedback.settle(step, committed=committed)
 
     def forget_residuals(self) -> None:
-        """The parameters were replaced: nothing is owed any more."""
+        """The parameters were replaced: drop the residuals."""
         self._feedback.clear()
 
     async def gather(
@@ -145,7 +145,7 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with elements [begin, end) of a unit, all at one version, `min_version` or later.
 
-        Where replicas step alone, others commit all the time: each element is at `min_version` or later then.
+        Where replicas step asynchronously, others commit all the time: each element is at `min_version` or later then.
 
         Args:
             unit: its number.
@@ -187,10 +187,10 @@ class ShardGroup:
                 epoch=epoch,
                 one_version=not spec.policy.asynchronous,
                 compressor=how,
-                reach=self._reach,
+                same_host=self._same_host,
             )
             versions = await _together(
-                [self._repeated(self._transfers.pull, _GATHER_LANE, s, transfer) for s in slices if transfer.touches(s)]
+                [self._with_retries(self._transfers.pull, _GATHERS, s, transfer) for s in slices if transfer.touches(s)]
             )
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
@@ -207,7 +207,7 @@ class ShardGroup:
         timeout_s: float | None,
         epoch: int = 0,
     ) -> MappedCopy | None:
-        """The memory that a unit lies in on this host, once it is at `min_version` or later.
+        """The memory of this host in which a unit lies, once it is at `min_version` or later.
 
         Args:
             unit: its number.
@@ -219,7 +219,8 @@ class ShardGroup:
 
         Returns:
             None where it must be gathered: it lies on another host or on several servers, travels compressed or as
-            another dtype, or replicas step alone. See `same_host.shared_copy`, Note: [When a mapped unit may change].
+            another dtype, or replicas step asynchronously. See `same_host.shared_copy`, Note: [When a mapped unit may
+            change].
 
         Raises:
             InvalidRequest: there is no such unit.
@@ -242,9 +243,9 @@ class ShardGroup:
             deadline=deadline,
             min_version=min_version,
             epoch=epoch,
-            reach=self._reach,
+            same_host=self._same_host,
         )
-        mapping = await self._repeated(self._transfers.locate, _GATHER_LANE, slices[0], transfer)
+        mapping = await self._with_retries(self._transfers.locate, _GATHERS, slices[0], transfer)
         if mapping is None:
             return None
         known = self._mapped.get(unit)
@@ -258,9 +259,9 @@ class ShardGroup:
 
     def buffer(self, size_bytes: int) -> Array:
         """u8[size_bytes] for gradients; servers of this host read them there. See `shard.same_host.shared_buffers`."""
-        return shared_buffer(size_bytes) if self._reach.near else np.empty(size_bytes, np.uint8)
+        return shared_buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
 
-    async def gather_ahead(
+    async def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -274,11 +275,13 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
+        See `shard.core.slices`, Note: [Speculative update].
+
         Args:
             unit: its number.
             out: wire[end - begin] in the job's parameter dtype, contiguous; any wire dtype when they are compressed.
             step: the undecided step attempt.
-            hyper: per parameter group, the hyperparameters it is taken to have.
+            hyper: per parameter group, the hyperparameters that the step is expected to have.
             context: gives job, generation and incarnation.
             timeout_s: seconds it may take in all; None = no deadline.
             begin: first element wanted, counted from the unit's start.
@@ -288,9 +291,9 @@ class ShardGroup:
             The version this would be.
 
         Raises:
-            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
             GenerationChanged: the step is lost.
-            InvalidRequest: `out` does not fit, or another worker assumes otherwise.
+            InvalidRequest: `out` does not fit, or another worker expects other hyperparameters.
             Timeout: a replica did not push in time.
             Broken: a connection broke.
 
@@ -308,9 +311,9 @@ class ShardGroup:
             context=context,
             deadline=deadline,
             step=step,
-            assumed=hyper,
+            expected=hyper,
             compressor=_compressor(spec.precision.param_compression),
-            reach=self._reach,
+            same_host=self._same_host,
         )
         wanted = (spec.precision.param.numpy,) if transfer.compressor is None else tuple(transfers.DTYPE_OF)
         if out.dtype not in wanted:
@@ -319,7 +322,7 @@ class ShardGroup:
             )
 
         async def pull(s: Slice) -> int:
-            stub = await self._peers.stub(s.server, _GATHER_LANE, deadline)
+            stub = await self._peers.stub(s.server, _GATHERS, deadline)
             return await self._transfers.pull(stub, s, transfer)
 
         return max(await _together([pull(s) for s in slices if transfer.touches(s)]))
@@ -340,8 +343,8 @@ class ShardGroup:
 
         Args:
             unit: its number.
-            grad: wire[n] in the job's gradient dtype (f32 when they are compressed, which happens here, with what
-                earlier steps owe), contiguous; None when this replica has none for the unit.
+            grad: wire[n] in the job's gradient dtype (f32 when they are compressed, which happens here, with the
+                residual of earlier steps), contiguous; None when this replica has none for the unit.
             step: the step attempt.
             replica: this worker's replica.
             context: gives job, generation and incarnation.
@@ -377,10 +380,10 @@ class ShardGroup:
             step=step,
             replica=replica,
             compressor=how,
-            reach=self._reach,
+            same_host=self._same_host,
             residuals=None if how is None or grad is None else self._feedback.open(unit, begin, end, step),
         )
-        await _together([self._resumed(s, transfer) for s in slices if transfer.touches(s)])
+        await _together([self._push_resuming(s, transfer) for s in slices if transfer.touches(s)])
 
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
@@ -416,17 +419,17 @@ class ShardGroup:
             deadline=deadline,
             epoch=epoch,
         )
-        await _together([self._repeated(self._transfers.store, _PUSH_LANE, s, transfer) for s in slices])
+        await _together([self._with_retries(self._transfers.store, _PUSHES, s, transfer) for s in slices])
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
-        """The counters of one shard server, as its `statistics()` gives them.
+        """The counters of one shard server, as its `statistics()` returns them.
 
         Raises:
             Unreachable: nobody answers.
             Timeout: it did not answer in time.
         """
         deadline = Deadline(timeout_s)
-        stub = await self._peers.stub(server, _GATHER_LANE, deadline)
+        stub = await self._peers.stub(server, _GATHERS, deadline)
         reply = await stub.call("Stats", shard_pb2.StatsRequest(context=context()), timeout_s=deadline.remaining())
         return dict(reply.values)
 
@@ -441,44 +444,45 @@ class ShardGroup:
 
     async def close(self) -> None:
         """Close every connection; calls under way fail. Harmless when repeated."""
-        self._reach.close()
+        self._same_host.close()
         await self._peers.close()
 
-    async def _repeated(self, do: _Do[T], lane: int, s: Slice, transfer: Transfer) -> T:
-        """What may be repeated from its start, until it succeeds or the deadline passes."""
+    async def _with_retries(self, do: _Call[T], connection: int, s: Slice, transfer: Transfer) -> T:
+        """A call that may be repeated from its start, until it succeeds or the deadline passes."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            stub = await self._peers.stub(s.server, lane, transfer.deadline)
+            stub = await self._peers.stub(s.server, connection, transfer.deadline)
             try:
                 return await do(stub, s, transfer)
             except (Broken, GenerationChanged, Closed) as error:
-                transfer = await self._again(pause_s, s, transfer, error)
+                transfer = await self._before_retry(pause_s, s, transfer, error)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _resumed(self, s: Slice, transfer: Transfer) -> None:
+    async def _push_resuming(self, s: Slice, transfer: Transfer) -> None:
         """A push, resumed when the connection breaks, until the deadline passes."""
         pause_s = _FIRST_PAUSE_S
         resume = False
         while True:
-            stub = await self._peers.stub(s.server, _PUSH_LANE, transfer.deadline)
+            stub = await self._peers.stub(s.server, _PUSHES, transfer.deadline)
             try:
                 return await self._transfers.push(stub, s, transfer, resume=resume)
             except (Broken, Closed) as error:
-                transfer = await self._again(pause_s, s, transfer, error)
+                transfer = await self._before_retry(pause_s, s, transfer, error)
             resume = True
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _again(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
-        """Before another attempt: wait a moment, less if the membership changes.
+    async def _before_retry(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
+        """Before another attempt: wait a moment, or until the membership changes.
 
-        A call is `Closed` when the server has moved, and its old connection was closed under it. What has failed for
-        another reason than a new generation may have failed because one side cannot read the other any more.
+        A call is `Closed` when the server has a new address, and its old connection was closed meanwhile. A call that
+        failed for another reason than a new generation may have failed because one side cannot read the other's memory
+        any more.
 
         Returns:
-            What to attempt: nothing is lent or borrowed if that may be what failed.
+            What to attempt: through the socket only, if reading memory may be what failed.
 
         Raises:
-            Closed: all connections were closed by their owner.
+            Closed: `close` was called.
             Timeout: there is no time left for another attempt.
         """
         if transfer.deadline.remaining() <= pause_s:
@@ -488,8 +492,8 @@ class ShardGroup:
         await self._peers.wait(pause_s)
         if isinstance(error, GenerationChanged):
             return transfer
-        self._reach.forget(s.server)
-        return dataclasses.replace(transfer, sent=True)
+        self._same_host.forget(s.server)
+        return dataclasses.replace(transfer, socket_only=True)
 
 
 @functools.cache

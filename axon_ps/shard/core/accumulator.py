@@ -1,10 +1,10 @@
-"""A gradient being summed for one slice: which chunks have which replicas, and what they add up to.
+"""Where a gradient is summed for one slice: its memory, and which replicas each chunk has.
 
-A slice has one of these where all replicas step together, and one per replica where each steps alone. Who may add what
-when is the engine's business; the arithmetic is the slice's.
+A slice has one accumulator where all replicas step together, and one per replica where they step asynchronously. The
+engine decides who may add what and when; the arithmetic is the slice's.
 
 Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
-replica r may be added exactly when `summed[i] == r` (alone: when it is 0).
+replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 from axon_ps.types import Array
 
 
-class GradientSum:
-    """Counters and memory of one sum.
+class Accumulator:
+    """Counters and memory of one accumulator.
 
     Args:
         numel: elements of the slice.
-        chunks: how many chunks it is added to in; 0 for a frozen slice.
+        chunks: how many chunks the slice has; 0 when it is frozen.
 
     Attributes:
         summed: per chunk, replicas added so far.
@@ -36,18 +36,18 @@ class GradientSum:
 
     @property
     def array(self) -> Array:
-        """f32[n], where it is summed; the memory is taken when it is first needed, and kept."""
+        """f32[n], the sum; allocated when it is first needed, and then reused."""
         if self._array is None:
             self._array = np.zeros(self._numel, np.float32)
         return self._array
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory taken."""
+        """Bytes allocated."""
         return 0 if self._array is None else self._array.nbytes
 
     def restart(self) -> None:
-        """Forget what was added; the memory stays as it is."""
+        """Forget what was added; the memory stays allocated."""
         self.summed = [0] * self._chunks
         self.present = bytearray(self._chunks)
         self.squares = [0.0] * self._chunks

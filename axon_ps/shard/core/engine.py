@@ -9,14 +9,15 @@ Invariants:
 - Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
   finished, or at once when it is not changed.
 - An engine is of one model; it knows of no other but in `copy`, where the slices to copy are given to it.
-- A step is named by (generation, step), or by (generation, replica, clock) where replicas step alone. A chunk of
-  another step is never summed: of a decided one it is a duplicate or an abort, of a later one it waits.
+- A step is named by (generation, step), or by (generation, replica, clock) where replicas step
+  asynchronously. A chunk of another step is never summed: of a decided one it is a duplicate or an abort, of a later
+  one it waits.
 
 Note: [Units without gradient]
-    A replica that has no gradient for a unit says so (`absent`), and its turn passes. A unit for which all replicas are
+    A replica that has no gradient for a unit sends `absent`, and its turn passes. A unit for which all replicas are
     absent is not touched by the optimizer: moments, weight decay and the update count stay, as `torch.optim` leaves a
-    parameter whose grad is None. Its frames then say an older version than the job has; so do those of frozen units.
-    What frames say is the version that last changed the unit: equal on all servers, since absence is.
+    parameter whose grad is None. Its frames then have an older version than the job; so do those of frozen units. The
+    version in a frame is the one that last changed the unit: equal on all servers, since absence is.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ShardEngine:
     """The slices of one model on one shard server, and the step under way.
 
     Attributes:
-        generation: of the membership, as last told; 0 before the first.
+        generation: of the newest membership; 0 before the first.
         step: the step attempt that gradients are summed for.
         version: committed steps.
         slices: per unit of which this server owns a slice, that slice.
@@ -72,7 +73,8 @@ class ShardEngine:
         self._attempts = Attempts()
         self._lacking = 0
         self._last_committed: Decision | None = None
-        self._assumed: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None  # of this step: as given, validated
+        # hyperparameters that this step is expected to have: as given, and validated
+        self._expected: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None
         self._restoring = False
         self._replacing = False
         self._moments_of = ""
@@ -118,11 +120,11 @@ class ShardEngine:
         first_parameter = [0]
         for unit in spec.layout.units:
             first_parameter.append(first_parameter[-1] + len(unit.parameters))
-        for piece in spec.plan(num_servers).by_server[server]:
-            self.slices[piece.unit] = OwnedSlice(
-                piece,
-                spec.layout.units[piece.unit],
-                first_parameter[piece.unit],
+        for s in spec.plan(num_servers).by_server[server]:
+            self.slices[s.unit] = OwnedSlice(
+                s,
+                spec.layout.units[s.unit],
+                first_parameter[s.unit],
                 spec.options.chunk_numel,
                 spec.precision,
             )
@@ -133,14 +135,14 @@ class ShardEngine:
         self._lacking = sum(s.lacking for s in self.slices.values())
 
     @property
-    def alone(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether each replica's gradient is a step of its own."""
         return self.spec is not None and self.spec.policy.asynchronous
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
         """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.
 
-        Moments that a restore brought are kept if they are of this optimizer.
+        Moments that a restore brought stay if they are of this optimizer.
 
         Raises:
             Misuse: the layout is not known yet, or another optimizer is in place.
@@ -176,7 +178,7 @@ class ShardEngine:
     # ------------------------------------------------------------------ first values
 
     def upload(self, unit: int, offset: int, values: Array) -> bool:
-        """Store the first values of one chunk; says whether every slice here now has its values.
+        """Store the first values of one chunk; returns whether every slice here now has its values.
 
         Once all are there, further uploads are acknowledged and dropped, so that a retry does no harm.
 
@@ -246,7 +248,7 @@ class ShardEngine:
         """Take a new membership: gradients summed so far are dropped. The same generation again changes nothing.
 
         Raises:
-            InternalError: the job is ahead of this server by a step it was never told of.
+            InternalError: the job has committed a step whose decision this server never received.
         """
         if generation <= self.generation:
             return
@@ -272,21 +274,21 @@ class ShardEngine:
         self.slices = {}
 
     def _begin_attempts(self) -> None:
-        """Forget what was summed; as many attempts as there are in this generation begin."""
-        self._attempts.begin(alone=self.alone, step=self.step, num_replicas=self.num_replicas)
+        """Empty all accumulators; the attempts of this generation begin."""
+        self._attempts.begin(asynchronous=self.asynchronous, step=self.step, num_replicas=self.num_replicas)
         for owned in self.slices.values():
-            owned.set_sums(len(self._attempts))
+            owned.set_accumulators(len(self._attempts))
         self._restart(range(len(self._attempts)))
 
-    def _restart(self, lanes: Iterable[int]) -> None:
-        self._assumed = None
-        for lane in lanes:
+    def _restart(self, accumulators: Iterable[int]) -> None:
+        self._expected = None
+        for accumulator in accumulators:
             for owned in self.slices.values():
-                owned.restart(lane)
-            self._attempts[lane].missing = self._count_missing(lane)
+                owned.restart(accumulator)
+            self._attempts[accumulator].missing = self._count_missing(accumulator)
 
-    def _count_missing(self, lane: int) -> int:
-        return sum(s.sums[lane].missing for s in self.slices.values())
+    def _count_missing(self, accumulator: int) -> int:
+        return sum(s.accumulators[accumulator].missing for s in self.slices.values())
 
     # ------------------------------------------------------------------ gradients
 
@@ -314,26 +316,26 @@ class ShardEngine:
         if grad is not None and dtype is not self.grad_dtype:
             raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.grad_dtype.value}")
         index = owned.index_of(offset)
-        lane, turn = self._attempts.place(replica)
-        attempt = self._attempts[lane]
+        accumulator, turn = self._attempts.place(replica)
+        attempt = self._attempts[accumulator]
         if step != attempt.step:
             return self._other_step(step, attempt)
-        summed = owned.sums[lane].summed[index]
+        summed = owned.accumulators[accumulator].summed[index]
         if summed > turn:
             self.counters["duplicates"] += 1
             return Push.DUPLICATE
-        if not owned.takes(lane) or summed < turn:
+        if not owned.accepts(accumulator) or summed < turn:
             self.counters["waits"] += 1
             return Push.WAIT
         last = turn == attempt.replicas - 1
-        owned.add(index, grad, last, lane)
+        owned.add(index, grad, last, accumulator)
         if last:
             attempt.missing -= 1
         return Push.SUMMED
 
     def is_last(self, replica: int) -> bool:
         """Whether a chunk of this replica's may be what a step was waiting for."""
-        return self.alone or replica == self.num_replicas - 1
+        return self.asynchronous or replica == self.num_replicas - 1
 
     @property
     def param_dtype(self) -> DType:
@@ -381,19 +383,21 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         first = owned.index_of(begin)
-        lane, turn = self._attempts.place(replica)
-        if not 0 <= lane < len(self._attempts) or step != self._attempts[lane].step:
-            return begin  # what becomes of its chunks is for `push` to say
-        for (offset, _), summed in zip(owned.bounds[first:], owned.sums[lane].summed[first:], strict=True):
+        accumulator, turn = self._attempts.place(replica)
+        if not 0 <= accumulator < len(self._attempts) or step != self._attempts[accumulator].step:
+            return begin  # `push` decides what becomes of its chunks
+        for (offset, _), summed in zip(
+            owned.bounds[first:], owned.accumulators[accumulator].summed[first:], strict=True
+        ):
             if summed <= turn:
                 return offset
         return owned.end
 
     def complete(self) -> Iterator[tuple[int, int]]:
         """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""
-        for lane, attempt in enumerate(self._attempts):
+        for accumulator, attempt in enumerate(self._attempts):
             if not attempt.missing:
-                yield lane, attempt.step
+                yield accumulator, attempt.step
 
     def ready(self, replica: int = 0) -> float | None:
         """The sum of squares of all summed gradients here, once every chunk has every replica; None before.
@@ -401,21 +405,21 @@ class ShardEngine:
         A server without trainable slices has nothing to wait for and is never asked: None.
 
         Args:
-            replica: whose attempt, where replicas step alone.
+            replica: whose attempt, where replicas step asynchronously.
         """
-        lane, _ = self._attempts.place(replica)
-        if self._attempts[lane].missing or self.num_replicas == 0:
+        accumulator, _ = self._attempts.place(replica)
+        if self._attempts[accumulator].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self.slices.values() if s.trainable]
-        if not trainable or not all(s.takes(lane) for s in trainable):
+        if not trainable or not all(s.accepts(accumulator) for s in trainable):
             return None
-        squares = [x for s in trainable for x in s.sums[lane].squares]
+        squares = [x for s in trainable for x in s.accumulators[accumulator].squares]
         return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
     # ------------------------------------------------------------------ the decision
 
     def decide(self, decision: Decision) -> tuple[int, ...]:
-        """Take the coordinator's word: the units to apply, in forward order (none unless it commits).
+        """Take the coordinator's decision: the units to apply, in forward order (none unless it commits).
 
         Run `apply` on every chunk of each, then `finish`. A decision known already changes nothing.
 
@@ -433,50 +437,52 @@ class ShardEngine:
             self.step, self.version = decision.step + 1, decision.version
             self._end_attempt(decision)
             return ()
-        lane, name, _ = self._attempts.decided(decision)
-        attempt = self._attempts[lane]
-        in_step = (decision.step, decision.version, name) == (self.step, self.version + 1, attempt.step)
-        if in_step and decision.copy is not None:
+        accumulator, name, _ = self._attempts.decided(decision)
+        attempt = self._attempts[accumulator]
+        is_next = (decision.step, decision.version, name) == (self.step, self.version + 1, attempt.step)
+        if is_next and decision.copy is not None:
             return self._begin_copy(decision)
-        if not in_step or attempt.missing:
+        if not is_next or attempt.missing:
             raise InternalError(
                 f"step {decision.step} commits version {decision.version}, but this server is at step {self.step} and "
                 f"version {self.version} with {attempt.missing} chunks missing; restore a checkpoint"
             )
-        return self._commit(decision, lane)
+        return self._commit(decision, accumulator)
 
     def _drop(self, decision: Decision) -> None:
         """A step is skipped or aborted; without a turn, every attempt under way is."""
         self.step = decision.step + 1
         skipped = decision.outcome is Outcome.SKIP
         self.counters["steps_skipped" if skipped else "steps_aborted"] += 1
-        if decision.turn is None and self.alone:
+        if decision.turn is None and self.asynchronous:
             self._begin_attempts()
             return
         self._restart([self._end_attempt(decision, summed=skipped)])
 
     def _end_attempt(self, decision: Decision, *, summed: bool = True) -> int:
-        lane, _, following = self._attempts.decided(decision)
-        self._attempts[lane].end(following, self._count_missing(lane), summed=summed)
-        return lane
+        accumulator, _, following = self._attempts.decided(decision)
+        self._attempts[accumulator].end(following, self._count_missing(accumulator), summed=summed)
+        return accumulator
 
-    def _commit(self, decision: Decision, lane: int) -> tuple[int, ...]:
-        changed = [u for u, owned in self.slices.items() if owned.trainable and any(owned.sums[lane].present)]
+    def _commit(self, decision: Decision, accumulator: int) -> tuple[int, ...]:
+        changed = [
+            u for u, owned in self.slices.items() if owned.trainable and any(owned.accumulators[accumulator].present)
+        ]
         if self.updater is not None:
-            self.updater.prepare(decision.hyper, decision.clip_factor, self.slices.values())
+            self.updater.begin_step(decision.hyper, decision.clip_factor, self.slices.values())
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
-        foreseen = decision.clip_factor == 1.0 and self._assumed is not None and self._assumed[0] == decision.hyper
+        as_expected = decision.clip_factor == 1.0 and self._expected is not None and self._expected[0] == decision.hyper
         for unit, owned in self.slices.items():
             if unit in changed:
-                self.counters["encodings"] += owned.begin_update(foreseen=foreseen, lane=lane)
+                self.counters["encodings"] += owned.begin_update(as_expected=as_expected, accumulator=accumulator)
             else:
-                owned.restart(lane)
+                owned.restart(accumulator)
                 owned.unchanged(decision.version)
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
-        self._assumed = None
+        self._expected = None
         self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         return tuple(changed)
@@ -488,7 +494,7 @@ class ShardEngine:
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
-        self._assumed = None
+        self._expected = None
         self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         self.counters["copies"] += 1
@@ -504,7 +510,7 @@ class ShardEngine:
         self.slices[unit].end_copy(self.version)
 
     def scratch(self, chunks: int = 1) -> Array:
-        """What a thread that calls `apply` for at most so many chunks brings along; see `OwnedSlice.scratch`."""
+        """A buffer for a thread that calls `apply` for at most so many chunks; see `OwnedSlice.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
         return np.empty(0, np.uint8) if any_slice is None else any_slice.scratch(chunks)
 
@@ -520,15 +526,15 @@ class ShardEngine:
     # ------------------------------------------------------------------ parameters
 
     def available(self, unit: int, min_version: int) -> bool:
-        """Whether `unit` can be served at `min_version` or later; who asks for a frozen unit asks for that of a copy.
+        """Whether `unit` can be served at `min_version` or later; a frozen unit's version is that of its last copy.
 
         Raises:
             Misuse: the layout is not known.
             InvalidRequest: there is no such unit here.
         """
         owned = self.slice_of(unit)
-        there = bool(owned.frames) or not (owned.lacking or owned.applying)
-        return there and not self._restoring and owned.reached >= min_version
+        has_values = bool(owned.frames) or not (owned.lacking or owned.applying)
+        return has_values and not self._restoring and owned.reached >= min_version
 
     def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
         """The encoded chunks of elements [begin, end) of a unit in the job's wire dtype, all of one version.
@@ -548,12 +554,16 @@ class ShardEngine:
         """
         owned = self.slice_of(unit)
         assert self.spec is not None
-        whole = owned.numel == self.spec.layout.units[unit].numel
-        many = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MOST_SHARED
-        return owned.share() if whole and not many and not self.alone else None
+        owns_unit = owned.numel == self.spec.layout.units[unit].numel
+        full = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MAX_MAPPED_UNITS
+        return owned.share_memory() if owns_unit and not full and not self.asynchronous else None
 
-    def foresee(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array) -> bytes | None:
-        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None: wait, not yet known.
+    def prepare_chunk(
+        self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array
+    ) -> bytes | None:
+        """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None = not known yet, wait.
+
+        See `shard.core.slices`, Note: [Speculative update].
 
         Args:
             step: an undecided step attempt, or the last one that committed.
@@ -564,33 +574,33 @@ class ShardEngine:
 
         Raises:
             Misuse: there is no layout or optimizer, or the unit is frozen.
-            InvalidRequest: there is no such unit or group, or another worker assumes other hyperparameters.
-            StepAborted: the step ended otherwise, or what it will do cannot be told.
+            InvalidRequest: there is no such unit or group, or another worker expects other hyperparameters.
+            StepAborted: the step ended otherwise, or its result cannot be known before the decision.
         """
         owned = self.slice_of(unit)
         if self.updater is None or not owned.trainable:
             raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
-        if self.alone:
-            raise Misuse("replicas step alone, so what the next version will be is not known before it is decided")
+        if self.asynchronous:
+            raise Misuse("replicas step asynchronously: the next version is not known before it is decided")
         if step > self.step or owned.applying:
             return None
         if step < self.step:
             last = self._last_committed
             if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
-                raise StepAborted(f"step {step} did not commit as assumed")
+                raise StepAborted(f"step {step} did not commit as expected")
             self.counters["encodings"] += owned.ensure_frames()
             return owned.frames[index]
         if self.num_replicas == 0 or owned.summed[index] < self.num_replicas:
             return None
-        if not owned.sums[0].present[index]:
-            raise StepAborted(f"no replica has a gradient for a part of unit {unit}; its step cannot be foreseen")
-        if self._assumed is None:
-            self._assumed = hypers, self.updater.validate(hypers)
-        elif self._assumed[0] != hypers:
-            raise InvalidRequest(f"workers assume different hyperparameters for step {step}")
-        made = bool(owned.ahead) and bool(owned.ahead[index])
-        self.counters["encodings"] += not made
-        return self.updater.foresee_chunk(owned, index, self._assumed[1], self.version + 1, scratch)
+        if not owned.accumulators[0].present[index]:
+            raise StepAborted(f"no replica has a gradient for a chunk of unit {unit}; its update cannot be prepared")
+        if self._expected is None:
+            self._expected = hypers, self.updater.validate(hypers)
+        elif self._expected[0] != hypers:
+            raise InvalidRequest(f"workers expect different hyperparameters for step {step}")
+        prepared = bool(owned.speculative) and bool(owned.speculative[index])
+        self.counters["encodings"] += not prepared
+        return self.updater.prepare_chunk(owned, index, self._expected[1], self.version + 1, scratch)
 
     def encode(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in another dtype, encoded now. Only while the unit is not `applying`."""
@@ -621,8 +631,8 @@ class ShardEngine:
         return {name: float(value) for name, value in sorted(values.items())}
 
 
-MOST_SHARED = 200
-"""How many units are mapped at most: each takes two file descriptors here and one in a worker, of often 1024."""
+MAX_MAPPED_UNITS = 200
+"""Most units that are mapped: each takes two file descriptors here and one in a worker, of often 1024."""
 
 _COUNTERS = (
     "bytes_in",

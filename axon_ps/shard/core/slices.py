@@ -6,32 +6,33 @@ version it is, and who may do what when, is the engine's business.
     shape legend: n = slice_numel, c = numel of one chunk
 
 Invariants:
-- A gradient is summed in one of the slice's `sums`: in the first where all replicas step together, in its own where
-  each replica steps alone.
-- `frames` is replaced as a whole, never changed, so whoever holds the tuple reads one version to its end.
-- While a slice is `applying`, only `apply` touches its arrays and the sum that is applied, each chunk from one
-  thread. Other sums may be added to meanwhile.
+- A gradient is summed in one of the slice's `accumulators`: in the first where all replicas step together, in that of
+  its replica where they step asynchronously.
+- The tuple `frames` is replaced, never changed, so whoever has it reads one version to its end.
+- While a slice is `applying`, only `apply` touches its arrays and the accumulator that is applied, each chunk from one
+  thread. Other accumulators may be added to meanwhile.
 
 Note: [Memory of a slice]
     master f32[n] and one wire copy of it, the frames or the shared copy. A trainable slice adds the accumulator f32[n]
-    (one per replica where replicas step alone, each from its first gradient on) and the moments f32[n] each; if
-    parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new
-    frames of the unit, until they replace the old ones.
+    (one per replica where replicas step asynchronously, each from its first gradient on) and the moments f32[n] each;
+    if parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new frames of the
+    unit, until they replace the old ones.
 
 Note: [Compressed parameters]
-    What compressing a trainable slice for version v lost is kept in `residual` and added to the values before those of
-    v+1 are compressed (`compress.compressor`, Note: [Error feedback]). So each frame is within one quantum of the
-    master, a worker needs nothing but the frame, and the average over versions of what workers compute with is that of
-    the masters, also where a step moves a parameter by less than a quantum. The residual belongs to the frames that are
-    served: it starts at zero with first values and after a restore, moves only with a commit, and is not saved. A
+    The error of compressing a trainable slice for version v goes into `residual` and is added to the values before
+    those of v+1 are compressed (`compress.compressor`, Note: [Error feedback]). So each frame is within one quantum of
+    the master, a worker needs nothing but the frame, and the average over versions of what workers compute with is that
+    of the masters, also where a step moves a parameter by less than a quantum. The residual belongs to the frames that
+    are served: it starts at zero with first values and after a restore, moves only with a commit, and is not saved. A
     frozen slice has none; its frames are made once. Frames are never dropped, since making them again would need the
     residual of before.
 
-Note: [Frames ahead of the decision]
-    When a worker asks what an undecided step will make of this slice, each completed chunk is updated in copies and
-    encoded into `ahead`. Once every chunk is there the frames of the version that still counts are dropped (they are
-    encoded again should anybody want them; compressed ones are small, and stay), so there is one wire copy still. If
-    the step commits as assumed, `ahead` becomes the new frames; if not, it is forgotten.
+Note: [Speculative update]
+    A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each
+    chunk that has every replica's gradient is then updated in a copy and encoded into `speculative`. Once all chunks
+    are there the frames of the current version are dropped, so that there is still one wire copy (they are encoded
+    again if anybody asks; compressed ones are small and stay). If the step commits as expected, `speculative` becomes
+    the new frames; if not, it is discarded.
 
 Note: [Mapped slices]
     Where workers of this host map the slice (`same_host.shared_copy`), its wire copy is the shared one, and an update
@@ -48,10 +49,10 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Busy, InvalidRequest
-from axon_ps.host.leases import Lender
+from axon_ps.host.leases import ReadLeases
 from axon_ps.optim.base import ServerOptimizer
-from axon_ps.shard.core.accumulator import GradientSum
-from axon_ps.shard.core.segments import Segment, cut, unit_segments
+from axon_ps.shard.core.accumulator import Accumulator
+from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
@@ -65,7 +66,7 @@ class OwnedSlice:
     """A slice with its state.
 
     Args:
-        piece: which range of which unit.
+        plan_slice: which range of which unit, from the plan.
         unit: that unit's parameters.
         first_parameter: number of the unit's first parameter in the layout.
         chunk_numel: elements of a chunk.
@@ -74,16 +75,17 @@ class OwnedSlice:
     Attributes:
         bounds: per chunk, its (begin, end) in the unit.
         master: f32[n].
-        sums: the gradients being summed; one, or one per replica where replicas step alone.
+        accumulators: where gradients are summed; one, or one per replica where replicas step asynchronously.
         state: optimizer moments by name, f32[n] each.
-        residual: f32[n], what the present frames lost; None when parameters are not compressed, or frozen.
+        residual: f32[n], the compression error of `frames`; None when parameters are not compressed, or frozen.
         frames: per chunk, its encoded message; empty when they have to be encoded first.
-        ahead: per chunk, its frame if the undecided step commits as assumed; b"" where not made, empty when none is.
+        speculative: per chunk, its frame if the undecided step commits as expected; b"" where not made, empty when
+            none is. See Note: [Speculative update].
         shared: the wire copy that workers of this host map; None while nobody does.
-        lender: lends `frames` to processes of this host; takes all back when they are dropped.
-        ahead_lender: lends `ahead`; lends on when those become the frames.
+        leases: on `frames`, for processes of this host; revoked when those are dropped.
+        speculative_leases: on `speculative`; they stay valid when those become the frames.
         reached: the version this slice is at.
-        changed: the version that last changed it; what its frames say.
+        changed: the version that last changed it; the version in its frames.
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         updates: optimizer updates since it was made or restored.
         applying: whether an update is under way.
@@ -91,22 +93,22 @@ class OwnedSlice:
     """
 
     def __init__(
-        self, piece: Slice, unit: Unit, first_parameter: int, chunk_numel: int, precision: WirePrecision
+        self, plan_slice: Slice, unit: Unit, first_parameter: int, chunk_numel: int, precision: WirePrecision
     ) -> None:
-        self.unit = piece.unit
-        self.begin = piece.begin
-        self.end = piece.end
+        self.unit = plan_slice.unit
+        self.begin = plan_slice.begin
+        self.end = plan_slice.end
         self.chunk_numel = chunk_numel
-        self.bounds = tuple(piece.chunks(chunk_numel))
+        self.bounds = tuple(plan_slice.chunks(chunk_numel))
         self.trainable = unit.trainable
-        self.master: Array = np.zeros(piece.numel, np.float32)
-        self.sums = [GradientSum(piece.numel, len(self.bounds) if unit.trainable else 0)]
+        self.master: Array = np.zeros(plan_slice.numel, np.float32)
+        self.accumulators = [Accumulator(plan_slice.numel, len(self.bounds) if unit.trainable else 0)]
         self.state: dict[str, Array] = {}
         self.frames: tuple[bytes, ...] = ()
-        self.ahead: list[bytes] = []
+        self.speculative: list[bytes] = []
         self.shared: SharedCopy | None = None
-        self.lender = Lender()
-        self.ahead_lender = Lender()
+        self.leases = ReadLeases()
+        self.speculative_leases = ReadLeases()
         self.reached = 0
         self.changed = 0
         self.copied = 0
@@ -119,16 +121,16 @@ class OwnedSlice:
         params, grads = precision.param_compression, precision.grad_compression
         self._param_compressor = None if params is None else compressor_of(params)
         self._grad_compressor = None if grads is None else compressor_of(grads)
-        keeps = params is not None and unit.trainable
-        self.residual: Array | None = np.zeros(piece.numel, np.float32) if keeps else None
+        has_residual = params is not None and unit.trainable
+        self.residual: Array | None = np.zeros(plan_slice.numel, np.float32) if has_residual else None
         self._updates_before = [0] * len(unit.parameters)
-        self._segments: tuple[Segment, ...] = ()
+        self._ranges: tuple[KernelRange, ...] = ()
         self._next_frames: list[bytes] = []
         self._stored = bytearray(len(self.bounds))
         self.lacking = len(self.bounds)
-        self._applied = self.sums[0]
+        self._applied = self.accumulators[0]
         if unit.trainable:
-            assert self.accumulator is not None  # the memory is taken now, not in the first step
+            assert self.gradient_sum is not None  # its memory is allocated now, not in the first step
 
     @property
     def numel(self) -> int:
@@ -164,52 +166,52 @@ class OwnedSlice:
     # ------------------------------------------------------------------ gradients
 
     @property
-    def accumulator(self) -> Array | None:
-        """f32[n], the first sum; None when frozen."""
-        return self.sums[0].array if self.trainable else None
+    def gradient_sum(self) -> Array | None:
+        """f32[n], the sum in the first accumulator; None when frozen."""
+        return self.accumulators[0].array if self.trainable else None
 
     @property
     def summed(self) -> list[int]:
-        """Per chunk, replicas added to the first sum."""
-        return self.sums[0].summed
+        """Per chunk, how many replicas were added to the first accumulator."""
+        return self.accumulators[0].summed
 
-    def restart(self, lane: int = 0) -> None:
-        """Forget the gradients that sum number `lane` has so far, and what they would have led to."""
-        self._forget_ahead()
-        self.sums[lane].restart()
+    def restart(self, accumulator: int = 0) -> None:
+        """Empty an accumulator, and discard the speculative frames made from it."""
+        self._discard_speculative()
+        self.accumulators[accumulator].restart()
 
-    def set_sums(self, count: int) -> None:
-        """Have `count` empty sums; the memory of those that are too many is given back."""
+    def set_accumulators(self, count: int) -> None:
+        """Have `count` empty accumulators; the memory of those that are too many is freed."""
         chunks = len(self.bounds) if self.trainable else 0
-        more = count - len(self.sums)
-        self.sums = self.sums[:count] + [GradientSum(self.numel, chunks) for _ in range(more)]
-        self._forget_ahead()
-        for sums in self.sums:
-            sums.restart()
+        more = count - len(self.accumulators)
+        self.accumulators = self.accumulators[:count] + [Accumulator(self.numel, chunks) for _ in range(more)]
+        self._discard_speculative()
+        for a in self.accumulators:
+            a.restart()
 
-    def _forget_ahead(self) -> None:
-        self.ahead_lender.take_back()
-        self.ahead = []
+    def _discard_speculative(self) -> None:
+        self.speculative_leases.revoke()
+        self.speculative = []
 
-    def takes(self, lane: int) -> bool:
-        """Whether sum number `lane` may be added to: it is not being applied."""
-        return not (self.applying and self._applied is self.sums[lane])
+    def accepts(self, accumulator: int) -> bool:
+        """Whether an accumulator may be added to: it is not being applied."""
+        return not (self.applying and self._applied is self.accumulators[accumulator])
 
-    def add(self, index: int, grad: Array | None, last: bool, lane: int = 0) -> None:
+    def add(self, index: int, grad: Array | None, last: bool, accumulator: int = 0) -> None:
         """Add the next replica's gradient to chunk `index`.
 
         Args:
             index: which chunk.
             grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
             last: whether it is the last replica.
-            lane: number of the sum.
+            accumulator: index of the accumulator.
 
         Raises:
             InvalidRequest: `grad` is of the wrong length, or nothing that a compressor writes.
         """
         begin, end = self.bounds[index]
-        sums = self.sums[lane]
-        first = not sums.present[index]
+        target = self.accumulators[accumulator]
+        first = not target.present[index]
         if grad is not None:
             compressor = self._grad_compressor
             needed = end - begin if compressor is None else compressor.compressed_bytes(end - begin)
@@ -218,21 +220,21 @@ class OwnedSlice:
                     f"a gradient chunk at element {begin} of unit {self.unit} has {grad.size} "
                     f"{'elements' if compressor is None else 'bytes'}; it must have {needed}"
                 )
-            total = sums.array[begin - self.begin : end - self.begin]
+            total = target.array[begin - self.begin : end - self.begin]
             if compressor is not None:
                 (compressor.decompress if first else compressor.accumulate)(grad, total)
                 if last:
-                    sums.squares[index] = cast.sum_of_squares(total)
+                    target.squares[index] = cast.sum_of_squares(total)
             elif last:
-                sums.squares[index] = cast.accumulate_last(total, grad, self._grad_dtype, first)
+                target.squares[index] = cast.accumulate_last(total, grad, self._grad_dtype, first)
             else:
                 cast.accumulate(total, grad, self._grad_dtype, first)
-            sums.present[index] = 1
+            target.present[index] = 1
         elif last and not first:
-            sums.squares[index] = cast.sum_of_squares(sums.array[begin - self.begin : end - self.begin])
-        sums.summed[index] += 1
+            target.squares[index] = cast.sum_of_squares(target.array[begin - self.begin : end - self.begin])
+        target.summed[index] += 1
         if last:
-            sums.missing -= 1
+            target.missing -= 1
 
     # ------------------------------------------------------------------ first values
 
@@ -254,7 +256,7 @@ class OwnedSlice:
             self.lacking -= 1
 
     def publish(self, version: int) -> int:
-        """Encode the frames of the present values, which are those of `version`; says how many frames."""
+        """Encode the frames of the present values, which are those of `version`; returns how many frames."""
         self.changed = self.reached = version
         self.copied = 0
         if self.residual is not None:
@@ -267,18 +269,18 @@ class OwnedSlice:
         return len(self.frames)
 
     def ensure_frames(self) -> int:
-        """Encode the frames if there are none, though there are values; says how many were encoded."""
+        """Encode the frames if there are none, though there are values; returns how many."""
         if self.frames or self.lacking or self.applying:
             return 0
         self.frames = self._encode_all()
         return len(self.frames)
 
-    def share(self) -> SharedCopy | None:
-        """The present values in memory that workers of this host can map; None where there cannot be any.
+    def share_memory(self) -> SharedCopy | None:
+        """The present values in memory that workers of this host can map; None where that cannot be had.
 
         Only while the slice has values and is not `applying`.
         """
-        assert not self.applying, "what is being changed would be another memory's"
+        assert not self.applying, "values that are being changed cannot move to other memory"
         if self.shared is None and self._param_compressor is None:
             try:
                 shared = SharedCopy(self.numel, self._param_dtype)
@@ -289,27 +291,27 @@ class OwnedSlice:
                 self.master = shared.values
             self.shared = shared
             self._fill(shared)
-            self.lender.take_back()
+            self.leases.revoke()
             self.frames = ()
         return self.shared
 
     def _fill(self, shared: SharedCopy) -> None:
         if self._copies:
             cast.encode(self.master, shared.values, self._param_dtype)
-        self._say()
+        self._publish()
 
-    def _say(self) -> None:
+    def _publish(self) -> None:
         if self.shared is not None:
-            self.shared.say(self.reached if self.trainable else self.copied)
+            self.shared.publish(self.reached if self.trainable else self.copied)
 
     def unchanged(self, version: int) -> None:
         """A step led to `version`, and had no gradient for this slice."""
         self.reached = version
-        self._say()
+        self._publish()
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
-        self.lender.take_back()
+        self.leases.revoke()
         if self.shared is not None:
             self.shared.withdraw()
         self.frames = ()
@@ -317,7 +319,7 @@ class OwnedSlice:
         self.lacking = len(self.bounds)
 
     def scratch(self, chunks: int = 1) -> Array:
-        """What a thread brings along to make the frames of so many chunks in: wire[chunks · chunk_numel].
+        """A buffer in which a thread makes the frames of so many chunks: wire[chunks · chunk_numel].
 
         Compressed frames are made one by one, in u8[compressed_bytes(chunk_numel)].
         """
@@ -335,14 +337,14 @@ class OwnedSlice:
         if self._param_compressor is None:
             return tuple(self._encode(i, self.changed, self._param_dtype, scratch) for i in range(len(self.bounds)))
         cuts = [slice(begin - self.begin, end - self.begin) for begin, end in self.bounds]
-        owed = self.residual
+        residual = self.residual
         return tuple(
-            self._compress(i, self.changed, scratch, self.master[cut], None if owed is None else owed[cut])
+            self._compress(i, self.changed, scratch, self.master[cut], None if residual is None else residual[cut])
             for i, cut in enumerate(cuts)
         )
 
     def _compress(self, index: int, version: int, scratch: Array, values: Array, residual: Array | None) -> bytes:
-        """The frame of a chunk's values, f32[c], compressed; the residual, f32[c], becomes what was lost."""
+        """The frame of a chunk's values, f32[c], compressed; `residual`, f32[c], becomes the error."""
         assert self._param_compressor is not None
         payload = scratch[: self._param_compressor.compressed_bytes(values.size)]
         self._param_compressor.compress(values, payload, residual)
@@ -371,10 +373,10 @@ class OwnedSlice:
     # ------------------------------------------------------------------ the optimizer
 
     def set_groups(self, group_of: Sequence[int]) -> None:
-        """Say which parameter is in which group; `group_of` covers the whole layout."""
+        """Set the group of each parameter; `group_of` covers the whole layout."""
         count = len(self._layout.parameters)
         groups = group_of[self._first_parameter : self._first_parameter + count]
-        self._segments = unit_segments(self._layout, groups, self._updates_before)
+        self._ranges = kernel_ranges(self._layout, groups, self._updates_before)
 
     def set_updates(self, updates: Sequence[int]) -> None:
         """Set how many updates each parameter of the unit has had; `set_groups` must follow."""
@@ -390,12 +392,12 @@ class OwnedSlice:
         """Per parameter of the unit, how many updates it has had (torch's `step`)."""
         return tuple(before + self.updates for before in self._updates_before)
 
-    def foresee_chunk(
+    def prepare_chunk(
         self, index: int, optimizer: ServerOptimizer, hypers: Sequence[Hyper], version: int, scratch: Array
     ) -> bytes:
-        """The frame of chunk `index` as an unclipped update will make it, without making it.
+        """The frame of chunk `index` as an unclipped update would make it; masters and moments stay as they are.
 
-        See Note: [Frames ahead of the decision]. Every replica must have been added to the chunk.
+        See Note: [Speculative update]. Every replica must have been added to the chunk.
 
         Args:
             index: which chunk.
@@ -404,49 +406,49 @@ class OwnedSlice:
             version: the version the update would lead to.
             scratch: from `scratch()`.
         """
-        self.ahead = self.ahead or [b""] * len(self.bounds)
-        if not self.ahead[index]:
+        self.speculative = self.speculative or [b""] * len(self.bounds)
+        if not self.speculative[index]:
             begin, end = (bound - self.begin for bound in self.bounds[index])
             master = self.master[begin:end].copy()
             states = tuple(state[begin:end].copy() for state in self.state.values())
-            owed = None if self.residual is None else self.residual[begin:end].copy()
+            residual = None if self.residual is None else self.residual[begin:end].copy()
             self._update(begin, optimizer, hypers, 1.0, self._wire(scratch, end - begin), master, states)
-            self.ahead[index] = self._updated_frame(index, version, scratch, scratch, master, owed)
-            if all(self.ahead) and self._param_compressor is None and self.frames:
-                self.lender.take_back()
+            self.speculative[index] = self._updated_frame(index, version, scratch, scratch, master, residual)
+            if all(self.speculative) and self._param_compressor is None and self.frames:
+                self.leases.revoke()
                 self.frames = ()
-        return self.ahead[index]
+        return self.speculative[index]
 
-    def lender_of(self, index: int, frame: bytes) -> Lender:
-        """What lends this frame of chunk `index`: one of `frames`, or of `ahead`."""
-        return self.ahead_lender if self.ahead and self.ahead[index] is frame else self.lender
+    def leases_of(self, index: int, frame: bytes) -> ReadLeases:
+        """The leases for this frame of chunk `index`, which is one of `frames` or of `speculative`."""
+        return self.speculative_leases if self.speculative and self.speculative[index] is frame else self.leases
 
-    def begin_update(self, *, foreseen: bool = False, lane: int = 0) -> int:
+    def begin_update(self, *, as_expected: bool = False, accumulator: int = 0) -> int:
         """Freeze the summed gradient for `apply`; the counters start again for the next step.
 
         Args:
-            foreseen: the frames in `ahead` are those of this update.
-            lane: number of the sum.
+            as_expected: the frames in `speculative` are those of this update.
+            accumulator: index of the accumulator to apply.
 
         Returns:
             How many frames are yet to be made.
         """
-        ahead: list[bytes] = []
-        if foreseen:
-            ahead, self.ahead = self.ahead, []  # they live on, and whoever is reading them may go on
+        prepared: list[bytes] = []
+        if as_expected:
+            prepared, self.speculative = self.speculative, []  # they live on, and whoever is reading them may go on
         else:
-            self._forget_ahead()
-        self._applied = sums = self.sums[lane]
-        for (begin, end), there in zip(self.bounds, sums.present, strict=True):
+            self._discard_speculative()
+        self._applied = target = self.accumulators[accumulator]
+        for (begin, end), there in zip(self.bounds, target.present, strict=True):
             if not there:  # some ranges of a unit had gradients and this one had none
-                sums.array[begin - self.begin : end - self.begin] = 0
-        sums.restart()
+                target.array[begin - self.begin : end - self.begin] = 0
+        target.restart()
         self.applying = True
         if self.shared is not None:
             self.shared.withdraw()
-            self._next_frames = list(ahead)
+            self._next_frames = list(prepared)
             return 0
-        self._next_frames = list(ahead) or [b""] * len(self.bounds)
+        self._next_frames = list(prepared) or [b""] * len(self.bounds)
         return self._next_frames.count(b"")
 
     def apply(
@@ -477,16 +479,16 @@ class OwnedSlice:
             out = self.shared.values[begin:end] if self._copies else None
             self._update(begin, optimizer, hypers, scale, out, master, states)
             return
-        foreseen = all(self._next_frames[first:last])
-        wire = None if foreseen else self._wire(scratch, end - begin)
+        prepared = all(self._next_frames[first:last])
+        wire = None if prepared else self._wire(scratch, end - begin)
         self._update(begin, optimizer, hypers, scale, wire, master, states)
-        if foreseen and self.residual is None:
+        if prepared and self.residual is None:
             return
         for index in range(first, last):
             chunk = slice(*(bound - self.begin for bound in self.bounds[index]))
             copied = scratch[chunk.start - begin : chunk.stop - begin]
-            owed = None if self.residual is None else self.residual[chunk]
-            frame = self._updated_frame(index, version, scratch, copied, self.master[chunk], owed)
+            residual = None if self.residual is None else self.residual[chunk]
+            frame = self._updated_frame(index, version, scratch, copied, self.master[chunk], residual)
             self._next_frames[index] = self._next_frames[index] or frame
 
     def _wire(self, scratch: Array, numel: int) -> Array | None:
@@ -509,20 +511,21 @@ class OwnedSlice:
         states: tuple[Array, ...],
     ) -> None:
         """Update values and moments, f32[m] each, of the elements from `start` of the slice on; wire[m] gets a copy."""
-        sums = self._applied if self.applying else self.sums[0]  # nothing is foreseen where replicas step alone
-        grad = sums.array[start : start + master.size]
+        # a speculative update is of the first accumulator: there is none where replicas step asynchronously
+        source = self._applied if self.applying else self.accumulators[0]
+        grad = source.array[start : start + master.size]
         begin = self.begin + start
-        for s in cut(self._segments, begin, begin + master.size):
-            part = slice(s.begin - begin, s.end - begin)
-            out = None if wire is None else wire[part]
+        for s in cut(self._ranges, begin, begin + master.size):
+            elements = slice(s.begin - begin, s.end - begin)
+            out = None if wire is None else wire[elements]
             if s.group < 0:
                 if out is not None:
-                    cast.encode(master[part], out, self._param_dtype)
+                    cast.encode(master[elements], out, self._param_dtype)
                 continue
             optimizer.apply(
-                master[part],
-                grad[part],
-                tuple(state[part] for state in states),
+                master[elements],
+                grad[elements],
+                tuple(state[elements] for state in states),
                 out,
                 self._param_dtype,
                 hypers[s.group],
@@ -541,7 +544,7 @@ class OwnedSlice:
             scratch: from `scratch()`; what is compressed is compressed there.
             copied: the wire copy, if the optimizer made one; may be longer.
             values: f32[c], the new values.
-            residual: f32[c]; becomes what compressing lost.
+            residual: f32[c]; becomes the compression error.
         """
         if self._param_compressor is not None:
             return self._compress(index, version, scratch, values, residual)
@@ -552,9 +555,9 @@ class OwnedSlice:
 
     def begin_copy(self) -> None:
         """Values are about to come from a slice of another model, for `copy`."""
-        self._forget_ahead()
-        for sums in self.sums:
-            sums.restart()
+        self._discard_speculative()
+        for a in self.accumulators:
+            a.restart()
         self.applying = True
         if self.shared is not None:
             self.shared.withdraw()
@@ -585,32 +588,32 @@ class OwnedSlice:
         for index in range(first, last):
             cut = slice(*(bound - self.begin for bound in self.bounds[index]))
             if self._param_compressor is not None:
-                owed = None if self.residual is None else self.residual[cut]
-                self._next_frames[index] = self._compress(index, version, scratch, self.master[cut], owed)
+                residual = None if self.residual is None else self.residual[cut]
+                self._next_frames[index] = self._compress(index, version, scratch, self.master[cut], residual)
             else:
                 self._next_frames[index] = self._encode(index, version, self._param_dtype, scratch)
 
     def end_copy(self, version: int) -> None:
         """Every chunk has been copied: serve the new frames."""
-        self.updates -= 1  # it is none of the optimizer's
+        self.updates -= 1  # `end_update` counts one, and a copy is no update of the optimizer
         self.copied = version
         self.end_update(version)
 
     def end_update(self, version: int) -> None:
         """Every chunk has been applied: serve the new frames."""
-        self.lender.take_back()
-        self.lender, self.ahead_lender = self.ahead_lender, self.lender
+        self.leases.revoke()
+        self.leases, self.speculative_leases = self.speculative_leases, self.leases
         self.frames = tuple(self._next_frames)
         self._next_frames = []
         self.updates += 1
         self.reached = self.changed = version
         self.applying = False
-        self._say()
+        self._publish()
 
     # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
-        """Give back what others may look at: what is lent, and the shared copy. Who has mapped it keeps it."""
+        """Revoke the leases and release the shared copy; workers that have mapped it may go on reading it."""
         self.withdraw()
         if self.shared is not None:
             self.shared.close()
@@ -625,9 +628,9 @@ class OwnedSlice:
         """Bytes by kind. See Note: [Memory of a slice]."""
         return {
             "master_bytes": self.master.nbytes,
-            "accumulator_bytes": sum(s.nbytes for s in self.sums),
+            "accumulator_bytes": sum(s.nbytes for s in self.accumulators),
             "state_bytes": sum(s.nbytes for s in self.state.values()),
             "residual_bytes": 0 if self.residual is None else self.residual.nbytes,
-            "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.ahead)),
+            "frame_bytes": sum(map(len, self.frames)) + sum(map(len, self.speculative)),
             "shared_bytes": self._shared_bytes(),
         }

@@ -42,7 +42,7 @@ class Updater:
         self._scale = 1.0
 
     def install(self, slices: Iterable[OwnedSlice], moments_of: str) -> None:
-        """Give slices their groups and moments; those they have are kept if they are of this optimizer.
+        """Give slices their groups and moments; those they have stay if they are of this optimizer.
 
         Args:
             slices: which.
@@ -55,7 +55,7 @@ class Updater:
                 owned.set_groups(self.spec.group_of)
                 self._complete(owned)
 
-    def prepare(self, hypers: Sequence[Hyper], scale: float, slices: Iterable[OwnedSlice]) -> None:
+    def begin_step(self, hypers: Sequence[Hyper], scale: float, slices: Iterable[OwnedSlice]) -> None:
         """Before a step is applied: its hyperparameters, and what its gradient is multiplied by.
 
         Args:
@@ -86,11 +86,11 @@ class Updater:
         owned.apply(first, last, self._kernels, self._hypers, self._scale, version, scratch)
 
     def validate(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
-        """Hyperparameters of a step that may come, for `foresee_chunk`.
+        """Check and complete the hyperparameters that a step is expected to have, for `prepare_chunk`.
 
         Raises:
             InvalidRequest: one is unknown or out of range, or there are not as many as groups.
-            StepAborted: they would bring moments that do not exist yet.
+            StepAborted: they need moments that do not exist yet.
         """
         if len(hypers) != len(self.spec.groups):
             raise InvalidRequest(
@@ -98,14 +98,14 @@ class Updater:
             )
         valid = tuple(self._kernels.validate(hyper) for hyper in hypers)
         if self._kernels.state_names((*self._state_groups, *valid)) != self._kernels.state_names(self._state_groups):
-            raise StepAborted("these hyperparameters bring new moments; their step cannot be foreseen")
+            raise StepAborted("these hyperparameters need new moments; their update cannot be prepared")
         return valid
 
-    def foresee_chunk(
+    def prepare_chunk(
         self, owned: OwnedSlice, index: int, hypers: Sequence[Hyper], version: int, scratch: Array
     ) -> bytes:
-        """The frame of one chunk as `hypers` would make it; see `OwnedSlice.foresee_chunk`."""
-        return owned.foresee_chunk(index, self._kernels, hypers, version, scratch)
+        """The frame of one chunk as an update with `hypers` would make it; see `OwnedSlice.prepare_chunk`."""
+        return owned.prepare_chunk(index, self._kernels, hypers, version, scratch)
 
     def warm_up(self, param_dtype: DType) -> None:
         """Compile the kernels, with and without wire copy. Takes about a second the first time; any thread."""
@@ -113,11 +113,11 @@ class Updater:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
     def _complete(self, owned: OwnedSlice) -> None:
-        """Make the moments that are missing, and put all in the order the kernels take them."""
-        there = owned.state
+        """Make the moments that are missing, and put all in the order in which the kernels take them."""
+        present = owned.state
         state: dict[str, Array] = {}
         for name in self._kernels.state_names(self._state_groups):
-            array = there.get(name)
+            array = present.get(name)
             if array is None:
                 value = self._kernels.initial_state(name, self._state_groups)
                 array = np.zeros(owned.numel, np.float32) if value == 0.0 else np.full(owned.numel, value, np.float32)

@@ -1,13 +1,13 @@
 """Buffers of a worker that shard servers of its host map, so that gradients are added from where they lie.
 
-Owns: which memory of this process is such a buffer, and where servers find it (`shared_buffer`, `found`, `leave`); and
+Owns: which memory of this process is such a buffer, and where servers find it (`shared_buffer`, `find`, `detach`); and
 what a server has mapped (`MappedBuffers`). Refuses: to know what is in them.
 
 Note: [When a gradient may be overwritten]
     A server adds a gradient while its stream is open, and looks at it only when its replica's turn has come. Once it
     has replied it has added everything and never looks again: the buffer is free. When a stream ends in another way it
-    may look later still, and a sum with half of something else in it must not commit. So the worker then *leaves* the
-    buffer to the server: its own pages become private copies as it writes to them, and what the server has mapped
+    may look later still, and a sum with half of something else in it must not commit. So the worker then *detaches*
+    the buffer: its own pages become private copies as it writes to them (copy on write), and what the server has mapped
     stays as it was sent.
 """
 
@@ -25,15 +25,15 @@ from axon_ps.shard.same_host.mappings import mapping_from_proto, mapping_to_prot
 from axon_ps.types import Array
 from axon_ps.wire.v1 import memory_pb2
 
-MOST_MAPPED = 32
-"""How many buffers of one worker a server keeps mapped; it has a few, and makes others when units differ in size."""
+MAX_MAPPED = 32
+"""How many buffers of one worker stay mapped; it has a few, and makes others when units differ in size."""
 
 
 _shared: dict[int, tuple[Segment, memory_pb2.Mapping]] = {}  # by the address where each begins
 
 
 def shared_buffer(size_bytes: int) -> Array:
-    """u8[size_bytes] that servers of this host can map; ordinary memory where there is no other."""
+    """u8[size_bytes] that servers of this host can map; ordinary memory where there is no shared memory."""
     try:
         segment = Segment.create(max(1, size_bytes))
     except Busy:
@@ -50,16 +50,16 @@ def _forget(base: int, segment: Segment) -> None:
     segment.close()
 
 
-def found(address: int, size_bytes: int) -> tuple[memory_pb2.Mapping, int] | None:
-    """Where servers find these bytes of ours: a segment, and the offset in it. None: in none."""
+def find(address: int, size_bytes: int) -> tuple[memory_pb2.Mapping, int] | None:
+    """Where servers find these bytes of ours: a segment, and the offset in it. None: they are in no shared buffer."""
     base = _base_of(address, size_bytes)
     return None if base is None else (_shared[base][1], address - base)
 
 
-def leave(address: int) -> None:
-    """If `address` lies in a buffer: what servers have mapped of it changes no more, whatever is written here.
+def detach(address: int) -> None:
+    """If `address` lies in a shared buffer: stop sharing it. What servers have mapped of it changes no more.
 
-    The buffer stays what it is, but is shared no more. See Note: [When a gradient may be overwritten].
+    Here the buffer stays as it is, and may be written to. See Note: [When a gradient may be overwritten].
     """
     base = _base_of(address, 1)
     if base is not None:
@@ -80,8 +80,8 @@ class MappedBuffers:
     def __init__(self) -> None:
         self._known: dict[str, OrderedDict[tuple[int, int], Array]] = {}
 
-    def keep(self, workers: set[str]) -> None:
-        """Forget all other workers'."""
+    def retain(self, workers: set[str]) -> None:
+        """Drop the buffers of all other workers."""
         self._known = {k: v for k, v in self._known.items() if k in workers}
 
     def view(self, worker: str, pid: int, mapping: memory_pb2.Mapping, offset: int, size_bytes: int) -> Array | None:
@@ -93,7 +93,7 @@ class MappedBuffers:
         if mapping.pid != pid or offset + size_bytes > mapping.size_bytes:
             raise InvalidRequest(
                 f"bytes {offset} to {offset + size_bytes} of a buffer of {mapping.size_bytes} in process {mapping.pid} "
-                f"were lent by process {pid}"
+                f"were leased by process {pid}"
             )
         buffers = self._known.setdefault(worker, OrderedDict())
         key = (mapping.fd, mapping.inode)
@@ -104,7 +104,7 @@ class MappedBuffers:
             except Unreachable:
                 return None
             buffers[key] = memory
-            if len(buffers) > MOST_MAPPED:
+            if len(buffers) > MAX_MAPPED:
                 buffers.popitem(last=False)
         buffers.move_to_end(key)
         return memory[offset : offset + size_bytes]

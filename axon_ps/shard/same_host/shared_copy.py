@@ -1,23 +1,23 @@
-"""The wire copy of a whole unit in memory that workers of the server's host map, so that gathering it copies nothing.
+"""The wire copy of a unit in memory that workers of the server's host map, so that gathering the unit copies nothing.
 
-Owns: where in a segment what lies, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: to
-know when the copy may change; that is Note: [When a mapped unit may change].
+Owns: the layout of the segment, on both sides: `SharedCopy` in the server, `MappedCopy` in a worker. Refuses: to know
+when the copy may change; that is Note: [When a mapped unit may change].
 
 Note: [When a mapped unit may change]
     A server changes the copy when a step of its model commits, when parameters are replaced and at no other time. A
     step commits when every worker has voted, and a worker votes when its backward is over; from then on, until it
-    gathers the unit again, it does not read it. So nobody reads what changes, without a lock. It does not hold where
-    replicas step alone, nor for who keeps parameters between steps (SHARD_GRAD_OP): these gather copies. A worker that
-    the coordinator gave up may read anything; nothing that it computes counts any more.
+    gathers the unit again, it does not read it. So nobody reads what changes, without a lock. This does not hold where
+    replicas step asynchronously, nor for workers that retain parameters between steps (SHARD_GRAD_OP): these gather
+    copies. A worker that the coordinator has given up may read anything; nothing that it computes counts any more.
 
-    The first word says what the copy is: 0 while it changes, else the version + 1. Of a frozen unit that is the version
-    in which it last took another model's values, 0 if it never did: no other step changes it.
-    A worker that finds there the version it wants need not ask. (Both see word and values in order: the server takes a
-    lock between its last value and the word, a worker gives one back between the word and its first value.)
+    The first 8 bytes are the version tag: 0 while the copy changes, else the version + 1. Of a frozen unit that is the
+    version in which it last took another model's values, 0 if it never did: no other step changes it.
+    A worker that finds the version it wants there need not ask. (Both see tag and values in order: the server takes a
+    lock between its last value and the tag, a worker releases one between the tag and its first value.)
 
 Note: [What a worker writes]
     The mapping is private to the worker: what it writes to a gathered parameter nobody else sees, and it is gone when
-    the unit is freed, as it would be in memory of its own.
+    the unit is resharded, as it would be in memory of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedCopy:
 
     Args:
         numel: elements of the unit.
-        dtype: what they travel as.
+        dtype: their wire dtype.
 
     Attributes:
         values: wire[numel].
@@ -47,11 +47,11 @@ class SharedCopy:
 
     def __init__(self, numel: int, dtype: DType) -> None:
         self._segment = Segment.create(PAGE_BYTES + numel * dtype.itemsize)
-        self._word, self.values = _parts(self._segment, numel, dtype)
+        self._tag, self.values = _layout(self._segment, numel, dtype)
 
     @property
     def nbytes(self) -> int:
-        """Memory of it."""
+        """Bytes of memory it takes."""
         return self._segment.size_bytes
 
     @property
@@ -59,16 +59,16 @@ class SharedCopy:
         """Where workers find it."""
         return mapping_to_proto(self._segment.address)
 
-    def say(self, version: int) -> None:
-        """`values` are those of a version."""
-        self._word[0] = version + 1
+    def publish(self, version: int) -> None:
+        """Mark `values` as those of a version."""
+        self._tag[0] = version + 1
 
     def withdraw(self) -> None:
-        """`values` are about to change."""
-        self._word[0] = 0
+        """Mark `values` as about to change."""
+        self._tag[0] = 0
 
     def close(self) -> None:
-        """Let it go; workers keep what they have mapped."""
+        """Release the segment; what workers have mapped stays."""
         self._segment.close()
 
 
@@ -76,9 +76,9 @@ class MappedCopy:
     """A worker's side.
 
     Args:
-        mapping: where the server says it is.
+        mapping: where it is, as the server sent it.
         numel: elements of the unit.
-        dtype: what they travel as.
+        dtype: their wire dtype.
 
     Attributes:
         values: wire[numel]; see Note: [What a worker writes].
@@ -91,18 +91,18 @@ class MappedCopy:
         self._segment = Segment.open(mapping_from_proto(mapping), private=True)
         if self._segment.size_bytes < PAGE_BYTES + numel * dtype.itemsize:
             raise Unreachable(f"{numel} {dtype.value} are not in a segment of {self._segment.size_bytes} bytes")
-        self._word, self.values = _parts(self._segment, numel, dtype)
+        self._tag, self.values = _layout(self._segment, numel, dtype)
 
-    def holds(self, version: int) -> bool:
+    def is_at(self, version: int) -> bool:
         """Whether `values` are those of a version."""
-        return int(self._word[0]) == version + 1
+        return int(self._tag[0]) == version + 1
 
-    def forget_writes(self) -> None:
-        """Whatever was written to `values` here is gone."""
-        self._segment.forget_writes()
+    def discard_writes(self) -> None:
+        """Undo whatever was written to `values` here."""
+        self._segment.discard_writes()
 
 
-def _parts(segment: Segment, numel: int, dtype: DType) -> tuple[Array, Array]:
-    """The first word u64[1] and the values wire[numel], which begin a page."""
+def _layout(segment: Segment, numel: int, dtype: DType) -> tuple[Array, Array]:
+    """The version tag u64[1] and the values wire[numel], which begin a page."""
     memory = segment.bytes()
     return memory[:8].view(np.uint64), memory[PAGE_BYTES : PAGE_BYTES + numel * dtype.itemsize].view(dtype.numpy)

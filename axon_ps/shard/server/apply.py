@@ -1,16 +1,17 @@
 """Performs a committed step: chunks of all units over a few threads, in forward order, past the snapshots under way.
 
 Note: [Apply and snapshot]
-    A snapshot writes the live arrays of version v, without a copy, while training goes on. It goes through the units in
-    forward order, as applies do. The apply that leads from v to v+1 waits at each unit until the snapshot has written
-    it, and the snapshot waits at each unit until the apply that led to v has finished. Each waits only for the other's
-    earlier version, so neither can wait in a circle. A snapshot that does not get past a unit for `STALLED_S` while an
-    apply waits for it is given up: storage that hangs must not stop the job.
+    A snapshot writes the live arrays of version v, without a copy, while training goes on. It pins that version, and
+    goes through the units in forward order, as applies do. The apply that leads from v to v+1 waits at each unit until
+    the snapshot has written it, and the snapshot waits at each unit until the apply that led to v has finished. Each
+    waits only for the other's earlier version, so neither can wait in a circle. The pin of a snapshot that does not get
+    past a unit for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
 
 Note: [Apply and copy]
-    A step of another model that takes the values of version v reads the live arrays as a snapshot does, and holds them
-    likewise until all of it is copied; it waits for no storage, and is never given up. Each model has threads of its
-    own, so what waits in those of one holds up no other: whatever waits does so for what was decided before it.
+    A step of another model that takes the values of version v reads the live arrays as a snapshot does, and pins the
+    version likewise until all of it is copied; it waits for no storage, and its pin does not expire. Each model has
+    threads of its own, so what waits in those of one holds up no other: whatever waits does so for what was decided
+    before it.
 
 Note: [Runs of chunks]
     A thread updates several neighbouring chunks in one call. Chunks are as large as suits the network; for a simple
@@ -45,18 +46,18 @@ Work = Callable[[int, int, int, Array], None]
 _logger = logging.getLogger(__name__)
 
 
-class Hold:
-    """A snapshot or a copy under way: units up to `passed` are done. Made by `SnapshotGate.hold`."""
+class Pin:
+    """A snapshot or a copy that needs `version`, and is done with units up to `watermark`. See `VersionPins.pin`."""
 
-    def __init__(self, version: int, *, firm: bool = False) -> None:
+    def __init__(self, version: int, *, expires: bool = True) -> None:
         self.version = version
-        self.firm = firm
-        self.passed = -1
-        self.given_up = False
+        self.expires = expires
+        self.watermark = -1
+        self.expired = False
 
 
-class SnapshotGate:
-    """Lets applies and snapshots pass each other unit by unit. See Note: [Apply and snapshot]. Any thread.
+class VersionPins:
+    """Versions that snapshots and copies still read, unit by unit. See Note: [Apply and snapshot]. Any thread.
 
     Args:
         stalled_s: how long an apply waits for a snapshot that does not move.
@@ -64,62 +65,62 @@ class SnapshotGate:
 
     def __init__(self, stalled_s: float = STALLED_S) -> None:
         self._changed = threading.Condition()
-        self._holds: list[Hold] = []
+        self._pins: list[Pin] = []
         self._closed = False
         self._stalled_s = stalled_s
 
-    def hold(self, version: int, *, firm: bool = False) -> Hold:
-        """From now on no unit leaves `version` before the snapshot has passed it; if `firm` it is never given up."""
-        hold = Hold(version, firm=firm)
+    def pin(self, version: int, *, expires: bool = True) -> Pin:
+        """From now on no unit leaves `version` before `advance` has passed it; if it `expires`, it may be given up."""
+        pin = Pin(version, expires=expires)
         with self._changed:
-            self._holds.append(hold)
-        return hold
+            self._pins.append(pin)
+        return pin
 
-    def passed(self, hold: Hold, unit: int) -> None:
+    def advance(self, pin: Pin, unit: int) -> None:
         """The snapshot has written every unit up to `unit`.
 
         Raises:
             CheckpointError: it took too long, and what it writes may have changed meanwhile.
         """
         with self._changed:
-            if hold.given_up:
+            if pin.expired:
                 raise CheckpointError(
                     f"unit {unit} was not written within {self._stalled_s:g} s while a step waited for it; the "
-                    f"checkpoint of version {hold.version} was given up, see to its storage"
+                    f"checkpoint of version {pin.version} was given up, see to its storage"
                 )
-            hold.passed = unit
+            pin.watermark = unit
             self._changed.notify_all()
 
-    def release(self, hold: Hold) -> None:
-        """The snapshot is over, well or not."""
+    def release(self, pin: Pin) -> None:
+        """The snapshot or copy is over, well or not."""
         with self._changed:
-            if hold in self._holds:
-                self._holds.remove(hold)
+            if pin in self._pins:
+                self._pins.remove(pin)
             self._changed.notify_all()
 
     def wait_turn(self, unit: int, version: int) -> None:
         """Before changing `unit` to `version`: wait for the snapshots of older versions, as long as they move."""
-        if not self._holds:
+        if not self._pins:
             return
         with self._changed:
             while not self._closed and (behind := self._behind(unit, version)):
                 if not self._changed.wait_for(partial(self._moved, behind, unit, version), self._stalled_s):
-                    self._give_up(behind)
+                    self._expire(behind)
 
-    def _behind(self, unit: int, version: int) -> dict[Hold, int]:
-        """The snapshots that `unit` waits for, and how far each is."""
-        return {h: h.passed for h in self._holds if h.version < version and h.passed < unit}
+    def _behind(self, unit: int, version: int) -> dict[Pin, int]:
+        """The pins that `unit` waits for, and the watermark of each."""
+        return {p: p.watermark for p in self._pins if p.version < version and p.watermark < unit}
 
-    def _moved(self, before: dict[Hold, int], unit: int, version: int) -> bool:
+    def _moved(self, before: dict[Pin, int], unit: int, version: int) -> bool:
         return self._closed or self._behind(unit, version) != before
 
-    def _give_up(self, holds: Iterable[Hold]) -> None:
-        for hold in [h for h in holds if not h.firm]:
-            hold.given_up = True
-            self._holds.remove(hold)
+    def _expire(self, pins: Iterable[Pin]) -> None:
+        for pin in [p for p in pins if p.expires]:
+            pin.expired = True
+            self._pins.remove(pin)
             _logger.error(
                 "the checkpoint of version %d has not moved for %.0f s while a step waited for it; it is given up",
-                hold.version,
+                pin.version,
                 self._stalled_s,
             )
         self._changed.notify_all()
@@ -132,12 +133,12 @@ class SnapshotGate:
 
     def notify(self) -> None:
         """A unit has reached a version."""
-        if self._holds:
+        if self._pins:
             with self._changed:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let everybody go: the server stops."""
+        """End all waits: the server stops."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -148,7 +149,7 @@ class ApplyPool:
 
     Args:
         engine: whose chunks.
-        gate: what lets snapshots pass.
+        pins: versions that must not change yet.
         threads: how many; None = one per core this process may use.
         finished: called on the loop's thread when every chunk of a unit is done.
         failed: called on the loop's thread when a kernel raised; the engine is unusable then.
@@ -157,13 +158,13 @@ class ApplyPool:
     def __init__(
         self,
         engine: ShardEngine,
-        gate: SnapshotGate,
+        pins: VersionPins,
         threads: int | None,
         finished: Callable[[int], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
-        self._gate = gate
+        self._pins = pins
         self.threads = threads or len(os.sched_getaffinity(0))
         self._finished = finished
         self._failed = failed
@@ -208,7 +209,7 @@ class ApplyPool:
         try:
             scratch = self._engine.scratch(longest)
             for unit, first, last in tasks:  # a list's iterator: threads may share it
-                self._gate.wait_turn(unit, version)
+                self._pins.wait_turn(unit, version)
                 work(unit, first, last, scratch)
                 with self._lock:
                     self._left[unit] -= 1

@@ -5,10 +5,10 @@ coordinator's session that are about the model come in through `on_event`, strea
 servicer calls. What all models of a server share is `shard.server.shell`'s.
 
 Note: [In order]
-    A decision that needs no word of this server first (each replica steps alone, or another model's values are copied)
-    may come while an earlier one is applied. It waits for its turn, and everything about the model that comes after it
-    waits behind it. What must find the model as it is between two events, a snapshot of it or a copy from it, takes its
-    place in the same order (`in_order`).
+    A decision that needs no report of this server first (replicas step asynchronously, or another model's values are
+    copied) may come while an earlier one is applied. It waits for its turn, and everything about the model that comes
+    after it waits behind it. What must find the model as it is between two events, a snapshot of it or a copy from it,
+    is queued in the same order (`in_order`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from axon_ps.coordinator.core.events import UPLOADED, Event, JobState, RestoreOr
 from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
 from axon_ps.shard.core.engine import Push, ShardEngine
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import ApplyPool, Hold, SnapshotGate
+from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
@@ -47,7 +47,7 @@ def warm_up(spec: JobSpec) -> None:
 
 
 class Reports(Protocol):
-    """What a shard server tells the coordinator; `coordinator.client.session.CoordinatorClient` is one.
+    """What a shard server reports to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
 
     Attributes:
         rank: our number among the shard servers.
@@ -60,7 +60,7 @@ class Reports(Protocol):
     def ready(
         self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
     ) -> None:
-        """Every slice has every replica's gradients, or those of `replica` where replicas step alone."""
+        """Every slice has every replica's gradients, or those of `replica` where replicas step asynchronously."""
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Every slice of a model has its values."""
@@ -96,11 +96,11 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Copying:
-    """A decision that values of `source` are copied; `held` is how `source` is kept as they are until that is done."""
+    """A decision to copy the values of `source`; `pinned` gives the pin that keeps them unchanged until it is done."""
 
     decision: Decision
     source: ModelShell
-    held: asyncio.Future[Hold]
+    pinned: asyncio.Future[Pin]
 
 
 class ModelShell:
@@ -113,7 +113,7 @@ class ModelShell:
 
     Attributes:
         engine: the state.
-        name: what the job calls it; empty until that is known.
+        name: its name in the job; empty until that is known.
     """
 
     def __init__(self, number: int, server: Server, threads: int | None = None) -> None:
@@ -124,11 +124,11 @@ class ModelShell:
         self._membership: Membership | None = None
         self._members: dict[str, Member] = {}
         self._waiters = Waiters()
-        self._gate = SnapshotGate()
-        self._pool = ApplyPool(self.engine, self._gate, threads, self._finished, server.fail)
+        self._pins = VersionPins()
+        self._pool = ApplyPool(self.engine, self._pins, threads, self._finished, server.fail)
         self._applying = 0
         self._readers = 0  # copies from here that are under way
-        self._copy: tuple[ModelShell, Hold] | None = None  # what is copied to here
+        self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
         self._idle = asyncio.Event()
         self._idle.set()
         self._pushing: set[asyncio.Task[Any]] = set()
@@ -141,8 +141,8 @@ class ModelShell:
         self._released = False
 
     def stop(self) -> None:
-        """Let everybody go who waits for a unit; an unfinished snapshot or copy fails."""
-        self._gate.close()
+        """End all waits for a unit; an unfinished snapshot or copy fails."""
+        self._pins.close()
 
     async def close(self) -> None:
         """End the threads, after `stop`."""
@@ -164,10 +164,10 @@ class ModelShell:
     def on_event(self, event: Event | Copying) -> None:
         """Take one event of the session, in order, on the loop's thread. See Note: [In order].
 
-        Where replicas step alone there are at most as many decisions waiting as replicas, since each needs our word on
-        its next attempt; a copy needs every worker's.
+        Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
+        report on its next attempt; a copy needs every worker's vote.
         """
-        if self._applying and (self.engine.alone or self._events or isinstance(event, Copying)):
+        if self._applying and (self.engine.asynchronous or self._events or isinstance(event, Copying)):
             self._events.append(event)
         else:
             self._take(event)
@@ -179,23 +179,23 @@ class ModelShell:
         else:
             call()
 
-    def hold(self, version: int) -> Hold:
-        """Keep the units at `version`, which they are at or get to, until a snapshot has passed them."""
-        return self._gate.hold(version)
+    def pin_for_snapshot(self, version: int) -> Pin:
+        """Keep each unit at `version`, once it is there, until a snapshot has written it."""
+        return self._pins.pin(version)
 
-    def keep(self, version: int) -> Hold:
-        """The same for a copy, until `let_go`."""
+    def pin_for_copy(self, version: int) -> Pin:
+        """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
         self._readers += 1
         self._idle.clear()
-        return self._gate.hold(version, firm=True)
+        return self._pins.pin(version, expires=False)
 
-    def let_go(self, hold: Hold) -> None:
+    def unpin_copy(self, pin: Pin) -> None:
         """A copy is done."""
-        self._gate.release(hold)
+        self._pins.release(pin)
         self._readers -= 1
-        self._rest()
+        self._update_idle()
 
-    def _rest(self) -> None:
+    def _update_idle(self) -> None:
         if not self._applying and not self._readers:
             self._idle.set()
 
@@ -246,7 +246,7 @@ class ModelShell:
         self._wake_all()
 
     def _renumber(self, by_node: bool) -> None:
-        """The layout says what a replica is, which may be another thing than the membership took it to be."""
+        """The layout defines what a replica is, which may differ from what the membership took it to be."""
         if self._membership is not None and self._membership.by_node != by_node:
             numbered = self._membership.numbered(by_node)
             self._members = {m.incarnation: m for m in numbered.workers}
@@ -274,16 +274,16 @@ class ModelShell:
         source, how = copying.source, copying.decision.copy
         assert how is not None
         weight, version, slices = how.weight, how.version, source.engine.slices
-        hold = await copying.held
+        pin = await copying.pinned
         if not units:
-            source.let_go(hold)
+            source.unpin_copy(pin)
             return
 
         def copy(unit: int, first: int, last: int, scratch: Array) -> None:
-            if source._gate.wait_until(lambda: slices[unit].reached >= version):
+            if source._pins.wait_until(lambda: slices[unit].reached >= version):
                 self.engine.copy(unit, first, last, slices[unit], weight, scratch)
 
-        self._copy = source, hold
+        self._copy = source, pin
         self._pool.start(units, copy)
 
     def _finished(self, unit: int) -> None:
@@ -291,13 +291,13 @@ class ModelShell:
             self.engine.finish(unit)
         else:
             self.engine.end_copy(unit)
-        self._gate.notify()
+        self._pins.notify()
         self._waiters.wake_unit(unit)
         self._applying -= 1
         if self._applying == 0:
             if self._copy is not None:
-                (source, hold), self._copy = self._copy, None
-                source.let_go(hold)
+                (source, pin), self._copy = self._copy, None
+                source.unpin_copy(pin)
             self._report_ready()
             while self._events and not self._applying:
                 event = self._events.popleft()
@@ -305,7 +305,7 @@ class ModelShell:
                     event()
                 else:
                     self._take(event)
-            self._rest()
+            self._update_idle()
 
     def _report_ready(self) -> None:
         engine = self.engine
@@ -320,7 +320,7 @@ class ModelShell:
                 generation=engine.generation,
                 step=step,
                 sum_of_squares=total,
-                replica=replica if engine.alone else None,
+                replica=replica if engine.asynchronous else None,
                 model=self.number,
             )
 
@@ -335,19 +335,19 @@ class ModelShell:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def write(self, uri: str, version: int, hold: Hold) -> SnapshotFile:
+    def write(self, uri: str, version: int, pin: Pin) -> SnapshotFile:
         """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         reports = self._server.reports
         assert reports is not None
         try:
-            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self._gate, hold)
+            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self._pins, pin)
         finally:
-            self._gate.release(hold)
+            self._pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
 
-    def unhold(self, hold: Hold) -> None:
+    def unpin_snapshot(self, pin: Pin) -> None:
         """A snapshot will not be written."""
-        self._gate.release(hold)
+        self._pins.release(pin)
 
     async def _restore(self, order: RestoreOrder) -> None:
         reports = self._server.reports
@@ -390,7 +390,7 @@ class ModelShell:
     async def wait_withdrawn(self, epoch: int, generation: int) -> None:
         """Before first values are stored: wait until those that they replace, if any, are withdrawn.
 
-        The worker that brings them may have heard of the order before this server has.
+        The worker that brings them may have received the order before this server.
 
         Args:
             epoch: how often the model had been restored when they were sent.
@@ -415,7 +415,7 @@ class ModelShell:
         return self._members.get(incarnation)
 
     def check_generation(self, generation: int) -> None:
-        """Refuse a generation that is over, and what is about a model that the job has no more.
+        """Refuse a generation that is over, and calls for a model that was released.
 
         Raises:
             GenerationChanged: it is.
@@ -462,7 +462,7 @@ class ModelShell:
         return True
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
-        """Say that a replica has no gradient for elements [offset, offset + numel); how many chunks that passed."""
+        """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
         owned = self.engine.slice_of(unit)
         first, last = owned.range_of(offset, offset + numel)
         dtype = self.engine.grad_dtype
@@ -471,7 +471,7 @@ class ModelShell:
     async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the unit can be served at `min_version` of `epoch` or later.
 
-        Versions grow within an epoch only. Who asks may have heard of a restore before this server has, or after it.
+        Versions grow within an epoch only. The caller may know of a restore before this server does, or after it.
 
         Raises:
             GenerationChanged: while it waited.
@@ -487,15 +487,15 @@ class ModelShell:
             await self._waiters.wait(unit)
             self.check_generation(generation)
 
-    async def foreseen(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
-        """One chunk as an undecided step will make it, once that is known. See `ShardEngine.foresee`.
+    async def prepared(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
+        """The speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
 
         Raises:
             GenerationChanged: while it waited.
         """
         engine = self.engine
         scratch = engine.scratch()
-        while (frame := engine.foresee(step, unit, index, hypers, scratch)) is None:
+        while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
             await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
             self.check_generation(generation)
         return frame

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
@@ -58,7 +58,7 @@ class ShardConfig:
 
 
 async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then drain: say NOT_SERVING, leave the job, end the streams.
+    """Serve until `stop` is set, then drain: report NOT_SERVING, leave the job, end the streams.
 
     Args:
         config: how to run.
@@ -71,7 +71,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         PermissionDenied: wrong job name or token.
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
-    keep_message_memory()
+    retain_message_memory()
     shell = ShardShell(config.job, config.threads)
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
@@ -116,7 +116,7 @@ async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:
 
 
 def _advertised(config: ShardConfig, port: int) -> str:
-    """Where workers are told to find us."""
+    """The address that workers get."""
     advertise = config.advertise or ("" if config.host in ("0.0.0.0", "::", "[::]") else config.host)
     host, colon, given_port = advertise.rpartition(":")
     if colon and given_port.isdigit() and (":" not in host or host.startswith("[")):

@@ -1,6 +1,6 @@
 """The Shard service: protocol only. Decodes and checks messages, and leaves what they mean to the shell.
 
-All streams are kept: each is for one gather, push, upload or collective after the other. See `rpc.stream_pool`.
+Clients pool streams: each serves one gather, push, upload or collective after the other. See `rpc.stream_pool`.
 
 Note: [Two kinds of first message]
     The first message of a push names caller, step, unit, replica and range. With a payload (or `absent`) it is a chunk
@@ -18,12 +18,18 @@ import numpy as np
 
 from axon_ps.aggregation.server import servicer
 from axon_ps.errors import InvalidRequest, PermissionDenied
-from axon_ps.host.leases import Lender, address_of
+from axon_ps.host.leases import ReadLeases, address_of
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.same_host.access import LEAST_LENT_BYTES, MOST_ELEMENT_BYTES, MOST_LENT_BYTES, lend, loan_from_proto
+from axon_ps.shard.same_host.access import (
+    MAX_ELEMENT_BYTES,
+    MAX_LEASED_BYTES,
+    MIN_LEASED_BYTES,
+    grant,
+    lease_from_proto,
+)
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
@@ -55,30 +61,30 @@ class ShardServicer:
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
-        if request.assumed:
-            await self._foresee(shell, request, context)
+        if request.expected:
+            await self._gather_speculative(shell, request, context)
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
         if request.compressed and not engine.compresses_params:
             raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
         if request.map:
-            await self._show(shell, context, request, dtype)
+            await self._send_mapping(shell, context, request, dtype)
             return
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
-            for some in _lent_together(frames) if request.lend and not request.compressed else zip(frames):
-                await self._serve(engine, context, request, some, engine.slice_of(request.unit).lender)
+            for some in _leased_together(frames) if request.accept_leases and not request.compressed else zip(frames):
+                await self._serve(engine, context, request, some, engine.slice_of(request.unit).leases)
         else:
             for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
-    async def _show(
+    async def _send_mapping(
         self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
     ) -> None:
-        """Where the caller can map the unit; nowhere, if it must gather a copy."""
+        """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
         engine = shell.engine
         owned = engine.slice_of(request.unit)
         await shell.unchanging(request.unit, request.context.generation)
@@ -88,18 +94,20 @@ class ShardServicer:
             header.mapping.CopyFrom(shared.mapping)
         await context.write(encode_chunk(header, None))
 
-    async def _foresee(self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
-        """Chunks of a range as an undecided step will make them, each as soon as it is known."""
+    async def _gather_speculative(
+        self, shell: ModelShell, request: shard_pb2.AllGatherRequest, context: ServerStream
+    ) -> None:
+        """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
         if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
             how = "compressed" if engine.compresses_params else engine.param_dtype.value
-            raise InvalidRequest(f"ahead of a decision, parameters travel as this job's do only: {how}")
-        hypers = hypers_from_proto(request.assumed)
+            raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
+        hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
         for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-            frame = await shell.foreseen(request.step, request.unit, index, hypers, request.context.generation)
-            lender = engine.slice_of(request.unit).lender_of(index, frame)
-            await self._serve(engine, context, request, (frame,), lender)
+            frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
+            leases = engine.slice_of(request.unit).leases_of(index, frame)
+            await self._serve(engine, context, request, (frame,), leases)
 
     async def _serve(
         self,
@@ -107,17 +115,17 @@ class ShardServicer:
         context: ServerStream,
         request: shard_pb2.AllGatherRequest,
         frames: Sequence[bytes],
-        lender: Lender,
+        leases: ReadLeases,
     ) -> None:
-        """Send a frame that the slice keeps, or lend the payloads of several to a caller that can read our memory."""
+        """Send a frame that the slice has, or lease the payloads of several to a caller that can read our memory."""
         for frame in frames:
             _count(engine, "out", len(frame))
         frame = frames[0]
-        if request.lend and len(frame) >= LEAST_LENT_BYTES:
+        if request.accept_leases and len(frame) >= MIN_LEASED_BYTES:
             headers, payloads = zip(*map(decode_chunk, frames), strict=True)
             header = headers[0]
             header.numel = sum(h.numel for h in headers)
-            header.loans.extend(_lent(engine, lender, payload) for payload in payloads)
+            header.leases.extend(_grant(engine, leases, payload) for payload in payloads)
             frame = encode_chunk(header, None)
         await context.write(frame)
 
@@ -154,7 +162,7 @@ class ShardServicer:
                 if header.absent:
                     summed += await shell.push_absent(step, unit, header.offset, header.numel, replica)
                 else:
-                    for one in self._borrowed(engine, member, header) if header.loans else (payload,):
+                    for one in self._leased_payloads(engine, member, header) if header.leases else (payload,):
                         dtype, grad = _gradient(engine, header, one)
                         summed += await shell.push(step, unit, header.offset, replica, dtype, grad)
                 message = None
@@ -188,10 +196,10 @@ class ShardServicer:
         """A worker's part in collectives and messages of its groups, one after the other."""
         await servicer.serve(self._shell.collectives, self._idle, context)
 
-    async def introduce(self, request: shard_pb2.IntroduceRequest, context: Any) -> shard_pb2.IntroduceReply:
+    async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
         """Whether this server and a worker of its host can read each other's memory."""
         _, member = await self._shell.fence(request.context)
-        return self._shell.callers.introduce(member.id, request.introduction)
+        return self._shell.same_host.handshake(member.id, request.handshake)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
         """Counters of this server. An operator may ask, who is no worker."""
@@ -199,29 +207,31 @@ class ShardServicer:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
 
-    def _borrowed(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
-        """Payloads of the chunks that a gradient is, from its sender's memory; `header` becomes that of each."""
+    def _leased_payloads(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
+        """Payloads of the chunks of a leased gradient, from its sender's memory; `header` becomes that of each."""
         assert engine.spec is not None
         chunk_numel = engine.spec.options.chunk_numel
-        loan = loan_from_proto(header.loans[0])
-        element_bytes, rest = divmod(loan.size_bytes, max(1, header.numel))
-        if len(header.loans) > 1 or rest:
-            raise InvalidRequest(f"{header.numel} elements were lent as {len(header.loans)} x {loan.size_bytes} bytes")
+        lease = lease_from_proto(header.leases[0])
+        element_bytes, rest = divmod(lease.size_bytes, max(1, header.numel))
+        if len(header.leases) > 1 or rest:
+            raise InvalidRequest(
+                f"{header.numel} elements were leased as {len(header.leases)} x {lease.size_bytes} bytes"
+            )
         begin, end = header.offset, header.offset + header.numel
-        there = self._shell.callers.view(member.id, header.loans[0])
+        there = self._shell.same_host.view(member.id, header.leases[0])
         while header.offset < end:
             header.numel = min(chunk_numel, end - header.offset)
             size_bytes = header.numel * element_bytes
-            part = dataclasses.replace(loan, size_bytes=size_bytes)
+            chunk_lease = dataclasses.replace(lease, size_bytes=size_bytes)
             if there is None:
-                payload = self._shell.callers.read(member.id, part, chunk_numel * MOST_ELEMENT_BYTES)
+                payload = self._shell.same_host.read(member.id, chunk_lease, chunk_numel * MAX_ELEMENT_BYTES)
             else:
                 payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
                 engine.counters["mapped_bytes_in"] += size_bytes
-            engine.counters["lent_bytes_in"] += payload.nbytes
+            engine.counters["leased_bytes_in"] += payload.nbytes
             engine.counters["bytes_in"] += payload.nbytes
             yield payload
-            loan = dataclasses.replace(loan, address=loan.address + size_bytes)
+            lease = dataclasses.replace(lease, address=lease.address + size_bytes)
             header.offset += header.numel
 
 
@@ -247,9 +257,9 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
     return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
 
 
-def _lent(engine: ShardEngine, lender: Lender, payload: memoryview) -> memory_pb2.Loan:
-    engine.counters["lent_bytes_out"] += payload.nbytes
-    return lend(lender, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
+def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> memory_pb2.ReadLease:
+    engine.counters["leased_bytes_out"] += payload.nbytes
+    return grant(leases, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 
 
 def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
@@ -257,13 +267,13 @@ def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
     engine.counters[f"bytes_{direction}"] += message_bytes
 
 
-def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Frames in groups that are lent in one message each; one that is too small to be lent is alone."""
+def _leased_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Frames in groups that are leased in one message each; one that is too small to be leased is by itself."""
     group: list[bytes] = []
     group_bytes = 0
     for frame in frames:
-        small = min(len(frame), len(group[0])) < LEAST_LENT_BYTES if group else False
-        if small or (group and group_bytes + len(frame) > MOST_LENT_BYTES):
+        small = min(len(frame), len(group[0])) < MIN_LEASED_BYTES if group else False
+        if small or (group and group_bytes + len(frame) > MAX_LEASED_BYTES):
             yield tuple(group)
             group, group_bytes = [], 0
         group.append(frame)
@@ -273,7 +283,7 @@ def _lent_together(frames: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
 
 
 def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
-    """The first message of a push or an upload, which must say who calls."""
+    """The first message of a push or an upload, which must name the caller."""
     header, payload = _chunk(message)
     if not header.HasField("context"):
         raise InvalidRequest("the first message must have a context: job, generation and incarnation")
@@ -283,7 +293,7 @@ def _first(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
 def _chunk(message: Any) -> tuple[common_pb2.Chunk, memoryview]:
     """A message that must be there: header and payload."""
     if message is EOF:
-        raise InvalidRequest("the stream ended before everything had come that its first message says")
+        raise InvalidRequest("the stream ended before everything had come that its first message announced")
     return decode_chunk(message)
 
 

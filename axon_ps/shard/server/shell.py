@@ -18,8 +18,8 @@ from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.same_host.access import Callers
-from axon_ps.shard.server.apply import Hold
+from axon_ps.shard.same_host.access import SameHostWorkers
+from axon_ps.shard.server.apply import Pin
 from axon_ps.shard.server.model_shell import Copying, ModelShell, Reports
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
@@ -28,8 +28,8 @@ from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
 
-_PLACES = frozenset(("generation", "step", "version"))
-"""Statistics that are not added up: those of the first model are shown."""
+_NOT_SUMMED = frozenset(("generation", "step", "version"))
+"""Statistics that are not added up over models: the first model's are given."""
 
 
 class ShardShell:
@@ -41,7 +41,7 @@ class ShardShell:
 
     Attributes:
         collectives: what workers do together here; nothing of it concerns the parameters.
-        callers: the workers whose memory this server can read.
+        same_host: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
         failure: set when this server cannot go on; the server ends with it.
     """
@@ -51,7 +51,7 @@ class ShardShell:
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.callers = Callers()
+        self.same_host = SameHostWorkers()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None
@@ -79,7 +79,7 @@ class ShardShell:
     # ------------------------------------------------------------------ the models
 
     def model(self, number: int = 0) -> ModelShell:
-        """The model of a number; made when it is first heard of."""
+        """The model of a number; made when it is first named."""
         if number not in self._models:
             model = self._models[number] = ModelShell(number, self, self._threads)
             if self._membership is not None:
@@ -92,12 +92,12 @@ class ShardShell:
         return self.model().engine
 
     def statistics(self) -> dict[str, float]:
-        """What `ShardEngine.statistics` says of all models together; where there are several, memory of each, too."""
+        """`ShardEngine.statistics` of all models together; where there are several, memory of each, too."""
         total: Counter[str] = Counter()
         models = sorted(self._models.items())
         for number, model in models:
             for name, value in model.engine.statistics().items():
-                if name not in _PLACES or number == models[0][0]:
+                if name not in _NOT_SUMMED or number == models[0][0]:
                     total[name] += value  # type: ignore[assignment]
                 if len(models) > 1 and (name.endswith("_bytes") or name in ("step", "version")):
                     total[f"model/{model.name}/{name}"] = value  # type: ignore[assignment]
@@ -111,7 +111,7 @@ class ShardShell:
             self._membership = event
             self._generation = event.generation
             self.collectives.on_membership(event)
-            self.callers.set_members(event)
+            self.same_host.set_members(event)
             for model in self._models.values():
                 model.on_event(event)
             self.wake()
@@ -128,12 +128,12 @@ class ShardShell:
             self.fail(event.error)
 
     def _copy(self, decision: Decision) -> None:
-        """Have a model take another's values, which are kept as they are until it has."""
+        """Have a model take another's values, which are pinned until it has."""
         assert decision.copy is not None
         source, version = self.model(decision.copy.source), decision.copy.version
-        held: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
-        source.in_order(lambda: held.set_result(source.keep(version)))
-        self.model(decision.model).on_event(Copying(decision, source, held))
+        pinned: asyncio.Future[Pin] = asyncio.get_running_loop().create_future()
+        source.in_order(lambda: pinned.set_result(source.pin_for_copy(version)))
+        self.model(decision.model).on_event(Copying(decision, source, pinned))
 
     def _release(self, event: JobState) -> None:
         model = self._models.pop(event.model, None)
@@ -143,32 +143,32 @@ class ShardShell:
         self.wake()
 
     def _order_snapshot(self, order: SnapshotOrder) -> None:
-        """Have every model hold its version at its place among the events, then write them one after the other."""
+        """Pin every model's version at its place among the events, then write the models one after the other."""
         versions = {p.model: p.version for p in order.models}
         if 0 in self._models and (self._models[0].configured or not versions):
             versions[0] = order.version
-        holds: dict[int, asyncio.Future[Hold]] = {}
+        pins: dict[int, asyncio.Future[Pin]] = {}
         for number, version in sorted(versions.items()):
-            held = holds[number] = asyncio.get_running_loop().create_future()
+            pinned = pins[number] = asyncio.get_running_loop().create_future()
             model = self.model(number)
-            model.in_order(lambda m=model, v=version, h=held: h.set_result(m.hold(v)))  # type: ignore[misc]
-        self.start(self._snapshot(order, versions, holds))
+            model.in_order(lambda m=model, v=version, p=pinned: p.set_result(m.pin_for_snapshot(v)))  # type: ignore[misc]
+        self.start(self._snapshot(order, versions, pins))
 
     async def _snapshot(
-        self, order: SnapshotOrder, versions: dict[int, int], holds: dict[int, asyncio.Future[Hold]]
+        self, order: SnapshotOrder, versions: dict[int, int], pins: dict[int, asyncio.Future[Pin]]
     ) -> None:
         reports = self.reports
         assert reports is not None
         files: list[SnapshotFile] = []
         try:
-            for number in holds:
-                model, hold = self.model(number), await holds[number]
-                write = partial(model.write, order.uri, versions[number], hold)
+            for number in pins:
+                model, pin = self.model(number), await pins[number]
+                write = partial(model.write, order.uri, versions[number], pin)
                 files.append(await self.in_files_thread(write))
         except AxonError as error:
             _logger.error("the checkpoint at %s failed: %s", order.uri, error)
-            for number in holds:
-                self.model(number).unhold(await holds[number])
+            for number in pins:
+                self.model(number).unpin_snapshot(await pins[number])
             if files:
                 await self._discard(order.uri, files)
             reports.snapshot_report(order.id, error=error)
@@ -176,7 +176,7 @@ class ShardShell:
             reports.snapshot_report(order.id, tuple(files))
 
     async def _discard(self, uri: str, files: list[SnapshotFile]) -> None:
-        """Remove what is of no use without the other models' files; who removes the checkpoint may try again."""
+        """Remove files that are of no use without the other models' files; if that fails, they stay."""
         try:
             await self.in_files_thread(lambda: discard(uri, [f.name for f in files]))
         except AxonError as error:
@@ -229,7 +229,7 @@ class ShardShell:
         """
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
-        while not self._knows(context):
+        while not self._can_answer(context):
             await self._waiters.wait()
         if context.model in self._released:
             name = self._released[context.model]
@@ -247,8 +247,8 @@ class ShardShell:
             )
         return model, member
 
-    def _knows(self, context: CallContext) -> bool:
-        """Whether it can be said what becomes of a call."""
+    def _can_answer(self, context: CallContext) -> bool:
+        """Whether this server knows enough to serve or to refuse a call."""
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)

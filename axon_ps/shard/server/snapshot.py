@@ -22,7 +22,7 @@ from axon_ps.observe.moments import Moment, reached
 from axon_ps.optim import registry
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
-from axon_ps.shard.server.apply import Hold, SnapshotGate
+from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.layout import Layout, Parameter
 from axon_ps.sharding.plan import Move, Slice, moves_into
 from axon_ps.storage.checkpoint import (
@@ -45,18 +45,18 @@ PARAM, UPDATES = "param", "updates"
 
 
 def write(
-    engine: ShardEngine, uri: str, version: int, server: int, num_servers: int, gate: SnapshotGate, hold: Hold
+    engine: ShardEngine, uri: str, version: int, server: int, num_servers: int, pins: VersionPins, pin: Pin
 ) -> FileEntry:
     """Write this server's slices as they are at `version`. Runs in a thread of its own; see `shard.server.apply`.
 
     Args:
         engine: whose slices.
         uri: the checkpoint's directory.
-        version: the version to write, which `hold` keeps.
+        version: the version to write, which `pin` preserves.
         server: our number.
         num_servers: shard servers of the job.
-        gate: lets applies pass behind us.
-        hold: ours.
+        pins: what makes applies wait for us, unit by unit.
+        pin: ours.
 
     Raises:
         Misuse: there are no values yet.
@@ -72,11 +72,11 @@ def write(
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
     with create_file(open_store(uri), name, tensors, metadata) as writer:
         for unit, owned in engine.slices.items():
-            if not gate.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
+            if not pins.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")
             _write_slice(writer, unit, owned, list(states[unit]))
             reached(Moment.CHECKPOINT, version)
-            gate.passed(hold, unit)
+            pins.advance(pin, unit)
     return writer.entry(name)
 
 
@@ -119,7 +119,7 @@ class Restore:
 
 
 def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> Restore:
-    """Check that a checkpoint is whole and fits the layout; changes nothing.
+    """Check that a checkpoint is complete and fits the layout; changes nothing.
 
     Args:
         engine: whose slices.
@@ -146,8 +146,8 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
         unit: moves_into(Slice(unit=unit, server=0, begin=s.begin, end=s.end), layout, manifest.layout)
         for unit, s in engine.slices.items()
     }
-    pieces = manifest.plan.slices
-    servers = {s.server for m in moves.values() for move in m for s, _, _ in _overlaps(move, pieces[move.source_unit])}
+    slices = manifest.plan.slices
+    servers = {s.server for m in moves.values() for move in m for s, _, _ in _overlaps(move, slices[move.source_unit])}
     for server in sorted(servers):
         check_file(open_store(manifest.uri), manifest.file_of(server))
     return Restore(manifest=manifest, moves=moves, servers=tuple(sorted(servers)))
@@ -182,7 +182,7 @@ class _Loader:
         self._readers = readers
         self._layout = layout
         self._old = manifest.layout
-        self._pieces = manifest.plan.slices
+        self._old_slices = manifest.plan.slices
         self._home: dict[str, tuple[int, int, Parameter]] = {}
         for u, unit in enumerate(manifest.layout.units):
             for i, p in enumerate(unit.parameters):
@@ -193,26 +193,26 @@ class _Loader:
     def fill(self, owned: OwnedSlice, moves: tuple[Move, ...]) -> None:
         """Parameters, moments and update counts of one slice."""
         if owned.trainable:
-            there, owned.state = owned.state, {}
+            present, owned.state = owned.state, {}
             for name, value in self._initial.items():
-                array = there.pop(name, None)
+                array = present.pop(name, None)
                 owned.state[name] = np.empty(owned.numel, np.float32) if array is None else array
                 owned.state[name].fill(value)
             owned.set_updates(self._updates(owned))
         for move in moves:
-            for piece, begin, end in _overlaps(move, self._pieces[move.source_unit]):
-                self._copy(owned, move, piece, begin, end)
+            for old, begin, end in _overlaps(move, self._old_slices[move.source_unit]):
+                self._copy(owned, move, old, begin, end)
 
-    def _copy(self, owned: OwnedSlice, move: Move, piece: Slice, begin: int, end: int) -> None:
-        """Copy elements [begin, end) of the old unit, which lie in `piece`."""
-        reader = self._readers[piece.server]
+    def _copy(self, owned: OwnedSlice, move: Move, old: Slice, begin: int, end: int) -> None:
+        """Copy elements [begin, end) of the old unit, which lie in its slice `old`."""
+        reader = self._readers[old.server]
         first = move.begin + begin - move.source_begin - owned.begin
-        part = slice(first, first + end - begin)
-        reader.read_into(f"{piece.unit}.{PARAM}", begin - piece.begin, owned.master[part])
-        if owned.trainable and self._old.units[piece.unit].trainable:
+        target = slice(first, first + end - begin)
+        reader.read_into(f"{old.unit}.{PARAM}", begin - old.begin, owned.master[target])
+        if owned.trainable and self._old.units[old.unit].trainable:
             for name, array in owned.state.items():
-                if f"{piece.unit}.{name}" in reader.tensors:
-                    reader.read_into(f"{piece.unit}.{name}", begin - piece.begin, array[part])
+                if f"{old.unit}.{name}" in reader.tensors:
+                    reader.read_into(f"{old.unit}.{name}", begin - old.begin, array[target])
 
     def _updates(self, owned: OwnedSlice) -> list[int]:
         """Per parameter of the slice's unit, its update count; 0 for those that lie outside the slice."""
@@ -224,7 +224,7 @@ class _Loader:
                 updates.append(0)
                 continue
             element = q.offset + begin - p.offset
-            server = next(s.server for s in self._pieces[u] if s.begin <= element < s.end)
+            server = next(s.server for s in self._old_slices[u] if s.begin <= element < s.end)
             count = np.zeros(1, np.int64)
             self._readers[server].read_into(f"{u}.{UPDATES}", index, count)
             updates.append(int(count[0]))
@@ -240,9 +240,9 @@ def _initial_states(manifest: Manifest) -> dict[str, float]:
     return {name: kernels.initial_state(name, groups) for name in kernels.state_names(groups)}
 
 
-def _overlaps(move: Move, pieces: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:
+def _overlaps(move: Move, slices: tuple[Slice, ...]) -> Iterator[tuple[Slice, int, int]]:
     """The old slices that a move reads from, each with the range it gives."""
-    for piece in pieces:
-        begin, end = max(move.source_begin, piece.begin), min(move.source_begin + move.numel, piece.end)
+    for s in slices:
+        begin, end = max(move.source_begin, s.begin), min(move.source_begin + move.numel, s.end)
         if begin < end:
-            yield piece, begin, end
+            yield s, begin, end

@@ -30,7 +30,7 @@ class StandInMemory:
         """See `DeviceMemory`."""
         return bool(device.type == "cpu")
 
-    def holds(self, tensor: Any) -> bool:
+    def is_on_device(self, tensor: Any) -> bool:
         """See `DeviceMemory`."""
         return self.is_device(tensor.device) and not self.is_pinned_at(tensor.data_ptr())
 
@@ -103,19 +103,19 @@ def _put_back(modules: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _copies_noted(torch: Any, device: StandIn) -> Iterator[None]:
     """Note what torch is asked to copy between page-locked memory and the device, and what leaves it for numpy."""
-    holds, note = device.memory.holds, device.trace.note
+    on_device, note = device.memory.is_on_device, device.trace.note
     numpy, cpu, copy = torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_
 
     def leaving(method: Callable[..., Any]) -> Callable[..., Any]:
         def leave(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.nbytes and holds(tensor):
+            if tensor.nbytes and on_device(tensor):
                 note("torch", tensor.nbytes)
             return method(tensor, *args, **kwargs)
 
         return leave
 
     def copy_noted(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        if tensor.nbytes and holds(tensor) != holds(source):
+        if tensor.nbytes and on_device(tensor) != on_device(source):
             note("torch", tensor.nbytes)
         return copy(tensor, source, *args, **kwargs)
 

@@ -72,7 +72,7 @@ class Call(_message.Message):
     reason: str
     def __init__(self, sequence: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., counts: _Optional[_Iterable[int]] = ..., op: _Optional[_Union[ReduceOp, str]] = ..., root: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class Letter(_message.Message):
+class Envelope(_message.Message):
     __slots__ = ("receive", "peer", "tag", "dtype", "numel", "closes")
     RECEIVE_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
@@ -89,17 +89,17 @@ class Letter(_message.Message):
     def __init__(self, receive: bool = ..., peer: _Optional[int] = ..., tag: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., numel: _Optional[int] = ..., closes: bool = ...) -> None: ...
 
 class CollectiveBegin(_message.Message):
-    __slots__ = ("context", "group", "position", "ranks", "members", "timeout_s", "share", "shares", "call", "letter", "input_counts", "output_counts", "owners")
+    __slots__ = ("context", "group", "position", "ranks", "members", "timeout_s", "stripe", "stripes", "call", "envelope", "input_counts", "output_counts", "owners")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
-    SHARE_FIELD_NUMBER: _ClassVar[int]
-    SHARES_FIELD_NUMBER: _ClassVar[int]
+    STRIPE_FIELD_NUMBER: _ClassVar[int]
+    STRIPES_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
-    LETTER_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
     INPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
@@ -109,29 +109,29 @@ class CollectiveBegin(_message.Message):
     ranks: _containers.RepeatedScalarFieldContainer[int]
     members: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
-    share: int
-    shares: int
+    stripe: int
+    stripes: int
     call: Call
-    letter: Letter
+    envelope: Envelope
     input_counts: _containers.RepeatedScalarFieldContainer[int]
     output_counts: _containers.RepeatedScalarFieldContainer[int]
     owners: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., share: _Optional[int] = ..., shares: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., letter: _Optional[_Union[Letter, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., group: _Optional[str] = ..., position: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., members: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., call: _Optional[_Union[Call, _Mapping]] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., input_counts: _Optional[_Iterable[int]] = ..., output_counts: _Optional[_Iterable[int]] = ..., owners: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CollectiveChunk(_message.Message):
-    __slots__ = ("begin", "matched", "source", "part", "offset", "ended", "payload")
+    __slots__ = ("begin", "matched", "source", "partition", "offset", "ended", "payload")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     begin: CollectiveBegin
     matched: bool
     source: int
-    part: int
+    partition: int
     offset: int
     ended: bool
     payload: bytes
-    def __init__(self, begin: _Optional[_Union[CollectiveBegin, _Mapping]] = ..., matched: bool = ..., source: _Optional[int] = ..., part: _Optional[int] = ..., offset: _Optional[int] = ..., ended: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, begin: _Optional[_Union[CollectiveBegin, _Mapping]] = ..., matched: bool = ..., source: _Optional[int] = ..., partition: _Optional[int] = ..., offset: _Optional[int] = ..., ended: bool = ..., payload: _Optional[bytes] = ...) -> None: ...

@@ -171,7 +171,7 @@ class OptimizerSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Hyper, _Mapping]]] = ..., group_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "loans", "epoch", "end", "mapping", "payload")
+    __slots__ = ("context", "step", "version", "unit", "offset", "numel", "dtype", "replica", "absent", "compressed", "leases", "epoch", "end", "mapping", "payload")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -182,7 +182,7 @@ class Chunk(_message.Message):
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
-    LOANS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     MAPPING_FIELD_NUMBER: _ClassVar[int]
@@ -197,12 +197,12 @@ class Chunk(_message.Message):
     replica: int
     absent: bool
     compressed: bool
-    loans: _containers.RepeatedCompositeFieldContainer[_memory_pb2.Loan]
+    leases: _containers.RepeatedCompositeFieldContainer[_memory_pb2.ReadLease]
     epoch: int
     end: int
     mapping: _memory_pb2.Mapping
     payload: bytes
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., loans: _Optional[_Iterable[_Union[_memory_pb2.Loan, _Mapping]]] = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., mapping: _Optional[_Union[_memory_pb2.Mapping, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., leases: _Optional[_Iterable[_Union[_memory_pb2.ReadLease, _Mapping]]] = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., mapping: _Optional[_Union[_memory_pb2.Mapping, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

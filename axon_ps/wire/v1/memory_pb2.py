@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/memory.proto\x12\x0f\x61xon_ps.wire.v1\"<\n\x0cIntroduction\x12\x0b\n\x03pid\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"\x8e\x01\n\x04Loan\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x16\n\x0enumber_address\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12)\n\x07mapping\x18\x05 \x01(\x0b\x32\x18.axon_ps.wire.v1.Mapping\x12\x0e\n\x06offset\x18\x06 \x01(\x04\"S\n\x07Mapping\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12\n\n\x02\x66\x64\x18\x03 \x01(\x04\x12\r\n\x05inode\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x61xon_ps/wire/v1/memory.proto\x12\x0f\x61xon_ps.wire.v1\"9\n\tHandshake\x12\x0b\n\x03pid\x18\x01 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\"\x93\x01\n\tReadLease\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x16\n\x0enumber_address\x18\x03 \x01(\x04\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12)\n\x07mapping\x18\x05 \x01(\x0b\x32\x18.axon_ps.wire.v1.Mapping\x12\x0e\n\x06offset\x18\x06 \x01(\x04\"S\n\x07Mapping\x12\x0c\n\x04\x62oot\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x04\x12\n\n\x02\x66\x64\x18\x03 \x01(\x04\x12\r\n\x05inode\x18\x04 \x01(\x04\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'axon_ps.wire.v1.memory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INTRODUCTION']._serialized_start=49
-  _globals['_INTRODUCTION']._serialized_end=109
-  _globals['_LOAN']._serialized_start=112
-  _globals['_LOAN']._serialized_end=254
-  _globals['_MAPPING']._serialized_start=256
-  _globals['_MAPPING']._serialized_end=339
+  _globals['_HANDSHAKE']._serialized_start=49
+  _globals['_HANDSHAKE']._serialized_end=106
+  _globals['_READLEASE']._serialized_start=109
+  _globals['_READLEASE']._serialized_end=256
+  _globals['_MAPPING']._serialized_start=258
+  _globals['_MAPPING']._serialized_end=341
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Introduction(_message.Message):
+class Handshake(_message.Message):
     __slots__ = ("pid", "address", "secret")
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -15,7 +15,7 @@ class Introduction(_message.Message):
     secret: bytes
     def __init__(self, pid: _Optional[int] = ..., address: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
-class Loan(_message.Message):
+class ReadLease(_message.Message):
     __slots__ = ("address", "size_bytes", "number_address", "number", "mapping", "offset")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]

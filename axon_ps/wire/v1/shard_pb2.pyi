@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AllGatherRequest(_message.Message):
-    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "map", "lend", "step", "assumed")
+    __slots__ = ("context", "unit", "begin", "end", "min_version", "epoch", "dtype", "compressed", "map", "accept_leases", "step", "expected")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -20,9 +20,9 @@ class AllGatherRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
-    LEND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LEASES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    ASSUMED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     unit: int
     begin: int
@@ -32,10 +32,10 @@ class AllGatherRequest(_message.Message):
     dtype: _common_pb2.DType
     compressed: bool
     map: bool
-    lend: bool
+    accept_leases: bool
     step: int
-    assumed: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., map: bool = ..., lend: bool = ..., step: _Optional[int] = ..., assumed: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
+    expected: _containers.RepeatedCompositeFieldContainer[_common_pb2.Hyper]
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., unit: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., compressed: bool = ..., map: bool = ..., accept_leases: bool = ..., step: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[_common_pb2.Hyper, _Mapping]]] = ...) -> None: ...
 
 class ReduceScatterReply(_message.Message):
     __slots__ = ("step", "chunks", "missing")
@@ -53,21 +53,21 @@ class UploadReply(_message.Message):
     complete: bool
     def __init__(self, complete: bool = ...) -> None: ...
 
-class IntroduceRequest(_message.Message):
-    __slots__ = ("context", "introduction")
+class HandshakeRequest(_message.Message):
+    __slots__ = ("context", "handshake")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
-    introduction: _memory_pb2.Introduction
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., introduction: _Optional[_Union[_memory_pb2.Introduction, _Mapping]] = ...) -> None: ...
+    handshake: _memory_pb2.Handshake
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., handshake: _Optional[_Union[_memory_pb2.Handshake, _Mapping]] = ...) -> None: ...
 
-class IntroduceReply(_message.Message):
-    __slots__ = ("introduction", "readable")
-    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+class HandshakeReply(_message.Message):
+    __slots__ = ("handshake", "readable")
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
-    introduction: _memory_pb2.Introduction
+    handshake: _memory_pb2.Handshake
     readable: bool
-    def __init__(self, introduction: _Optional[_Union[_memory_pb2.Introduction, _Mapping]] = ..., readable: bool = ...) -> None: ...
+    def __init__(self, handshake: _Optional[_Union[_memory_pb2.Handshake, _Mapping]] = ..., readable: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("context",)

@@ -80,7 +80,7 @@ class FormedJob:
         async with OperatorClient(self.services.address, security=self.config.security, job=self.config.job) as job:
             with reminding(_logger, lambda: f"this worker is done, and keeps the job's services running for {what}"):
                 silent = Deadline(_SILENT_S)
-                while not silent.passed:
+                while not silent.expired:
                     try:
                         members = (await job.status(timeout_s=_STATUS_S)).membership
                     except Timeout:
@@ -306,7 +306,7 @@ def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
     pause_s, most_s = _POLL_PAUSES_S
     while True:
         yield
-        if deadline.passed:
+        if deadline.expired:
             raise Timeout(f"{what()}, in vain for {deadline.timeout_s:g} s")
         time.sleep(min(pause_s, deadline.remaining()))
         pause_s = min(1.5 * pause_s, most_s)

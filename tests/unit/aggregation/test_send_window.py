@@ -1,4 +1,4 @@
-"""Uploads held back: within bounds, and never for ever, in whatever order things come."""
+"""The send window holds uploads back: within bounds, and never for ever, in whatever order messages come."""
 
 from __future__ import annotations
 
@@ -9,129 +9,131 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_ps.aggregation.client.send_window import AHEAD_BYTES, SharesInStep
-from axon_ps.aggregation.core.stripes import REDUCING, Exchange
+from axon_ps.aggregation.client.send_window import WINDOW_BYTES, SendWindow
+from axon_ps.aggregation.core.stripes import REDUCING, StripePlan
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.types import DType, ReduceOp
 
 MIB = 1 << 20
 
 
-def exchanges_of(
-    operation: Operation, counts: tuple[int, ...], world_size: int, shares: int, owners: tuple[int, ...] = ()
-) -> list[list[Exchange]]:
-    """By rank and share."""
+def plans_of(
+    operation: Operation, counts: tuple[int, ...], world_size: int, stripes: int, owners: tuple[int, ...] = ()
+) -> list[list[StripePlan]]:
+    """By rank and stripe."""
     op = ReduceOp.SUM if operation in REDUCING else None
     call = Call(sequence=0, operation=operation, dtype=DType.F32, counts=counts, op=op)
     return [
         [
-            Exchange(call=call, rank=rank, world_size=world_size, share=share, shares=shares, owners=owners)
-            for share in range(shares)
+            StripePlan(call=call, rank=rank, world_size=world_size, stripe=stripe, stripes=stripes, owners=owners)
+            for stripe in range(stripes)
         ]
         for rank in range(world_size)
     ]
 
 
-def run(exchanges: list[list[Exchange]], random: Random) -> int:
-    """What ranks send and servers pass on, in random order, until all is done; fails where nothing can go on.
+def run(plans: list[list[StripePlan]], random: Random) -> int:
+    """What ranks send and servers send on, in random order, until all is done; fails where nothing can go on.
 
     Returns:
-        The most bytes that an upload was ahead of its own share's download.
+        The most bytes that an upload was ahead of its own stripe's download.
     """
-    ranks, shares = range(len(exchanges)), range(len(exchanges[0]))
-    reduces = exchanges[0][0].call.operation in REDUCING
-    steps = [SharesInStep(of_rank) for of_rank in exchanges]
-    left = {(r, s): deque(exchanges[r][s].uploads()) for r in ranks for s in shares}
-    arrived = dict.fromkeys(left, 0)  # pieces that the server has used
-    under_way: dict[tuple[int, int, int], deque[int]] = {}  # bytes to rank, of share, from source
+    ranks, stripes = range(len(plans)), range(len(plans[0]))
+    reduces = plans[0][0].call.operation in REDUCING
+    windows = [SendWindow(of_rank) for of_rank in plans]
+    left = {(r, s): deque(plans[r][s].uploads()) for r in ranks for s in stripes}
+    arrived = dict.fromkeys(left, 0)  # segments that the server has used
+    under_way: dict[tuple[int, int, int], deque[int]] = {}  # bytes to rank, of stripe, from source
     sent, came, most = dict.fromkeys(left, 0), dict.fromkeys(left, 0), 0
 
-    def nbytes(piece: object) -> int:
-        return (piece.end - piece.begin) * 4  # type: ignore[attr-defined]
+    def nbytes(segment: object) -> int:
+        return (segment.end - segment.begin) * 4  # type: ignore[attr-defined]
 
     while True:
-        sends = [(r, s) for (r, s), pieces in left.items() if pieces and steps[r].may_send(s, nbytes(pieces[0]))]
+        sends = [
+            (r, s) for (r, s), segments in left.items() if segments and windows[r].may_send(s, nbytes(segments[0]))
+        ]
         ready = [key for key, messages in under_way.items() if messages]
         if not sends and not ready:
             break
         if (choice := random.randrange(len(sends) + len(ready))) < len(sends):
             r, s = sends[choice]
-            piece = left[r, s].popleft()
-            steps[r].sent(s, nbytes(piece))
-            sent[r, s] += nbytes(piece)
+            segment = left[r, s].popleft()
+            windows[r].sent(s, nbytes(segment))
+            sent[r, s] += nbytes(segment)
             most = max(most, sent[r, s] - came[r, s])
             arrived[r, s] += 1
             if not reduces:
-                for to in exchanges[r][s].recipients(piece):
-                    under_way.setdefault((to, s, r), deque()).append(nbytes(piece))
+                for to in plans[r][s].recipients(segment):
+                    under_way.setdefault((to, s, r), deque()).append(nbytes(segment))
             elif min(arrived[other, s] for other in ranks) == arrived[r, s]:
                 for to in ranks:
-                    under_way.setdefault((to, s, -1), deque()).append(nbytes(piece))
+                    under_way.setdefault((to, s, -1), deque()).append(nbytes(segment))
         else:
             to, s, _ = key = ready[choice - len(sends)]
             size = under_way[key].popleft()
             came[to, s] += size
-            steps[to].came(s, size)
+            windows[to].received(s, size)
     assert not any(left.values()), "uploads wait for ever"
-    assert all(came[r, s] == exchanges[r][s].download_numel() * 4 for r in ranks for s in shares)
+    assert all(came[r, s] == plans[r][s].download_numel() * 4 for r in ranks for s in stripes)
     return most
 
 
 @given(
     world_size=st.integers(2, 5),
-    shares=st.integers(1, 4),
+    stripes=st.integers(1, 4),
     numel=st.integers(1, 2 * MIB),
     random=st.randoms(use_true_random=False),
 )
-def test_all_reduce_ends_and_keeps_within_its_bound(world_size: int, shares: int, numel: int, random: Random) -> None:
-    most = run(exchanges_of(Operation.ALL_REDUCE, (numel,), world_size, shares), random)
-    assert most <= AHEAD_BYTES[Operation.ALL_REDUCE]
+def test_all_reduce_ends_and_stays_within_its_window(world_size: int, stripes: int, numel: int, random: Random) -> None:
+    most = run(plans_of(Operation.ALL_REDUCE, (numel,), world_size, stripes), random)
+    assert most <= WINDOW_BYTES[Operation.ALL_REDUCE]
 
 
 @given(
     counts=st.lists(st.integers(0, MIB), min_size=2, max_size=5),
-    shares=st.integers(1, 4),
+    stripes=st.integers(1, 4),
     random=st.randoms(use_true_random=False),
 )
-def test_all_gather_ends_whatever_the_parts(counts: list[int], shares: int, random: Random) -> None:
-    run(exchanges_of(Operation.ALL_GATHER, tuple(counts), len(counts), shares), random)
+def test_all_gather_ends_whatever_the_partitions(counts: list[int], stripes: int, random: Random) -> None:
+    run(plans_of(Operation.ALL_GATHER, tuple(counts), len(counts), stripes), random)
 
 
 @given(counts=st.lists(st.integers(0, MIB), min_size=2, max_size=4), random=st.randoms(use_true_random=False))
-def test_all_gather_ends_where_a_part_is_whole_on_one_share(counts: list[int], random: Random) -> None:
+def test_all_gather_ends_where_one_stripe_has_all_of_a_partition(counts: list[int], random: Random) -> None:
     n = len(counts)
-    run(exchanges_of(Operation.ALL_GATHER, tuple(counts), n, n, tuple(range(n))), random)
+    run(plans_of(Operation.ALL_GATHER, tuple(counts), n, n, tuple(range(n))), random)
 
 
-def test_a_share_waits_for_the_slowest_one() -> None:
-    steps = SharesInStep(exchanges_of(Operation.ALL_REDUCE, (4 * MIB,), 2, 2)[0])
-    piece, limit = 1 << 16, AHEAD_BYTES[Operation.ALL_REDUCE]
+def test_a_stripe_waits_for_the_slowest_one() -> None:
+    window = SendWindow(plans_of(Operation.ALL_REDUCE, (4 * MIB,), 2, 2)[0])
+    segment, limit = 1 << 16, WINDOW_BYTES[Operation.ALL_REDUCE]
     ahead = 0
-    while steps.may_send(0, piece):
-        steps.sent(0, piece)
-        steps.came(0, piece)
-        ahead += piece
+    while window.may_send(0, segment):
+        window.sent(0, segment)
+        window.received(0, segment)
+        ahead += segment
     assert ahead == limit
-    steps.came(1, piece)
-    assert steps.may_send(0, piece)
+    window.received(1, segment)
+    assert window.may_send(0, segment)
 
 
 @pytest.mark.parametrize("operation", [Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL])
-def test_others_are_not_held_back(operation: Operation) -> None:
+def test_other_operations_have_no_window(operation: Operation) -> None:
     n, counts = 2, (8 * MIB,) * 2
     op = ReduceOp.SUM if operation in REDUCING else None
     call = Call(sequence=0, operation=operation, dtype=DType.F32, counts=counts, op=op)
-    exchange = Exchange(call=call, rank=0, world_size=n, share=0, shares=1, input_counts=counts, output_counts=counts)
-    steps = SharesInStep([exchange])
+    plan = StripePlan(call=call, rank=0, world_size=n, stripe=0, stripes=1, input_counts=counts, output_counts=counts)
+    window = SendWindow([plan])
     for _ in range(64):
-        assert steps.may_send(0, MIB)
-        steps.sent(0, MIB)
+        assert window.may_send(0, MIB)
+        window.sent(0, MIB)
 
 
 def test_nothing_to_send_or_to_get() -> None:
-    receiver, sender = (rank[0] for rank in exchanges_of(Operation.ALL_GATHER, (0, MIB), 2, 1))
-    assert SharesInStep([receiver]).may_send(0, 0)
-    steps = SharesInStep([sender])
+    receiver, sender = (rank[0] for rank in plans_of(Operation.ALL_GATHER, (0, MIB), 2, 1))
+    assert SendWindow([receiver]).may_send(0, 0)
+    window = SendWindow([sender])
     for _ in range(8):  # nothing comes down: there is nothing to wait for
-        assert steps.may_send(0, MIB // 2)
-        steps.sent(0, MIB // 2)
+        assert window.may_send(0, MIB // 2)
+        window.sent(0, MIB // 2)

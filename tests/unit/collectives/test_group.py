@@ -113,7 +113,7 @@ def test_scattering_rows() -> None:
     on_ranks(3, body)
 
 
-def test_handles_run_in_order_and_beside_sends() -> None:
+def test_handles_run_in_order_and_concurrently_with_sends() -> None:
     def body(group: ProcessGroup) -> None:
         other = 1 - group.rank
         data = [np.full(4, float(i + group.rank)) for i in range(20)]

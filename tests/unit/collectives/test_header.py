@@ -1,4 +1,4 @@
-"""What ranks tell each other before a collective."""
+"""The headers that ranks exchange before a collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def all_reduce(numel: int, sequence: int = 0) -> Request:
     return Request(call=call)
 
 
-def test_a_header_has_one_size_and_says_when_it_is_whole() -> None:
+def test_a_header_has_one_size_and_shows_when_it_is_complete() -> None:
     sizes = {header.encode(r, 3).size for r in (all_reduce(1), all_reduce(10**12), Request(call=all_reduce(1).call))}
     assert sizes == {header.numel(3)}
     assert header.arrived(header.encode(all_reduce(1), 3))

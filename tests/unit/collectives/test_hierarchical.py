@@ -69,8 +69,8 @@ def all_reduce(numel: int, op: ReduceOp = ReduceOp.SUM, dtype: DType = DType.F32
     [
         ("aa", ["node"]),
         ("ab", ["flat"]),
-        ("aabb", ["node0", "flat", "lane1"]),
-        ("aab", ["node0", "flat"]),  # rank 1 is in no lane
+        ("aabb", ["node0", "flat", "rail1"]),
+        ("aab", ["node0", "flat"]),  # rank 1 is in no rail
     ],
 )
 def test_what_it_is_made_of(nodes: str, names: list[str]) -> None:

@@ -167,7 +167,7 @@ def test_every_object_collective(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-def test_a_rank_that_cannot_send_its_value_tells_the_others() -> None:
+def test_a_rank_that_cannot_send_its_value_reports_that_to_the_others() -> None:
     def body(group: ProcessGroup) -> None:
         values = [{1}, "fine"]
         calls: list[Callable[[], Any]] = [
@@ -178,8 +178,8 @@ def test_a_rank_that_cannot_send_its_value_tells_the_others() -> None:
         ]
         for call in calls:
             wrong = pytest.raises(InvalidRequest, match="given a set")
-            told = pytest.raises(Disagreement, match=r"rank 0.*given a set")
-            with told if group.rank else wrong:
+            informed = pytest.raises(Disagreement, match=r"rank 0.*given a set")
+            with informed if group.rank else wrong:
                 call()
         with pytest.raises(InvalidRequest, match=r"lists of \[1, 2\] items, by rank"):
             axon_ps.broadcast_object_list([None] * (group.rank + 1), 0, group)

@@ -1,4 +1,4 @@
-"""Registered arrays: found by address, gone with the last view, taken away from others."""
+"""Registered arrays: found by address, freed with the last view, revoked from other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_array_has_the_shape_and_type_asked_for(shape: tuple[int, ...]) -> No
     assert not array.any()
 
 
-def test_any_part_of_it_is_found_and_nothing_else() -> None:
+def test_any_range_of_it_is_found_and_nothing_else() -> None:
     registry = Registry()
     assert registry.find(4096, 4) is None
     arrays = [registry.empty((1024,), DType.F32) for _ in range(5)]
@@ -38,7 +38,7 @@ def test_any_part_of_it_is_found_and_nothing_else() -> None:
     assert registry.find(address(np.zeros(4)), 32) is None
 
 
-def test_it_goes_with_its_last_view() -> None:
+def test_it_is_freed_with_its_last_view() -> None:
     registry = Registry()
     array = registry.empty((4, 4), DType.I64)
     found = registry.find(address(array), 8)
@@ -47,32 +47,32 @@ def test_it_goes_with_its_last_view() -> None:
     view = array.reshape(-1)[3:]
     del array
     gc.collect()
-    assert registry.freed() == []
+    assert registry.released() == []
     del view
     gc.collect()
-    assert registry.freed() == [inode]
+    assert registry.released() == [inode]
     assert registry.find(found.base, 8) is None
     with pytest.raises(OSError):
         os.fstat(fd)
 
 
-def test_withdrawn_memory_is_out_of_reach_of_those_who_had_mapped_it() -> None:
+def test_revoked_memory_cannot_be_written_by_processes_that_had_mapped_it() -> None:
     registry = Registry()
     array = registry.empty((100,), DType.I32)
     array[:] = 4
     before = registry.find(address(array), 400)
     assert before is not None
     old = before.address
-    stranger = np.frombuffer(Segment.open(old).memory, np.int32)
-    registry.withdraw(address(array), 400)
-    stranger[:] = 9
+    other = np.frombuffer(Segment.open(old).memory, np.int32)
+    registry.revoke(address(array), 400)
+    other[:] = 9
     assert (array == 4).all()
     after = registry.find(address(array), 400)
     assert after is not None
     assert after.address.inode != old.inode
     assert (np.frombuffer(Segment.open(after.address).memory, np.int32)[:100] == 4).all()
-    assert registry.freed() == [old.inode]
-    registry.withdraw(address(np.zeros(3)), 12)  # not registered: nothing to do
+    assert registry.released() == [old.inode]
+    registry.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
 
 
 def test_too_much_is_refused_with_the_numbers() -> None:

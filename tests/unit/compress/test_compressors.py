@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from axon_ps.compress.compressor import Compressor, kept_of
+from axon_ps.compress.compressor import Compressor, selected_numel
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
@@ -102,7 +102,7 @@ def test_int8_keeps_what_is_exact() -> None:
 )
 def test_top_k_takes_the_largest_and_of_equals_the_first(values: Array, fraction: float) -> None:
     c = compressor("top_k", fraction=fraction)
-    k = kept_of(values.size, fraction)
+    k = selected_numel(values.size, fraction)
     chosen = np.sort(np.argsort(-np.abs(values), kind="stable")[:k])
     data = packed(c, values)
     assert data.tobytes() == chosen.astype(np.uint32).tobytes() + values[chosen].tobytes()
@@ -115,7 +115,7 @@ def test_top_k_takes_the_largest_and_of_equals_the_first(values: Array, fraction
 def test_top_k_of_many(numel: int) -> None:
     values = normals(numel)
     data = packed(compressor("top_k", fraction=0.01), values)
-    k = kept_of(numel, 0.01)
+    k = selected_numel(numel, 0.01)
     assert data[: 4 * k].view(np.uint32).tolist() == sorted(np.argsort(-np.abs(values), kind="stable")[:k].tolist())
 
 
@@ -127,7 +127,7 @@ def test_casts_are_those_of_ml_dtypes(name: str) -> None:
 
 
 @pytest.mark.parametrize("c", ALL, ids=NAMES)
-def test_what_is_lost_is_in_the_residual(c: Compressor) -> None:
+def test_the_compression_error_is_in_the_residual(c: Compressor) -> None:
     values, residual = normals(1000), normals(1000, 1) * F32(0.01)
     total = values + residual
     back = unpacked(c, packed(c, values, residual), 1000)
@@ -136,18 +136,18 @@ def test_what_is_lost_is_in_the_residual(c: Compressor) -> None:
 
 @pytest.mark.parametrize("c", ALL, ids=NAMES)
 @pytest.mark.parametrize("bad", [0.0, math.nan])
-def test_the_residual_may_be_kept_elsewhere(c: Compressor, bad: float) -> None:
-    values, residual, kept = normals(1000), normals(1000, 1) * F32(0.01), np.empty(1000, np.float32)
+def test_the_residual_may_go_to_another_array(c: Compressor, bad: float) -> None:
+    values, residual, residual_out = normals(1000), normals(1000, 1) * F32(0.01), np.empty(1000, np.float32)
     values[[3, 30]] = 1e-38, bad
     before, data = residual.copy(), np.empty(c.compressed_bytes(1000), np.uint8)
-    c.compress(values, data, residual, kept)
+    c.compress(values, data, residual, residual_out)
     assert residual.tobytes() == before.tobytes()
     assert packed(c, values, residual).tobytes() == data.tobytes()
-    assert residual.tobytes() == kept.tobytes()
+    assert residual.tobytes() == residual_out.tobytes()
 
 
 @pytest.mark.parametrize("c", ALL, ids=NAMES)
-def test_with_feedback_nothing_is_lost_over_time(c: Compressor) -> None:
+def test_with_feedback_the_error_does_not_add_up_over_time(c: Compressor) -> None:
     residual, sent, given_ = np.zeros(500, np.float32), np.zeros(500), np.zeros(500)
     for step in range(40):
         values = normals(500, step)

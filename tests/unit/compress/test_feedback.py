@@ -1,4 +1,4 @@
-"""What compressed gradients lost, over steps that commit, abort, repeat and move."""
+"""The residuals of compressed gradients, over steps that commit, abort, repeat and move."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_a_step_never_settled_did_not_commit() -> None:
     feedback, c = Feedback(), COMPRESSORS[0]
     push(feedback, c, normals(50, 0), 1)
     feedback.settle(1, committed=True)
-    owed = feedback.open(7, 0, 50, 2)[0].copy()
+    residual = feedback.open(7, 0, 50, 2)[0].copy()
     push(feedback, c, normals(50, 1), 2)
     push(feedback, c, normals(50, 2), 3)
     feedback.settle(2, committed=True)  # too late
-    assert feedback.open(7, 0, 50, 3)[0].tobytes() == owed.tobytes()
+    assert feedback.open(7, 0, 50, 3)[0].tobytes() == residual.tobytes()
 
 
 def test_ranges_are_apart_and_may_move() -> None:

@@ -56,9 +56,9 @@ def run_ours(
     group: int = 0,
     grad_scale: float = 1.0,
     wire_dtype: DType = DType.BF16,
-    pieces: Callable[[Callable[[slice], None]], None] = lambda one: one(slice(None)),
+    ranges: Callable[[Callable[[slice], None]], None] = lambda one: one(slice(None)),
 ) -> Result:
-    """Updates a slice all of whose elements belong to `groups[group]`; `pieces` says how it is cut."""
+    """Updates a slice all of whose elements belong to `groups[group]`; `ranges` cuts it."""
     optimizer = create(name)
     values = [optimizer.validate(g) for g in groups]
     names = optimizer.state_names(values)
@@ -67,13 +67,13 @@ def run_ours(
     wire = np.zeros(numel, wire_dtype.numpy)
     for update, grad in enumerate(gradients(numel, updates), start=1):
 
-        def one(piece: slice, grad: Array = grad, update: int = update) -> None:
-            parts = tuple(s[piece] for s in state)
+        def one(elements: slice, grad: Array = grad, update: int = update) -> None:
+            states = tuple(s[elements] for s in state)
             optimizer.apply(
-                param[piece], grad[piece], parts, wire[piece], wire_dtype, values[group], update, grad_scale
+                param[elements], grad[elements], states, wire[elements], wire_dtype, values[group], update, grad_scale
             )
 
-        pieces(one)
+        ranges(one)
     return Result(param, dict(zip(names, state, strict=True)), wire)
 
 

@@ -63,7 +63,7 @@ def test_wire_copy_is_encode_for_every_kind_of_number(dtype: DType) -> None:
     assert np.isnan(widened[~numbers]).all()
 
 
-def in_pieces(one: Callable[[slice], None]) -> None:
+def in_ranges(one: Callable[[slice], None]) -> None:
     edges = [0, 1, 4, 21, 22, 500, 1001]
     for start, stop in itertools.pairwise(edges):
         one(slice(start, stop))
@@ -74,12 +74,12 @@ def on_threads(one: Callable[[slice], None]) -> None:
         list(pool.map(one, [slice(start, min(start + 77, 1001)) for start in range(0, 1001, 77)]))
 
 
-@pytest.mark.parametrize("pieces", [in_pieces, on_threads])
+@pytest.mark.parametrize("ranges", [in_ranges, on_threads])
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F16])
 @pytest.mark.parametrize("name", list(FULL))
-def test_bits_do_not_depend_on_pieces_or_threads(oracle: Any, name: str, dtype: DType, pieces: Any) -> None:
+def test_bits_do_not_depend_on_ranges_or_threads(oracle: Any, name: str, dtype: DType, ranges: Any) -> None:
     whole = oracle.ours(name, [FULL[name]], 1001, 4, wire_dtype=dtype)
-    oracle.assert_same_bits(whole, oracle.ours(name, [FULL[name]], 1001, 4, wire_dtype=dtype, pieces=pieces))
+    oracle.assert_same_bits(whole, oracle.ours(name, [FULL[name]], 1001, 4, wire_dtype=dtype, ranges=ranges))
 
 
 @pytest.mark.parametrize("name", list(FULL))

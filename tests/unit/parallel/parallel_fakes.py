@@ -88,7 +88,7 @@ class FakeSteps:
         _tensor(out).fill_(float("nan"))
         return FakeWork(lambda: _tensor(out).copy_(self.values[unit]))
 
-    def gather_ahead(
+    def gather_speculative(
         self,
         unit: int,
         out: Array,
@@ -98,12 +98,12 @@ class FakeSteps:
         begin: int = 0,
         end: int | None = None,
     ) -> FakeWork:
-        self.log.append(("ahead", unit))
+        self.log.append(("speculative", unit))
         _tensor(out).fill_(float("nan"))
         grad = self.grads[unit]
         assert grad is not None
-        foreseen = self.values[unit] - hyper[0]["lr"] * grad
-        return FakeWork(lambda: _tensor(out).copy_(foreseen))
+        updated = self.values[unit] - hyper[0]["lr"] * grad
+        return FakeWork(lambda: _tensor(out).copy_(updated))
 
     @property
     def latest(self) -> tuple[int, int]:

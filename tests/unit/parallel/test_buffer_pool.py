@@ -1,4 +1,4 @@
-"""Host buffers: what is reused, what is kept, and what is counted."""
+"""Host buffers: what is reused, what is pooled, and what is counted."""
 
 from __future__ import annotations
 

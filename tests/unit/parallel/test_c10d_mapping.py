@@ -99,10 +99,10 @@ def test_integers_wrap_around_and_have_bits(dtype: torch.dtype) -> None:
     assert result % (1 << bits) == 3 * top % (1 << bits)
     assert int(all_reduced(largest, dist.ReduceOp.MAX).item()) == top
 
-    def words(rank: int) -> Tensor:
+    def patterns(rank: int) -> Tensor:
         return torch.tensor([1 << rank, 3], dtype=dtype)
 
-    assert [all_reduced(words, op).tolist() for op in BITWISE] == [[0, 3], [7, 3], [7, 3]]
+    assert [all_reduced(patterns, op).tolist() for op in BITWISE] == [[0, 3], [7, 3], [7, 3]]
 
 
 def test_complex_numbers_have_sums_and_averages_only() -> None:

@@ -22,8 +22,8 @@ def two_layers() -> nn.Sequential:
 def test_ranks_that_wrap_different_modules_are_told_where_they_differ() -> None:
     def body(group: ProcessGroup) -> None:
         module = nn.Linear(4, 3 if group.rank == 1 else 2)
-        said = r"'weight: torch.float32\[3, 4\]' where rank 0 has 'weight: torch.float32\[2, 4\]'"
-        with pytest.raises(LayoutMismatch, match=said if group.rank == 1 else r"the ranks \[1\] of"):
+        message = r"'weight: torch.float32\[3, 4\]' where rank 0 has 'weight: torch.float32\[2, 4\]'"
+        with pytest.raises(LayoutMismatch, match=message if group.rank == 1 else r"the ranks \[1\] of"):
             DDP(module, group)
 
     on_ranks(3, body)
@@ -215,7 +215,7 @@ def test_with_feedback_the_sum_of_what_arrives_is_the_sum_of_the_gradients(name:
         for s, g in zip(total, truth, strict=True):
             bound = {"bf16": 0.4, "int8": 0.1, "top_k": 40.0}[
                 name
-            ]  # k = 1 or so of each piece: an error waits 10 steps
+            ]  # k = 1 or so of each segment: an error waits 10 steps
             assert float((s - 2 * steps * g).abs().max()) < bound * largest
         assert all(name.split(".")[0] in ("residual", "average") for name in hook.state_dict())
         return total
@@ -233,12 +233,12 @@ def test_a_hook_goes_on_from_its_state() -> None:
                 ).sum().backward()
             return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-        whole, parts, rest = (DDP(two_layers(), group) for _ in range(3))
-        for model in (parts, rest):
-            model.load_state_dict(whole.state_dict())
-        hooks = [model.register_comm_hook("int8") for model in (whole, parts, rest)]
-        expected = run(whole, range(4))
-        before = run(parts, range(2))
+        uninterrupted, saved, rest = (DDP(two_layers(), group) for _ in range(3))
+        for model in (saved, rest):
+            model.load_state_dict(uninterrupted.state_dict())
+        hooks = [model.register_comm_hook("int8") for model in (uninterrupted, saved, rest)]
+        expected = run(uninterrupted, range(4))
+        before = run(saved, range(2))
         hooks[2].load_state_dict(hooks[1].state_dict())
         for param, grad in zip(rest.parameters(), before, strict=True):
             param.grad = grad
@@ -279,8 +279,8 @@ def test_hooks_take_f64_and_fewer_elements_than_ranks(name: str) -> None:
 def test_hooks_that_are_not() -> None:
     def body(group: ProcessGroup) -> None:
         model = DDP(nn.Linear(2, 2), group)
-        for given, said in (("int4", "no hook 'int4'"), (7, "given was a int")):
-            with pytest.raises(InvalidRequest, match=said):
+        for given, message in (("int4", "no hook 'int4'"), (7, "given was a int")):
+            with pytest.raises(InvalidRequest, match=message):
                 model.register_comm_hook(given)  # type: ignore[arg-type]
         for name in ("bf16", "int8"):
             with pytest.raises(InvalidRequest, match=f"'{name}' takes no block_numel"):

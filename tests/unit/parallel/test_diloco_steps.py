@@ -151,9 +151,9 @@ def test_progress_is_measured_from_the_rounded_values_of_a_bf16_module() -> None
     for values in steps.values.values():
         values += 1e-5  # what the servers hold is between two bf16 values
     trainer.pull()
-    kept = {unit: values.clone() for unit, values in steps.values.items()}
+    before = {unit: values.clone() for unit, values in steps.values.items()}
     trainer.outer_step()  # no progress
-    assert all(torch.equal(values, kept[unit]) for unit, values in steps.values.items())
+    assert all(torch.equal(values, before[unit]) for unit, values in steps.values.items())
 
 
 def test_pseudo_gradients_travel_in_the_dtype_asked_for() -> None:

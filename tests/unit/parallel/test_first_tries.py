@@ -74,19 +74,19 @@ UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_what_was_given_and_what_is_needed_is_said(name: str) -> None:
-    attempt, words = UNCLEAR[name]
-    with pytest.raises(InvalidRequest, match=words):
+    attempt, message = UNCLEAR[name]
+    with pytest.raises(InvalidRequest, match=message):
         attempt()
 
 
 def test_a_second_backward_without_a_step_says_what_to_do() -> None:
     model = FSDP(nn.Linear(2, 2), FakeGroup())  # type: ignore[arg-type]
     model(torch.ones(1, 2)).sum().backward()
-    words = (
+    message = (
         r"a second backward before optimizer\.step\(\): .* was sent already\. Step after each backward, with an "
         r"optimizer of axon_ps\.parallel; to accumulate, .* inside model\.no_sync\(\)"
     )
-    with pytest.raises(Misuse, match=words):
+    with pytest.raises(Misuse, match=message):
         model(torch.ones(1, 2)).sum().backward()
 
 

@@ -136,7 +136,7 @@ def test_full_shard_frees_every_unit_and_keeps_to_two_units_and_the_root() -> No
     sizes = [4 * unit.numel for unit in steps.spec.layout.units]
     root, largest = sizes[0], max(sizes[1:])
     stats = model.statistics()
-    # peak = root + the unit in use + the one gathered ahead
+    # peak = root + the unit in use + the prefetched one
     assert root + largest <= stats["peak_param_memory_bytes"] <= root + 2 * largest
     model.runtime.reset()
     assert model.statistics()["param_memory_bytes"] == 0
@@ -148,10 +148,10 @@ def test_a_step_gathers_each_unit_twice_but_the_root_and_the_last_two_once() -> 
     train(model, optimizer, batches(2))
     steps.log.clear()
     train(model, optimizer, batches(1))
-    # the root and blocks 1 and 2 were gathered ahead by the step before; for the next one they are behind their push
+    # the step before gathered the root and blocks 1 and 2 speculatively; this one does so behind their push
     assert [event for event in steps.log if event[0] != "push"] == [
         *(("gather", 3), ("gather", 1)),
-        *(("ahead", 2), ("ahead", 1), ("ahead", 0), ("vote", 3)),
+        *(("speculative", 2), ("speculative", 1), ("speculative", 0), ("vote", 3)),
     ]
     assert steps.units("push") == [3, 2, 1, 0]
 
@@ -161,30 +161,30 @@ def test_shard_grad_op_gathers_each_unit_once_right_behind_its_push_and_keeps_it
     train(model, optimizer, batches(3))
     steps.log.clear()
     train(model, optimizer, batches(1))
-    assert steps.log == [(kind, unit) for unit in (3, 2, 1, 0) for kind in ("push", "ahead")] + [("vote", 4)]
+    assert steps.log == [(kind, unit) for unit in (3, 2, 1, 0) for kind in ("push", "speculative")] + [("vote", 4)]
     assert model.statistics()["param_memory_bytes"] >= 4 * steps.spec.layout.numel  # type: ignore[union-attr]
 
 
 def test_a_freed_parameter_has_its_shape_cannot_be_read_and_summon_makes_it_whole() -> None:
     model, _, _ = make(Model())
-    freed = model.module.blocks[0].up.weight  # type: ignore[index,union-attr]
-    assert freed.shape == (16, 8)
-    assert freed.numel() == 128
+    resharded = model.module.blocks[0].up.weight  # type: ignore[index,union-attr]
+    assert resharded.shape == (16, 8)
+    assert resharded.numel() == 128
     with pytest.raises(Misuse, match=r"blocks\.0\.up\.weight.*summon_full_params"):
-        torch.isnan(freed)
+        torch.isnan(resharded)
     with torch._C.DisableTorchFunctionSubclass():
-        assert torch.isnan(freed).all()
+        assert torch.isnan(resharded).all()
         with torch.no_grad():
-            freed.fill_(1.0)  # nobody can stop this
+            resharded.fill_(1.0)  # nobody can stop this
     with model.summon_full_params():
-        whole = model.module.blocks[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
-    assert torch.equal(whole, dict(model.full_parameters())["blocks.0.up.weight"])
+        unsharded = model.module.blocks[0].up.weight.detach().clone()  # type: ignore[index,union-attr]
+    assert torch.equal(unsharded, dict(model.full_parameters())["blocks.0.up.weight"])
     assert model.statistics()["param_memory_bytes"] == 0
-    assert freed.numel() == 128
+    assert resharded.numel() == 128
     with pytest.raises(Misuse, match=r"blocks\.0\.up\.weight.*summon_full_params"):
-        torch.isnan(freed)
+        torch.isnan(resharded)
     with torch._C.DisableTorchFunctionSubclass():
-        assert torch.isnan(freed).all()
+        assert torch.isnan(resharded).all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -417,7 +417,7 @@ def test_a_forward_that_was_not_of_one_version_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("surprise", ["clip", "lr", "skip", "abort"])
-def test_what_was_gathered_ahead_of_another_decision_is_dropped(surprise: str) -> None:
+def test_a_speculative_gather_is_discarded_when_the_decision_is_another(surprise: str) -> None:
     torch.manual_seed(0)
     plain = Model()
     model, optimizer, steps = make(copy.deepcopy(plain), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
@@ -426,7 +426,7 @@ def test_what_was_gathered_ahead_of_another_decision_is_dropped(surprise: str) -
     train(model, optimizer, batches(2))
     for m in (plain, model):
         m(batches(1)[0]).square().mean().backward()
-    assert steps.units("ahead")
+    assert steps.units("speculative")
     if surprise == "clip":
         model.clip_grad_norm(1.0)
         steps.clip_factor = 0.5
@@ -445,7 +445,7 @@ def test_what_was_gathered_ahead_of_another_decision_is_dropped(surprise: str) -
     steps.log.clear()
     steps.outcome, steps.clip_factor = Outcome.COMMIT, 1.0
     train(model, optimizer, batches(1))
-    assert bool(steps.units("ahead")) == (surprise != "clip")  # a user who clips will clip again
+    assert bool(steps.units("speculative")) == (surprise != "clip")  # a user who clips will clip again
 
 
 def test_torch_schedulers_drive_the_hyperparameters() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, FSDPMemoryStats, GradScaler, MixedPrecision, ShardingStrategy
-from axon_ps.sharding.parts import even_options
+from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions
 from parallel_fakes import FakeGroup, FakeSteps
 
@@ -55,15 +55,15 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 3, microbatches: int = 1) -> None:
-    """Every step takes one batch, in as many pieces."""
+    """Every step takes one batch, in as many microbatches."""
     for step in range(steps):
         *first, last = batch(step).chunk(microbatches)
-        for piece in first:
+        for microbatch in first:
             if isinstance(model, FSDP):
                 with model.no_sync():
-                    model(piece).square().mean().backward()
+                    model(microbatch).square().mean().backward()
             else:
-                model(piece).square().mean().backward()
+                model(microbatch).square().mean().backward()
         model(last).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -174,16 +174,16 @@ def test_no_shard_skips_what_is_not_finite() -> None:
 @pytest.mark.parametrize("strategy", ALL)
 def test_gather_and_reshard_by_hand(strategy: ShardingStrategy) -> None:
     model, _, _ = make(Model(), sharding_strategy=strategy)
-    kept = model.statistics()["param_memory_bytes"]
+    before = model.statistics()["param_memory_bytes"]
     model.gather_parameters()
-    whole = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-    assert all(torch.isfinite(p).all() for p in whole.values())
-    assert all(torch.equal(p, whole[name]) for name, p in model.full_parameters())
+    full = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    assert all(torch.isfinite(p).all() for p in full.values())
+    assert all(torch.equal(p, full[name]) for name, p in model.full_parameters())
     model.reshard_parameters()
     if strategy is not ShardingStrategy.SHARD_GRAD_OP:
-        assert model.statistics()["param_memory_bytes"] == kept
+        assert model.statistics()["param_memory_bytes"] == before
     with model.summon_full_params():
-        assert all(torch.equal(p, whole[name]) for name, p in model.module.named_parameters())
+        assert all(torch.equal(p, full[name]) for name, p in model.module.named_parameters())
 
 
 @pytest.mark.parametrize("strategy", ALL)

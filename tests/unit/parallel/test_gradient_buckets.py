@@ -22,13 +22,13 @@ def test_a_bucket_takes_what_fits_and_gives_it_back() -> None:
     assert (bucket.numel, bucket.is_full) == (10, True)
     assert torch.equal(bucket.flat, torch.cat([a.view(-1), b]))
     bucket.flat.mul_(2.0)
-    taken = bucket.extract()
-    assert torch.equal(taken[0], 2 * a)
-    assert torch.equal(taken[1], 2 * b)
+    extracted = bucket.extract()
+    assert torch.equal(extracted[0], 2 * a)
+    assert torch.equal(extracted[1], 2 * b)
     bucket.clear()
     assert (bucket.numel, bucket.extract()) == (0, [])
     assert bucket.add(torch.randn(10))
-    assert torch.equal(taken[1], 2 * b)  # copies
+    assert torch.equal(extracted[1], 2 * b)  # copies
 
 
 def test_a_bucket_refuses_another_dtype_and_dtypes_without_sums() -> None:

@@ -57,7 +57,7 @@ def test_one_group_makes_many_meshes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "words"),
+    ("axes", "message"),
     [
         ({"data": 3}, "places for 3 workers; the group has 1"),
         ({"data": -1, "tensor": 2}, "places for 2 workers; the group has 1"),
@@ -67,8 +67,8 @@ def test_one_group_makes_many_meshes() -> None:
         ({"a" * 600: 1}, "names of the axes are too long"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(axes: dict[str, int], words: str) -> None:
-    with axon_ps.World.mock(1)[0] as world, pytest.raises(InvalidRequest, match=words):
+def test_sizes_that_cannot_be_are_refused(axes: dict[str, int], message: str) -> None:
+    with axon_ps.World.mock(1)[0] as world, pytest.raises(InvalidRequest, match=message):
         Mesh(world.default_group, **axes)
 
 

@@ -35,7 +35,7 @@ def test_what_travels(given: dict[str, Any], expected: WirePrecision) -> None:
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"wire_dtype": "top_k"}, "parameters travel whole"),
+        ({"wire_dtype": "top_k"}, "parameters cannot travel as a top-k"),
         ({"wire_dtype": "int4"}, "'int8' or 'top_k'"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype has dtype torch.int8"),
     ],

@@ -46,7 +46,7 @@ def loss_of(made: nn.Module, step: int, rank: int = 0, world_size: int = 1) -> t
     return nn.functional.mse_loss(made(INPUTS[step, rows]), TARGETS[step, rows])
 
 
-def alone(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int = STEPS) -> State:
+def single_process(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int = STEPS) -> State:
     """What one process of torch's trains."""
     made = model()
     optimizer = make(made)
@@ -71,7 +71,7 @@ def train(made: Any, optimizer: torch.optim.Optimizer, world: World, steps: rang
         assert result is None or result.committed  # type: ignore[attr-defined]
 
 
-def whole(made: FSDP) -> State:
+def full_parameters_of(made: FSDP) -> State:
     with made.summon_full_params():
         return {k: v.detach().clone() for k, v in made.module.state_dict().items()}
 
@@ -79,7 +79,7 @@ def whole(made: FSDP) -> State:
 def sharded(world: World, strategy: ShardingStrategy, group: Any = None) -> State:
     made = FSDP(model(), group, sharding_strategy=strategy, unit_types={nn.Linear})
     train(made, AdamW(made.parameters(), lr=1e-2), world, range(STEPS))
-    return whole(made)
+    return full_parameters_of(made)
 
 
 def same(states: list[State], expected: State) -> None:
@@ -91,18 +91,18 @@ def same(states: list[State], expected: State) -> None:
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_every_strategy_on_two_threads_equals_one_process(strategy: ShardingStrategy, shards: int) -> None:
-    same(run_threads(sharded, 2, args=(strategy,), shards=shards), alone(adam))
+    same(run_threads(sharded, 2, args=(strategy,), shards=shards), single_process(adam))
 
 
 def test_hybrid_shard_on_two_nodes_of_two_equals_one_process() -> None:
-    same(run_threads(sharded, 4, args=(ShardingStrategy.HYBRID_SHARD,), nodes=2), alone(adam))
+    same(run_threads(sharded, 4, args=(ShardingStrategy.HYBRID_SHARD,), nodes=2), single_process(adam))
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 def test_a_world_of_one_needs_no_thread(strategy: ShardingStrategy) -> None:
     with World.mock() as world:
         assert World.current() is world
-        same([sharded(world, strategy)], alone(adam))
+        same([sharded(world, strategy)], single_process(adam))
     assert World.current() is None
 
 
@@ -115,7 +115,7 @@ def test_groups_of_backends_train_as_well() -> None:
             group.close()
 
     with ThreadPoolExecutor(2) as pool:
-        same(list(pool.map(one, MockBackend.create_world(2))), alone(adam))
+        same(list(pool.map(one, MockBackend.create_world(2))), single_process(adam))
 
 
 def test_data_parallel_with_an_optimizer_of_torchs_equals_one_process() -> None:
@@ -129,7 +129,7 @@ def test_data_parallel_with_an_optimizer_of_torchs_equals_one_process() -> None:
             optimizer.step()
         return made.module.state_dict()
 
-    same(run_threads(one, 2), alone(adam))
+    same(run_threads(one, 2), single_process(adam))
 
 
 def test_a_checkpoint_of_two_goes_on_with_three_workers_and_other_servers(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_a_checkpoint_of_two_goes_on_with_three_workers_and_other_servers(tmp_pa
         world.resume_checkpoint(str(tmp_path))
         begun = world.version
         train(made, optimizer, world, range(half, STEPS))
-        return begun, whole(made)
+        return begun, full_parameters_of(made)
 
     assert run_threads(first, 4, shards=2) == [half] * 4
     found = run_threads(second, 2, shards=3)
     assert [begun for begun, _ in found] == [half] * 2
-    same([state for _, state in found], alone(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)))
+    same([state for _, state in found], single_process(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)))
 
 
 def test_two_jobs_at_once_know_nothing_of_each_other() -> None:
@@ -162,8 +162,8 @@ def test_two_jobs_at_once_know_nothing_of_each_other() -> None:
         train(one, optimizers[0], first, range(STEPS))
         train(other, optimizers[1], second, range(1))
         assert (first.version, second.version) == (STEPS, 1)
-        same([whole(one)], alone(adam))
-        same([whole(other)], alone(adam, steps=1))
+        same([full_parameters_of(one)], single_process(adam))
+        same([full_parameters_of(other)], single_process(adam, steps=1))
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)
@@ -209,11 +209,11 @@ def test_nothing_is_left_behind_closed_or_not() -> None:
 @pytest.mark.parametrize("strategy", [s for s in ShardingStrategy if s is not ShardingStrategy.NO_SHARD])
 def test_servers_train_for_the_whole_world_only(strategy: ShardingStrategy) -> None:
     def one(world: World) -> None:
-        part = world.new_group([0])
+        subgroup = world.new_group([0])
         if world.rank == 0:
-            words = rf"sub-group, of 1 of the world's 2 workers.*{strategy.name}.*NO_SHARD"
-            with pytest.raises(InvalidRequest, match=words):
-                FSDP(model(), part, sharding_strategy=strategy)
+            message = rf"sub-group, of 1 of the world's 2 workers.*{strategy.name}.*NO_SHARD"
+            with pytest.raises(InvalidRequest, match=message):
+                FSDP(model(), subgroup, sharding_strategy=strategy)
         world.barrier()
 
     run_threads(one, 2)
@@ -234,11 +234,11 @@ def test_without_servers_each_line_of_a_mesh_trains_for_itself(tmp_path: Path) -
         made.save_checkpoint(uri, optimizer)
         again = FSDP(nn.Sequential(nn.Linear(16, 31), nn.Tanh(), nn.Linear(31, 7)), place, sharding_strategy=NO_SHARD)
         again.load_checkpoint(uri)
-        return whole(made), whole(again)
+        return full_parameters_of(made), full_parameters_of(again)
 
     found = run_threads(one, 4)
     for states, steps in ((found[0::2], 1), (found[1::2], STEPS)):
-        same([state for pair in states for state in pair], alone(adam, steps))
+        same([state for pair in states for state in pair], single_process(adam, steps))
 
 
 def test_zero_by_number_is_a_strategy() -> None:

@@ -19,10 +19,10 @@ from axon_ps.collectives.work import Work
 from axon_ps.errors import AxonError, Broken, Disagreement, MemberLost, Timeout
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.memory import Meter
-from axon_ps.parallel.work import LaneWork
+from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.parts import even_options, part_bounds
+from axon_ps.sharding.partitions import even_options, partition_bounds
 from axon_ps.sharding.plan import PlanOptions, make_plan
 from axon_ps.testing.device import stand_in
 from axon_ps.types import Array, DType, Outcome
@@ -35,7 +35,7 @@ LAYOUT = Layout(
 SPEC = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=64, min_slice_numel=64), replica_is_node=True)
 
 
-class PartSteps(FakeSteps):
+class ShardSteps(FakeSteps):
     """`FakeSteps` that serve and take ranges."""
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class PartSteps(FakeSteps):
         self.log.append(("gather", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
-    def gather_ahead(
+    def gather_speculative(
         self, unit: int, out: Array, ticket: Any, hyper: Any, *, begin: int = 0, end: int | None = None
     ) -> FakeWork:
-        self.log.append(("ahead", unit))
+        self.log.append(("speculative", unit))
         return FakeWork(lambda: np.copyto(out, self.values[unit][begin:end].numpy()))
 
     def push(
@@ -71,15 +71,15 @@ class MockGroups:
     control: Any
 
     def form(self, error: AxonError | None = None) -> None:
-        raise AssertionError(f"nobody was lost: {error}")
+        raise AssertionError(f"no worker was lost: {error}")
 
 
-def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[Any]:
+def node(do: Callable[[NodeSteps, ShardSteps, int], Any], size: int = 3) -> list[Any]:
     """`do` on every worker of a node; results, or what was raised."""
     results: list[Any] = [None] * size
 
     def run(rank: int, data: Any, control: Any) -> None:
-        steps = PartSteps()
+        steps = ShardSteps()
         mine = NodeSteps(
             steps,  # type: ignore[arg-type]
             MockGroups(data, control),
@@ -104,8 +104,8 @@ def node(do: Callable[[NodeSteps, PartSteps, int], Any], size: int = 3) -> list[
     return results
 
 
-def test_a_unit_is_gathered_from_parts_and_a_gradient_pushed_in_parts() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+def test_a_unit_is_gathered_from_shards_and_a_gradient_pushed_in_shards() -> None:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         mine.agree()
         gathered = []
         for unit, numel in enumerate(UNITS):
@@ -119,22 +119,22 @@ def test_a_unit_is_gathered_from_parts_and_a_gradient_pushed_in_parts() -> None:
             pushes.append(mine.push(unit, grad, ticket))
         for push in pushes:
             push.wait()
-        return gathered, steps.pushed, ticket.num_replicas, [mine.part_numel(unit) for unit in range(3)]
+        return gathered, steps.pushed, ticket.num_replicas, [mine.shard_numel(unit) for unit in range(3)]
 
     results = node(do)
     for gathered, _, replicas, _ in results:
         assert all(np.array_equal(out, np.arange(n)) for out, n in zip(gathered, UNITS, strict=True))
         assert replicas == 3  # the averages of the node's workers are summed
     for unit in (2, 0):
-        parts = {begin: grad for _, pushed, _, _ in results for (u, begin), grad in pushed.items() if u == unit}
-        whole = np.concatenate([parts[begin] for begin in sorted(parts)])
-        assert np.array_equal(whole, np.full(UNITS[unit], 6.0))
+        shards = {begin: grad for _, pushed, _, _ in results for (u, begin), grad in pushed.items() if u == unit}
+        full = np.concatenate([shards[begin] for begin in sorted(shards)])
+        assert np.array_equal(full, np.full(UNITS[unit], 6.0))
     assert [sum(r[3][unit] for r in results) for unit in range(3)] == list(UNITS)
     assert max(r[3][0] for r in results) - min(r[3][0] for r in results) <= 2 * 64
 
 
 def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         for version in (0, 1):
             steps.version = version
             mine.agree()
@@ -144,11 +144,11 @@ def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> Non
 
     pulled = [unit for result in node(do) for unit in result]
     assert pulled.count(0) == 2 * 3
-    assert pulled.count(1) in (1, 2)  # as many as have a part of it
+    assert pulled.count(1) in (1, 2)  # as many as have a shard of it
 
 
 def test_the_newest_version_that_any_of_them_knows_counts() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         steps.epoch, steps.version = (1, 2) if rank == 1 else (0, 7)
         mine.agree()
         return mine.epoch, mine.version
@@ -157,7 +157,7 @@ def test_the_newest_version_that_any_of_them_knows_counts() -> None:
 
 
 def test_workers_that_used_other_units_do_not_vote() -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         for unit in (0, 1) if rank else (1, 0):
             mine.push(unit, None, mine.ticket()).wait()
         mine.vote(mine.ticket(), [], max_norm=0.0, hyper=())
@@ -171,7 +171,7 @@ def test_parts_cover_a_unit_and_cut_it_where_chunks_begin(count: int) -> None:
     for servers in (1, 2, 3):
         plan = make_plan(LAYOUT, servers, SPEC.options)
         for slices in plan.slices:
-            bounds = part_bounds(slices, 64, count)
+            bounds = partition_bounds(slices, 64, count)
             cuts = {begin for s in slices for begin, _ in s.chunks(64)} | {slices[-1].end}
             assert bounds[0] == 0
             assert bounds[-1] == slices[-1].end
@@ -185,10 +185,10 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
     layout = Layout(units=(build_unit("u", [("p", (1_771_008,), DType.F32)]),))
     for servers, count in ((2, 2), (2, 4), (3, 2), (1, 8)):
         options = even_options(layout, servers, count, PlanOptions())
-        bounds = part_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
-        parts = [b - a for a, b in itertools.pairwise(bounds)]
+        bounds = partition_bounds(make_plan(layout, servers, options).slices[0], options.chunk_numel, count)
+        shards = [b - a for a, b in itertools.pairwise(bounds)]
         assert options.chunk_numel <= PlanOptions().chunk_numel * 9 // 8
-        assert max(parts) <= 1.02 * layout.numel / count, (servers, count, parts)
+        assert max(shards) <= 1.02 * layout.numel / count, (servers, count, shards)
 
 
 @pytest.mark.parametrize("numel", [2_099_200, 1_771_008, 3_000_000, 1 << 20, 200_000, 10_000, 1])
@@ -196,17 +196,17 @@ def test_even_options_let_the_largest_unit_be_shared_evenly() -> None:
 def test_even_options_leave_no_short_chunk_at_the_end_of_a_slice(numel: int, servers: int) -> None:
     layout = Layout(units=(build_unit("u", [("p", (numel,), DType.F32)]),))
     options = even_options(layout, servers, 1, PlanOptions())
-    for piece in make_plan(layout, servers, options).slices[0]:
-        chunks = [end - begin for begin, end in piece.chunks(options.chunk_numel)]
+    for owned in make_plan(layout, servers, options).slices[0]:
+        chunks = [end - begin for begin, end in owned.chunks(options.chunk_numel)]
         assert max(chunks) <= PlanOptions().chunk_numel * 9 // 8
-        assert len(chunks) <= -(-piece.numel // PlanOptions().chunk_numel)
+        assert len(chunks) <= -(-owned.numel // PlanOptions().chunk_numel)
         if len(chunks) > 1:
             assert min(chunks) >= 0.9 * max(chunks), (numel, servers, chunks)
 
 
 @pytest.mark.parametrize("surprise", [None, "clipped", "skipped", "other hyperparameters"])
-def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_so(surprise: str | None) -> None:
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+def test_shards_are_pulled_speculatively_behind_their_push_and_count_if_decided_so(surprise: str | None) -> None:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         def values_of(unit: int) -> Array:
             out = np.empty(UNITS[unit], np.float32)
             mine.gather(unit, out).wait()
@@ -215,7 +215,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
         mine.agree()
         before = [values_of(unit) for unit in range(3)]
         ticket = mine.ticket()
-        mine.assume(({"lr": 1.0},))
+        mine.expect(({"lr": 1.0},))
         pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
         for push in pushes:
             push.wait()
@@ -240,7 +240,7 @@ def test_parts_are_pulled_behind_their_push_and_count_once_the_step_is_decided_s
             assert np.array_equal(after[1], before[2] + 1.0)
     pulled = [unit for *_, log in results for unit in log]
     if surprise is None:
-        assert pulled.count(2) == 0  # came ahead; unit 0 did not, being pulled again for its second use
+        assert pulled.count(2) == 0  # pulled speculatively; so was unit 0, but again for its second use
         assert pulled.count(0) == 3
     elif surprise != "skipped":
         assert (pulled.count(0), pulled.count(2) > 0) == (3, True)
@@ -263,15 +263,15 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
     when: str, on_device: bool
 ) -> None:
     groups_of = [ProcessGroup.mock(2) for _ in range(4)]
-    lost = MemberLost("rank 1 (node a) has left the job")
+    loss = MemberLost("rank 1 (node a) has left the job")
     arrived = threading.Barrier(2)
 
-    def step(mine: NodeSteps, steps: PartSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
+    def step(mine: NodeSteps, steps: ShardSteps, groups: TwoGroups, moment: str = "") -> tuple[Any, Outcome]:
         def at(this: str) -> None:
             if this == moment:
                 arrived.wait()
-                groups.data.abort(lost)
-                groups.control.abort(lost)
+                groups.data.abort(loss)
+                groups.control.abort(loss)
 
         at("agree")
         mine.agree()
@@ -291,7 +291,7 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         return gathered, mine.vote(ticket, pushes, max_norm=0.0, hyper=()).outcome
 
     def run(rank: int) -> None:
-        steps = PartSteps()
+        steps = ShardSteps()
         pairs = [(groups_of[i][rank], groups_of[i + 1][rank]) for i in (0, 2)]
         groups = TwoGroups(*pairs[0], others=pairs[1])
         device = torch.device("cpu") if on_device else None
@@ -319,18 +319,18 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
 
 
 def test_a_step_of_before_a_change_has_a_void_ticket_whoever_of_the_node_knows_of_it() -> None:
-    heard = [threading.Barrier(3), threading.Barrier(3)]
+    notified = [threading.Barrier(3), threading.Barrier(3)]
 
-    def do(mine: NodeSteps, steps: PartSteps, rank: int) -> Any:
+    def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         began = steps.latest
         mine.agree()
-        heard[0].wait()
+        notified[0].wait()
         if rank == 1:  # it hears of a restore, after forward and before the others
             steps.epoch = 1
         after_forward = mine.ticket(began)
-        mine.agree()  # the others have still heard of nothing, and gather what is there now all the same
+        mine.agree()  # the others have still notified of nothing, and gather what is there now all the same
         before_forward = mine.ticket(steps.latest)
-        heard[1].wait()
+        notified[1].wait()
         steps.epoch = 1
         again = mine.ticket(steps.latest)
         return [t.is_void and t.shared.is_void for t in (after_forward, before_forward, again)]
@@ -338,9 +338,9 @@ def test_a_step_of_before_a_change_has_a_void_ticket_whoever_of_the_node_knows_o
     assert node(do) == [[True, True, False]] * 3
 
 
-def test_a_push_on_the_lane_is_complete_when_what_it_left_under_way_is() -> None:
+def test_queued_work_is_complete_when_the_work_it_started_is() -> None:
     outer, inner = concurrent.futures.Future[Any](), concurrent.futures.Future[None]()
-    push = LaneWork[None](outer, "pushing")
+    push = QueuedWork[None](outer, "pushing")
     assert not push.is_completed()
     outer.set_result(Work(inner, "pushing"))
     assert not push.is_completed()
@@ -352,4 +352,4 @@ def test_a_push_on_the_lane_is_complete_when_what_it_left_under_way_is() -> None
         push.wait(0.0)
     failed = concurrent.futures.Future[Any]()
     failed.set_exception(Broken("lost"))
-    assert LaneWork[None](failed, "pushing").is_completed()
+    assert QueuedWork[None](failed, "pushing").is_completed()

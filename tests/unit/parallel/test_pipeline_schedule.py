@@ -145,7 +145,7 @@ def test_a_deadlock_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages_per_rank", "m", "words"),
+    ("schedule", "stages_per_rank", "m", "message"),
     [
         (ONE_F_ONE_B, [1, 0], 4, "every rank needs one"),
         (INTERLEAVED, [2, 1], 4, "as many stages on every rank"),
@@ -153,7 +153,9 @@ def test_a_deadlock_is_told() -> None:
         (GPIPE, [1, 1], 0, "at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused(schedule: PipelineSchedule, stages_per_rank: list[int], m: int, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
+def test_what_cannot_be_is_refused(
+    schedule: PipelineSchedule, stages_per_rank: list[int], m: int, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         owners(schedule, stages_per_rank)
         check(schedule, len(stages_per_rank), m)

@@ -315,10 +315,10 @@ def test_shared_parameters_can_be_named() -> None:
             pipeline.step(tokens, target)
             return [(p.detach(), p.grad) for p in pipeline.parameters()]
 
-    def alone(group: ProcessGroup) -> list[tuple[Tensor, Tensor | None]]:
+    def separate(group: ProcessGroup) -> list[tuple[Tensor, Tensor | None]]:
         return work(group, [group.rank])
 
-    for weight, grad in (*work(None, [0, 1]), *itertools.chain(*well(on_threads(2, alone)))):
+    for weight, grad in (*work(None, [0, 1]), *itertools.chain(*well(on_threads(2, separate)))):
         assert torch.equal(weight, begin[0])
         torch.testing.assert_close(grad, shared.grad)
 
@@ -375,23 +375,23 @@ def test_an_error_in_a_stage_ends_all_ranks(
         modules[stage] = nn.Sequential(modules[stage], Trouble(phase, microbatch), nn.Linear(WIDTH, WIDTH))
         options: Any = {"num_microbatches": 6, "schedule": schedule, "loss_fn": functional.mse_loss}
         pipeline = Pipeline.from_modules(modules, 3, group, **options)
-        with pytest.raises((ValueError, Broken)) as told:
+        with pytest.raises((ValueError, Broken)) as raised:
             pipeline.step(x, y)
         with pytest.raises(Broken) as over:
             pipeline.step(x, y)
         with Pipeline.from_modules(copy.deepcopy(list(model)), 3, group, **options) as another:
-            return told.value, over.value, another.step(x, y).item()
+            return raised.value, over.value, another.step(x, y).item()
 
     results = well(on_threads(3, work))
-    words = f"stage {stage} on rank {stage} of the pipeline failed in {phase}"
-    for rank, (told, over, loss) in enumerate(results):
+    message = f"stage {stage} on rank {stage} of the pipeline failed in {phase}"
+    for rank, (raised, over, loss) in enumerate(results):
         if rank == stage:
-            assert type(told) is ValueError
-            assert told.__notes__[0].startswith(words)
+            assert type(raised) is ValueError
+            assert raised.__notes__[0].startswith(message)
         else:
-            assert type(told) is Broken
-            assert re.match(f"{words}.* of microbatch {microbatch}: ValueError: out of ideas", str(told))
-        assert words in str(over)
+            assert type(raised) is Broken
+            assert re.match(f"{message}.* of microbatch {microbatch}: ValueError: out of ideas", str(raised))
+        assert message in str(over)
         assert loss == pytest.approx(functional.mse_loss(model(x), y).item(), rel=1e-5)
 
 
@@ -410,11 +410,11 @@ def test_a_rank_that_leaves_does_not_hang_the_others() -> None:
     def work(group: ProcessGroup) -> str:
         modules = [nn.Linear(WIDTH, WIDTH), Interrupt(), nn.Linear(WIDTH, WIDTH)]
         pipeline = Pipeline.from_modules(modules, 3, group, num_microbatches=3, loss_fn=functional.mse_loss)
-        with pytest.raises((Interrupted, Broken)) as told:
+        with pytest.raises((Interrupted, Broken)) as raised:
             pipeline.step(x, y)
         with pytest.raises(Broken, match="rank 1 left the pipeline by Interrupted"):
             pipeline(x)
-        return type(told.value).__name__
+        return type(raised.value).__name__
 
     assert well(on_threads(3, work)) == ["Broken", "Interrupted", "Broken"]
 
@@ -440,9 +440,9 @@ def test_a_bad_batch_on_one_rank_ends_all() -> None:
 
     def work(group: ProcessGroup) -> str:
         pipeline = Pipeline.from_modules(blocks(2), 2, group, num_microbatches=3, loss_fn=functional.mse_loss)
-        with pytest.raises((InvalidRequest, Broken)) as told:
+        with pytest.raises((InvalidRequest, Broken)) as raised:
             pipeline.step(x[:2] if group.rank == 0 else x, y)
-        return str(told.value)
+        return str(raised.value)
 
     first, second = well(on_threads(2, work))
     assert "the batch has [2] rows; needed is one number, at least 3" in first
@@ -451,11 +451,11 @@ def test_a_bad_batch_on_one_rank_ends_all() -> None:
 
 def test_ranks_must_make_the_same_pipeline() -> None:
     def work(group: ProcessGroup) -> str:
-        with pytest.raises(Disagreement) as told:
+        with pytest.raises(Disagreement) as raised:
             Pipeline([PipelineStage(nn.Identity())], num_microbatches=2 + group.rank, group=group)
-        return str(told.value)
+        return str(raised.value)
 
-    assert all("rank 0: 1f1b, 2 microbatches" in words for words in well(on_threads(2, work)))
+    assert all("rank 0: 1f1b, 2 microbatches" in message for message in well(on_threads(2, work)))
 
 
 def test_what_cannot_be_is_refused_here() -> None:

@@ -72,16 +72,16 @@ def test_equals_one_process_with_the_whole_batch(batches: tuple[int, ...], spati
 
     ranks = on_ranks(len(batches), body)
     for step, now in enumerate(zip(*ranks, strict=True)):
-        for name, whole in expected[step].items():
+        for name, expected_value in expected[step].items():
             values = [found[name] for found in now]
             if name in ("y", "dx"):
-                close(torch.cat(values), whole, 2e-5)
+                close(torch.cat(values), expected_value, 2e-5)
             elif name.startswith("buffer"):
                 for value in values:
-                    close(value.double(), whole.double())
+                    close(value.double(), expected_value.double())
                     assert torch.equal(value, values[0])  # the same bits everywhere
             else:
-                close(torch.stack(values).sum(0), whole, 2e-5)
+                close(torch.stack(values).sum(0), expected_value, 2e-5)
 
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float64, 1e-10), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -205,8 +205,8 @@ def test_what_cannot_be_normalised_is_said_on_every_rank() -> None:
         with pytest.raises(InvalidRequest, match="the 2 ranks together have 1"):
             layer(torch.ones(group.rank, CHANNELS))
         wrong = pytest.raises(InvalidRequest, match=r"was given \[2, 4\]; it needs \[N, 3")
-        told = pytest.raises(Disagreement, match=r"rank 1.*was given \[2, 4\]")
-        with wrong if group.rank else told:
+        raised = pytest.raises(Disagreement, match=r"rank 1.*was given \[2, 4\]")
+        with wrong if group.rank else raised:
             layer(torch.ones(2, CHANNELS + group.rank))
         assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
         assert layer(torch.ones(2, CHANNELS)).shape == (2, CHANNELS)  # the group can go on

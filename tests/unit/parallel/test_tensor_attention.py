@@ -31,9 +31,9 @@ def plain(bias: bool = True, **options: Any) -> nn.MultiheadAttention:
 def check_gradients(layer: TensorParallelAttention, oracle: nn.MultiheadAttention) -> None:
     """Every parameter's gradient, put together, is the oracle's."""
     for kind in ("weight", "bias"):
-        grads = [p.whole(kind, p.get_parameter(kind).grad) for p in (layer.query, layer.key, layer.value)]
+        grads = [p.full_tensor(kind, p.get_parameter(kind).grad) for p in (layer.query, layer.key, layer.value)]
         close(torch.cat(grads), oracle.get_parameter(f"in_proj_{kind}").grad)
-        close(layer.out.whole(kind, layer.out.get_parameter(kind).grad), oracle.out_proj.get_parameter(kind).grad)
+        close(layer.out.full_tensor(kind, layer.out.get_parameter(kind).grad), oracle.out_proj.get_parameter(kind).grad)
 
 
 @pytest.mark.parametrize(("causal", "sequence_parallel"), [(False, False), (True, False), (False, True), (True, True)])
@@ -86,9 +86,9 @@ def test_masks_and_memory_and_any_leading_shape() -> None:
         square = by_head[..., :LENGTH]
         close(layer(x, attn_mask=square), expected(square.masked_fill(LATER, -math.inf), x))
         close(layer(x, attn_mask=allowed[..., :LENGTH]), expected(~allowed[..., :LENGTH] | LATER, x))
-        alone = layer(x)
+        one_batch = layer(x)
         for shape in ((LENGTH, HIDDEN), (1, 1, LENGTH, HIDDEN)):
-            close(layer(x[0].reshape(shape)), alone[0].reshape(shape))
+            close(layer(x[0].reshape(shape)), one_batch[0].reshape(shape))
         assert layer(x[:0]).shape == (0, LENGTH, HIDDEN)
         with pytest.raises(InvalidRequest, match=r"attn_mask is \[3, 6, 6\]; needed is \[\.\.\., 1 or 12 heads"):
             layer(x, attn_mask=by_head[:, 0, :, :LENGTH])
@@ -196,10 +196,10 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
         assert layer.training
         mask = rand(LENGTH, LENGTH, seed=4)
         dropped = layer(x), layer(x, attn_mask=mask), layer(x, attn_mask=mask > 0)
-        kept = layer._kept(torch.empty(50, HEADS // group.world_size, 20, 20))
-        assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
-        assert kept.mean().item() == pytest.approx(1.0, abs=0.03)
-        assert not torch.equal(kept[:, 0], kept[:, 1])
+        dropout_mask = layer._dropout_mask(torch.empty(50, HEADS // group.world_size, 20, 20))
+        assert dropout_mask.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+        assert dropout_mask.mean().item() == pytest.approx(1.0, abs=0.03)
+        assert not torch.equal(dropout_mask[:, 0], dropout_mask[:, 1])
         layer.eval()
         assert (layer(x) - dropped[0]).norm() > 0.1 * dropped[0].norm()
         return dropped
@@ -212,7 +212,7 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"hidden_size": 10, "num_heads": 4}, "hidden_size=10 does not divide into num_heads=4"),
         ({"hidden_size": 12, "num_heads": 3}, "3 heads .* do not divide among 2 ranks"),
@@ -221,9 +221,9 @@ def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(monkeypatch: pyt
         ({"hidden_size": 12, "num_heads": 4, "dropout": 1.0}, "a probability below 1"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(options: dict[str, Any], words: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(options: dict[str, Any], message: str) -> None:
     def body(group: ProcessGroup) -> None:
-        with pytest.raises(InvalidRequest, match=words):
+        with pytest.raises(InvalidRequest, match=message):
             TensorParallelAttention(group=group, **options)
 
     on_ranks(2, body)

@@ -24,10 +24,10 @@ N = 3
 Values = Callable[[int], torch.Tensor]
 
 
-def own(whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    """A rank's part, and for ranks beyond the last part an empty one."""
-    parts = whole.chunk(N, dim)
-    return parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+def own(full: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """A rank's shard, and for ranks beyond the last shard an empty one."""
+    shards = full.chunk(N, dim)
+    return shards[rank] if rank < len(shards) else full.narrow(dim, 0, 0)
 
 
 def check(
@@ -51,7 +51,7 @@ def check(
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_every_function_and_its_mirror(dim: int) -> None:
-    def whole(_: int) -> torch.Tensor:
+    def full(_: int) -> torch.Tensor:
         return rand(6, 3, 9)
 
     def each(rank: int) -> torch.Tensor:
@@ -60,39 +60,39 @@ def test_every_function_and_its_mirror(dim: int) -> None:
     def total(_: int) -> torch.Tensor:
         return each(0) + each(1) + each(2)
 
-    def part(rank: int) -> torch.Tensor:
-        return own(whole(0), dim, rank).clone()
+    def shard(rank: int) -> torch.Tensor:
+        return own(full(0), dim, rank).clone()
 
-    def part_of_total(rank: int) -> torch.Tensor:
+    def shard_of_total(rank: int) -> torch.Tensor:
         return own(total(0), dim, rank)
 
     def along(function: Any) -> Callable[..., torch.Tensor]:
         return lambda x, group: function(x, group, dim)
 
     def body(group: ProcessGroup) -> None:
-        check(group, copy_to_group, whole, whole, each, total)
-        check(group, reduce_from_group, each, total, whole, whole)
-        check(group, along(scatter_to_group), whole, part, part, whole)
-        check(group, along(gather_from_group), part, whole, whole, part)
-        check(group, along(gather_sequence), part, whole, each, part_of_total)
-        check(group, along(reduce_scatter_sequence), each, part_of_total, part, whole)
+        check(group, copy_to_group, full, full, each, total)
+        check(group, reduce_from_group, each, total, full, full)
+        check(group, along(scatter_to_group), full, shard, shard, full)
+        check(group, along(gather_from_group), shard, full, full, shard)
+        check(group, along(gather_sequence), shard, full, each, shard_of_total)
+        check(group, along(reduce_scatter_sequence), each, shard_of_total, shard, full)
 
     on_ranks(N, body)
 
 
 @pytest.mark.parametrize("size", [1, 4, 7])
 def test_features_need_not_divide(size: int) -> None:
-    whole = rand(2, size)
+    full = rand(2, size)
 
     def body(group: ProcessGroup) -> None:
-        mine = own(whole, -1, group.rank).clone()
-        check(group, scatter_to_group, lambda _: whole.clone(), lambda _: mine, lambda _: mine, lambda _: whole)
+        mine = own(full, -1, group.rank).clone()
+        check(group, scatter_to_group, lambda _: full.clone(), lambda _: mine, lambda _: mine, lambda _: full)
         check(
             group,
             lambda x, g: gather_from_group(x, g, -1, size),
             lambda _: mine.clone(),
-            lambda _: whole,
-            lambda _: whole,
+            lambda _: full,
+            lambda _: full,
             lambda _: mine,
         )
 

@@ -67,8 +67,8 @@ def test_a_layer_equals_plain_torch(kind: Any, bias: bool, world_size: int) -> N
             close(got_grad, grad)
         for name, p in oracle.named_parameters():
             own = layer.get_parameter(name)
-            close(layer.whole(name, own.grad), p.grad)
-            close(own.grad, layer.part(name, p.grad))
+            close(layer.full_tensor(name, own.grad), p.grad)
+            close(own.grad, layer.shard_of(name, p.grad))
         assert sum(p.numel() for p in layer.parameters()) <= (49 if world_size == 1 else 35)
         back = layer.to_linear()
         assert all(torch.equal(a, b) for a, b in zip(back.parameters(), oracle.parameters(), strict=True))
@@ -77,7 +77,7 @@ def test_a_layer_equals_plain_torch(kind: Any, bias: bool, world_size: int) -> N
 
 
 class MLP(nn.Module):
-    """A norm and two layers; with sequence parallelism everything outside the pair has a part of the sequence."""
+    """A norm and two layers; with sequence parallelism everything outside the pair has a shard of the sequence."""
 
     def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_an_mlp_equals_plain_torch(world_size: int, sequence_parallel: bool) -> 
         for name, p in oracle.named_parameters():
             holder, _, last = name.rpartition(".")
             layer, own = model.get_submodule(holder), model.get_parameter(name)
-            close(own.grad, p.grad if holder == "norm" else layer.part(last, p.grad))
+            close(own.grad, p.grad if holder == "norm" else layer.shard_of(last, p.grad))
 
     on_ranks(world_size, body)
 
@@ -165,13 +165,13 @@ def test_first_values_are_those_of_plain_torch_from_the_same_seed(dtype: torch.d
 
 def test_a_matrix_is_drawn_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("axon_ps.parallel.tensor.partition._DRAWN_NUMEL", 14)  # two rows of seven
-    whole = torch.empty(9, 7).uniform_(-0.5, 0.5, generator=generator())
+    full = torch.empty(9, 7).uniform_(-0.5, 0.5, generator=generator())
     for dim, size in ((0, 9), (1, 7)):
         for index in range(4):
             partition = Partition(dim, size, 4, index)
-            part = torch.full_like(partition.part_of(whole), torch.nan)
-            draw_uniform_(part, 0.5, partition, generator())
-            assert torch.equal(part, partition.part_of(whole))
+            shard = torch.full_like(partition.shard_of(full), torch.nan)
+            draw_uniform_(shard, 0.5, partition, generator())
+            assert torch.equal(shard, partition.shard_of(full))
 
 
 def test_parts_are_those_of_chunk() -> None:
@@ -209,10 +209,10 @@ def test_whole_state_dicts_load_at_any_size_of_the_group() -> None:
         model = build(group)
         load_full_state_dict(model, oracle.state_dict())
         close(model(rand(3, 8)), oracle(rand(3, 8)))
-        parts = copy.deepcopy(model).state_dict()  # of a copy, which is in the same group
-        for whole in (full_state_dict(model), full_state_dict(build(group), parts)):
-            assert list(whole) == list(oracle.state_dict())
-            assert all(torch.equal(whole[k], v) for k, v in oracle.state_dict().items())
+        shards = copy.deepcopy(model).state_dict()  # of a copy, which is in the same group
+        for full in (full_state_dict(model), full_state_dict(build(group), shards)):
+            assert list(full) == list(oracle.state_dict())
+            assert all(torch.equal(full[k], v) for k, v in oracle.state_dict().items())
         with pytest.raises(LayoutMismatch, match=r"'up.weight' of the state dict is \[4, 8\].*\[10, 8\]"):
             load_full_state_dict(model, {**oracle.state_dict(), "up.weight": torch.zeros(4, 8)})
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -245,16 +245,16 @@ def test_the_norm_counts_every_parameter_once(norm_type: float) -> None:
         )
         for name, p in model.named_parameters():
             holder, _, last = name.rpartition(".")
-            layer, whole = model.get_submodule(holder), grads[stage, name]
-            p.grad = (whole if holder == "norm" else layer.part(last, whole)).clone()
+            layer, full = model.get_submodule(holder), grads[stage, name]
+            p.grad = (full if holder == "norm" else layer.shard_of(last, full)).clone()
         elsewhere = [model.norm.bias] if stage else []
         norm = grad_norm(model, norm_type=norm_type, mesh=mesh, counted_elsewhere=elsewhere)
         close(norm, expected, 1e-6)
         clip_grad_norm([model], 0.5, norm_type=norm_type, mesh=mesh)
         for name, p in model.named_parameters():
             holder, _, last = name.rpartition(".")
-            layer, whole = model.get_submodule(holder), stages[stage].get_parameter(name).grad
-            close(p.grad, whole if holder == "norm" else layer.part(last, whole))
+            layer, full = model.get_submodule(holder), stages[stage].get_parameter(name).grad
+            close(p.grad, full if holder == "norm" else layer.shard_of(last, full))
 
     on_ranks(4, body)
 
@@ -282,10 +282,10 @@ def test_of_a_sequence_only_the_own_part_is_kept_for_backward() -> None:
         layer = ColumnParallelLinear(
             8, 8, group=group, gather_output=False, sequence_parallel=True, generator=generator()
         )
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
             layer(rand(3, 8).requires_grad_())
-        assert kept == [(3, 8), (4, 8)]
+        assert saved == [(3, 8), (4, 8)]
 
     on_ranks(2, body)
 
@@ -392,7 +392,7 @@ def test_optimizer_state_of_other_parameters_is_refused() -> None:
         with pytest.raises(LayoutMismatch, match="of other parameters"):
             load_full_optimizer_state_dict(model, optimizer, wrong)
         wrong = {**state, "state": {"weight": {"exp_avg": torch.zeros(6, 2)}}}
-        with pytest.raises(LayoutMismatch, match=r"exp_avg of 'weight' is \[6, 2\]; the whole one has \[6, 4\]"):
+        with pytest.raises(LayoutMismatch, match=r"exp_avg of 'weight' is \[6, 2\]; the full one has \[6, 4\]"):
             load_full_optimizer_state_dict(model, optimizer, wrong)
         with pytest.raises(axon_ps.errors.Misuse, match="init_process_group"):
             Mesh(group, tensor=2).device_mesh()

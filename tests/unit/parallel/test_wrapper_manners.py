@@ -96,8 +96,8 @@ def backward(model: Any) -> None:
 
 
 def full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach()
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach()
 
 
 def test_it_has_the_signature_the_class_and_the_attributes_of_its_module(make_fsdp2: Callable[[], Any]) -> None:
@@ -137,11 +137,11 @@ def test_state_dicts_go_where_and_are_called_as_asked(
 ) -> None:
     fsdp2 = make_fsdp2()
     model, plain = wrap(strategy), Net()
-    for options in ({}, {"prefix": "net."}, {"prefix": "a.", "destination": {"kept": 1}}):
+    for options in ({}, {"prefix": "net."}, {"prefix": "a.", "destination": {"present": 1}}):
         ours, theirs, wanted = (m.state_dict(**copy.deepcopy(options)) for m in (model, fsdp2, plain))  # type: ignore[attr-defined]
         assert list(ours) == list(theirs) == list(wanted)
         for name, value in wanted.items():
-            assert ours[name] == value if name == "kept" else torch.equal(ours[name], value), name
+            assert ours[name] == value if name == "present" else torch.equal(ours[name], value), name
     mine: dict[str, Any] = {}
     assert model.state_dict(destination=mine) is mine
     assert all(isinstance(v, nn.Parameter) or n == "seen" for n, v in model.state_dict(keep_vars=True).items())

@@ -12,10 +12,10 @@ import pytest
 import rpc_fakes
 import test_rpc_service as service
 import test_rpc_stream as stream
-import test_stream_pool as kept
+import test_stream_pool as pool_tests
 from axon_ps.errors import InvalidRequest, Misuse, Unreachable
 from axon_ps.rpc.channels import connect
-from axon_ps.rpc.in_process import MOST_BYTES, SUFFIX, InProcessServer, new_network
+from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
@@ -44,10 +44,10 @@ SAME: list[Callable[[], None]] = [
     service.test_deadlines,
     service.test_nobody_listens,
     service.test_a_service_that_is_not_there,
-    kept.test_the_next_use_gets_the_same_stream,
-    kept.test_streams_that_broke_while_idle_are_replaced,
-    kept.test_a_use_that_is_not_over_in_time,
-    kept.test_a_server_that_stops_ends_idle_streams_now_and_later,
+    pool_tests.test_the_next_use_gets_the_same_stream,
+    pool_tests.test_streams_that_broke_while_idle_are_replaced,
+    pool_tests.test_a_use_that_is_not_over_in_time,
+    pool_tests.test_a_server_that_stops_ends_idle_streams_now_and_later,
 ]
 
 
@@ -87,7 +87,7 @@ def test_who_writes_more_than_a_stream_holds_waits_for_the_reader() -> None:
             writing = asyncio.ensure_future(write(stream))
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert written == MOST_BYTES // len(message)
+            assert written == MAX_QUEUED_BYTES // len(message)
             reading.set()
             assert (await stream.read()).chunks == 16
             await writing

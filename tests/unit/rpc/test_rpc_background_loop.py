@@ -37,7 +37,7 @@ async def fail(error: BaseException) -> None:
 
 
 class Waiter:
-    """A coroutine that waits until it is cancelled, and tells."""
+    """A coroutine that waits until it is cancelled, and records that."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -229,9 +229,9 @@ def test_a_fork_does_not_take_the_loop_along(loop: BackgroundLoop) -> None:
         os._exit(0)
     os.close(write)
     with open(read) as pipe:
-        told = pipe.readlines()
-    assert len(told) == 4
-    assert all(line.startswith(f"this process was forked from process {os.getpid()}") for line in told)
+        lines = pipe.readlines()
+    assert len(lines) == 4
+    assert all(line.startswith(f"this process was forked from process {os.getpid()}") for line in lines)
     os.waitpid(child, 0)
     assert loop.run(value(2)) == 2
 

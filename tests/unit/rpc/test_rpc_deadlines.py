@@ -47,11 +47,11 @@ def test_a_deadline_counts_down() -> None:
     assert deadline.remaining() == 3
     clock.now += 2
     assert deadline.remaining() == 1
-    assert not deadline.passed
+    assert not deadline.expired
     deadline.check("the gather")
     clock.now += 2
     assert deadline.remaining() == 0
-    assert deadline.passed
+    assert deadline.expired
     with pytest.raises(Timeout, match="the gather was not done within 3 s"):
         deadline.check("the gather")
 
@@ -59,11 +59,11 @@ def test_a_deadline_counts_down() -> None:
 def test_no_deadline() -> None:
     deadline = Deadline(None)
     assert deadline.remaining() == math.inf
-    assert not deadline.passed
+    assert not deadline.expired
 
 
 def test_zero_has_passed() -> None:
-    assert Deadline(0, Clock()).passed
+    assert Deadline(0, Clock()).expired
 
 
 @pytest.mark.parametrize("timeout_s", [-1, math.nan])
@@ -106,7 +106,7 @@ def test_retry_does_not_wait_beyond_the_deadline() -> None:
     clock = Clock()
     flaky = Flaky(clock, failures=1000, cost_s=0.9)
     with pytest.raises(Unreachable):
-        run(retry(flaky, until=Deadline(1, clock), on=(Unreachable,), first_s=10, most_s=10, sleep=clock.sleep))
+        run(retry(flaky, until=Deadline(1, clock), on=(Unreachable,), first_s=10, max_s=10, sleep=clock.sleep))
     assert clock.slept == [pytest.approx(0.1)]
 
 

@@ -17,7 +17,7 @@ TOKEN = "very-secret-token"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"cert_file": "c"}, "cert_file is given without key_file"),
         ({"key_file": "k"}, "key_file is given without cert_file"),
@@ -27,8 +27,8 @@ TOKEN = "very-secret-token"
         ({"token": "schlüssel"}, "the token cannot be sent"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as caught:
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
         Security(**options)
     assert options.get("token", "###") not in str(caught.value)
 

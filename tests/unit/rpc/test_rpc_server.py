@@ -122,18 +122,18 @@ def test_it_is_started_once_and_stopped_at_will() -> None:
 
 @pytest.mark.parametrize("given", ["", "c0ffee", TOKEN + "x", TOKEN.upper()])
 def test_a_wrong_token_is_refused_in_every_kind_of_call(given: str) -> None:
-    words = "is not the one of this server" if given else "none was given"
+    message = "is not the one of this server" if given else "none was given"
 
     async def main() -> None:
         for descriptor in (SHARD, COORDINATOR):
             async with serving(descriptor, security=Security(token=TOKEN), client=Security(token=given)) as s:
                 if descriptor is SHARD:
-                    with pytest.raises(PermissionDenied, match=words):
+                    with pytest.raises(PermissionDenied, match=message):
                         await s.stub.call("Stats", shard_pb2.StatsRequest(), timeout_s=5)
-                    with pytest.raises(PermissionDenied, match=words):
+                    with pytest.raises(PermissionDenied, match=message):
                         await s.stub.open("AllGather", timeout_s=5).read()
                 else:
-                    with pytest.raises(PermissionDenied, match=words):
+                    with pytest.raises(PermissionDenied, match=message):
                         await s.stub.open("Session", timeout_s=5).read()
 
     run(main())

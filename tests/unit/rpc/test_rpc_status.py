@@ -81,7 +81,7 @@ def test_long_and_odd_messages_are_cut(message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words", "kind", "said"),
+    ("code", "details", "kind", "message"),
     [
         ("UNAVAILABLE", "failed to connect to all addresses; Connection refused", Unreachable, "nobody answers at h:1"),
         ("UNAVAILABLE", "errors resolving h:1", Unreachable, "nobody answers at h:1"),
@@ -102,10 +102,10 @@ def test_long_and_odd_messages_are_cut(message: str) -> None:
         ("INTERNAL", "", errors.InternalError, "INTERNAL"),
     ],
 )
-def test_what_grpc_says_itself(code: str, words: str, kind: type[AxonError], said: str) -> None:
-    error = status.error_of(rpc_error(grpc.StatusCode[code], words), "h:1", "Register", timeout_s=2.5)
+def test_statuses_that_grpc_makes_itself(code: str, details: str, kind: type[AxonError], message: str) -> None:
+    error = status.error_of(rpc_error(grpc.StatusCode[code], details), "h:1", "Register", timeout_s=2.5)
     assert type(error) is kind
-    assert said in str(error)
+    assert message in str(error)
 
 
 def test_what_broke_after_an_answer_is_broken_whatever_the_words() -> None:

@@ -33,7 +33,7 @@ async def echo(context: Any) -> None:
 
 
 async def silent(context: Any) -> None:
-    """A session that reads once and says nothing."""
+    """A session that reads once and sends nothing."""
     await context.read()
     await asyncio.get_running_loop().create_future()
 
@@ -334,7 +334,7 @@ def test_lanes_are_connections_of_their_own() -> None:
 
     async def main() -> None:
         async with serving(stats=stats) as s:
-            channels = [connect(s.address, Security(), lane=lane) for lane in (1, 2, 3)]
+            channels = [connect(s.address, Security(), connection=n) for n in (1, 2, 3)]
             for channel in (s.channel, *channels, s.channel, *channels):
                 await Stub(channel, SHARD).call("Stats", shard_pb2.StatsRequest())
             for channel in channels:

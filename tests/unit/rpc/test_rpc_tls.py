@@ -50,7 +50,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def call(server: Security, client: Security) -> str:
-    """Make a call and say who the server saw: the client's certificate name, "" without one."""
+    """Make a call and return whom the server saw: the client's certificate name, "" without one."""
 
     async def stats(request: Any, context: Any) -> shard_pb2.StatsReply:
         nonlocal seen
@@ -83,7 +83,7 @@ def test_mutual_tls(pki: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "client", "kind", "words"),
+    ("server", "client", "kind", "message"),
     [
         ({"pair": "server"}, {"ca": "other_ca"}, PermissionDenied, "ca_file does not hold the authority"),
         ({"pair": "elsewhere"}, {"ca": "ca"}, PermissionDenied, "does not name this host"),
@@ -99,12 +99,12 @@ def test_mutual_tls(pki: dict[str, Any]) -> None:
     ],
 )
 def test_what_does_not_fit_is_explained(
-    pki: dict[str, Any], server: dict[str, Any], client: dict[str, Any], kind: type[AxonError], words: str
+    pki: dict[str, Any], server: dict[str, Any], client: dict[str, Any], kind: type[AxonError], message: str
 ) -> None:
     def security(pair: str = "", ca: str = "", mutual: bool = False) -> Security:
         return Security(**pki.get(pair, {}), ca_file=pki.get(ca, ""), mutual=mutual)
 
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         call(security(**server), security(**client))
 
 

@@ -101,7 +101,7 @@ def test_an_error_of_what_was_stopped_gives_way_to_the_cancellation() -> None:
 
 
 def test_what_does_not_end_is_cancelled_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shielded, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(shielded, "CANCEL_WAIT_S", 0.01)
 
     async def main() -> None:
         never = asyncio.get_running_loop().create_future()

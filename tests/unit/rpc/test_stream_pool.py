@@ -1,4 +1,4 @@
-"""Streams that are kept: which one is used next, what ends one, and what a server that stops does with them."""
+"""A pool of streams: which one is used next, what ends one, and what a server that stops does with them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from axon_ps.rpc import shielded
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.stream import EOF
-from axon_ps.rpc.stream_pool import IdleStreams, KeptStreams
+from axon_ps.rpc.stream_pool import IdleStreams, StreamPool
 
-MOST_IDLE = 3
+MAX_IDLE = 3
 
 
 class OneStub:
@@ -42,14 +42,14 @@ class FakeStream:
         self.ended.set()
 
 
-def make() -> tuple[KeptStreams[FakeStream], list[FakeStream]]:
+def make() -> tuple[StreamPool[FakeStream], list[FakeStream]]:
     opened: list[FakeStream] = []
 
     def open(stub: Any) -> FakeStream:
         opened.append(FakeStream())
         return opened[-1]
 
-    return KeptStreams(open, MOST_IDLE), opened
+    return StreamPool(open, MAX_IDLE), opened
 
 
 def test_the_next_use_gets_the_same_stream() -> None:
@@ -57,7 +57,7 @@ def test_the_next_use_gets_the_same_stream() -> None:
         streams, opened = make()
         stub: Any = OneStub()
         for _ in range(3):
-            async with streams.take(stub) as stream:
+            async with streams.acquire(stub) as stream:
                 assert stream is opened[0]
         assert len(opened) == 1
 
@@ -69,22 +69,22 @@ def test_each_server_has_its_own() -> None:
         streams, opened = make()
         here: Any = OneStub()
         there: Any = OneStub()
-        async with streams.take(here):
+        async with streams.acquire(here):
             pass
-        async with streams.take(there) as stream:
+        async with streams.acquire(there) as stream:
             assert stream is not opened[0]
 
     asyncio.run(test())
 
 
-def test_uses_at_the_same_time_have_streams_of_their_own_and_few_are_kept() -> None:
+def test_uses_at_the_same_time_have_streams_of_their_own_and_few_are_pooled() -> None:
     async def test() -> None:
         streams, opened = make()
         stub: Any = OneStub()
-        managers = [streams.take(stub) for _ in range(MOST_IDLE + 2)]
+        managers = [streams.acquire(stub) for _ in range(MAX_IDLE + 2)]
         for manager in managers:
             await manager.__aenter__()
-        assert len(opened) == MOST_IDLE + 2
+        assert len(opened) == MAX_IDLE + 2
         for manager in managers:
             await manager.__aexit__(None, None, None)
         assert sum(stream.cancelled for stream in opened) == 2
@@ -98,10 +98,10 @@ def test_an_error_ends_the_stream(error: type[BaseException]) -> None:
         streams, opened = make()
         stub: Any = OneStub()
         with pytest.raises(error):
-            async with streams.take(stub):
+            async with streams.acquire(stub):
                 raise error
         assert opened[0].cancelled
-        async with streams.take(stub):
+        async with streams.acquire(stub):
             assert len(opened) == 2
 
     asyncio.run(test())
@@ -111,11 +111,11 @@ def test_streams_that_broke_while_idle_are_replaced() -> None:
     async def test() -> None:
         streams, opened = make()
         stub: Any = OneStub()
-        async with streams.take(stub), streams.take(stub):
+        async with streams.acquire(stub), streams.acquire(stub):
             pass
         for stream in opened:
             stream.cancel()
-        async with streams.take(stub):
+        async with streams.acquire(stub):
             assert len(opened) == 3
 
     asyncio.run(test())
@@ -126,7 +126,7 @@ def test_a_use_that_is_not_over_in_time() -> None:
         streams, opened = make()
         stub: Any = OneStub()
         with pytest.raises(Timeout, match=r"Method at server did not answer within 0.01 s"):
-            async with streams.take(stub, Deadline(0.01)) as stream:
+            async with streams.acquire(stub, Deadline(0.01)) as stream:
                 await stream.read()
         assert opened[0].cancelled
 
@@ -139,7 +139,7 @@ def test_whoever_cancels_a_use_before_its_time_closes_it() -> None:
         stub: Any = OneStub()
         asyncio.get_running_loop().call_soon(lambda: opened[0].cancel())
         with pytest.raises(Closed):
-            async with streams.take(stub, Deadline(100.0)) as stream:
+            async with streams.acquire(stub, Deadline(100.0)) as stream:
                 await stream.read()
 
     asyncio.run(test())
@@ -150,7 +150,7 @@ def test_a_deadline_is_over_with_its_use() -> None:
         streams, opened = make()
         stub: Any = OneStub()
         now_s = 0.0
-        async with streams.take(stub, Deadline(1e-3, lambda: now_s)):
+        async with streams.acquire(stub, Deadline(1e-3, lambda: now_s)):
             pass
         await asyncio.sleep(0.01)
         assert not opened[0].cancelled
@@ -199,7 +199,7 @@ def test_a_client_that_goes_cancels_an_idle_stream_also_while_the_server_stops(f
 
 
 def test_a_cancelled_stream_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shielded, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(shielded, "CANCEL_WAIT_S", 0.0)
 
     async def test() -> None:
         idle = IdleStreams()

@@ -141,7 +141,7 @@ def test_a_step_that_does_not_commit_moves_no_residual() -> None:
 
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_frames_ahead_are_those_that_come(commits: bool) -> None:
+def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
     made, other = servers(job()), servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     other.train_step([[normals(341, 1), normals(50, 1), None]])
@@ -149,18 +149,20 @@ def test_frames_ahead_are_those_that_come(commits: bool) -> None:
     grads = [normals(341, 2), normals(50, 2)]
     for unit in (0, 1):
         made.push(unit, 0, grads[unit])
-    ahead = {}
+    speculative = {}
     for engine in made.engines:
         for unit, owned in engine.slices.items():
             for index in range(len(owned.bounds) if owned.trainable else 0):
-                ahead[unit, owned.bounds[index]] = engine.foresee(engine.step, unit, index, hyper, engine.scratch())
+                speculative[unit, owned.bounds[index]] = engine.prepare_chunk(
+                    engine.step, unit, index, hyper, engine.scratch()
+                )
     if commits:
         for engine in made.engines:
             apply(engine, commit_of(engine, hyper))
         for engine in made.engines:
             for unit, owned in engine.slices.items():
                 if owned.trainable:
-                    assert [ahead[unit, b] for b in owned.bounds] == list(owned.frames)
+                    assert [speculative[unit, b] for b in owned.bounds] == list(owned.frames)
         other.train_step([[*grads, None]], hyper)
     else:
         made.end(Outcome.ABORT)

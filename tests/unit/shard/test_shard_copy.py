@@ -127,12 +127,12 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         shared = engine.shared(1)
         assert shared is not None
         engine.decide(copy_decision(target, 1.0))
-        assert int(shared._word[0]) == 0
+        assert int(shared._tag[0]) == 0
         for unit, owned in engine.slices.items():
             engine.copy(unit, 0, len(owned.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.bounds)))
             engine.end_copy(unit)
         np.testing.assert_array_equal(shared.values, OTHERS[1])
-        assert int(shared._word[0]) == holds + 1
+        assert int(shared._tag[0]) == holds + 1
 
 
 def test_a_copy_of_another_version_than_the_next_is_a_missed_decision() -> None:
@@ -227,14 +227,14 @@ def run(body: Any) -> None:
 
 
 def test_copies_take_the_version_decided_before_them_whatever_is_being_applied() -> None:
-    """Steps of the source and copies from it are told of at once; an average after each of them is what comes of it."""
+    """Steps of the source and copies from it are announced at once; the result is an average after each of them."""
 
     async def body(job: Job) -> None:
         source, target = OTHERS[0].copy(), VALUES[0].copy()
         for version in range(1, 5):
             await job.train(0.25)
             source -= np.float32(0.25)
-            for _ in range(3):  # told while the one before is being copied
+            for _ in range(3):  # announced while the one before is being copied
                 job.decide(1, CopyFrom(source=0, weight=0.5, version=version))
                 target = target * np.float32(0.5) + source * np.float32(0.5)
         await job.settled()
@@ -248,12 +248,13 @@ def test_copies_take_the_version_decided_before_them_whatever_is_being_applied()
 
 def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
     async def body(job: Job) -> None:
-        hold = job.shell.model(1).hold(0)  # a snapshot of the target: it is not copied to before that has passed
+        # a snapshot of the target: nothing is copied to it before that has passed
+        pin = job.shell.model(1).pin_for_snapshot(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         await job.train(1.0)
         np.testing.assert_array_equal(job.values(0), OTHERS[0])
         assert not job.shell.model(0)._idle.is_set()
-        job.shell.model(1).unhold(hold)
+        job.shell.model(1).unpin_snapshot(pin)
         await job.settled()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         np.testing.assert_array_equal(job.values(0), OTHERS[0] - np.float32(1.0))
@@ -263,13 +264,13 @@ def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
 
 def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> None:
     async def body(job: Job) -> None:
-        hold = job.shell.model(1).hold(0)
+        pin = job.shell.model(1).pin_for_snapshot(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         job.decide(1, CopyFrom(source=0, weight=0.5, version=0))
         order = SnapshotOrder(id=1, uri=str(tmp_path), version=0, models=(ModelProgress(model=1, step=0, version=2),))
         job.shell.on_event(order)
         job.decide(1, CopyFrom(source=0, weight=0.25, version=0))
-        job.shell.model(1).unhold(hold)
+        job.shell.model(1).unpin_snapshot(pin)
         files, error = await job.reports.snapshots.get()
         assert error is None
         assert [f.model for f in files] == [0, 1]
@@ -281,13 +282,13 @@ def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> Non
 
 def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_then() -> None:
     async def body(job: Job) -> None:
-        hold = job.shell.model(1).hold(0)
+        pin = job.shell.model(1).pin_for_snapshot(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         source = job.shell.model(0)
         job.shell.on_event(JobState(model=0, name="m0", released=True))
         await asyncio.sleep(0)
         assert source.engine.slices, "the copy still reads it"
-        job.shell.model(1).unhold(hold)
+        job.shell.model(1).unpin_snapshot(pin)
         await job.shell.model(1)._idle.wait()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")

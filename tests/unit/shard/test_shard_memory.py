@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.types import DType
 from engine_driver import Servers, job_of, layout_of, one_group
 
@@ -48,4 +48,4 @@ def test_every_chunk_is_encoded_once_a_version() -> None:
 
 
 def test_message_memory_is_kept_where_malloc_can() -> None:
-    assert keep_message_memory() is keep_message_memory()
+    assert retain_message_memory() is retain_message_memory()

@@ -76,7 +76,7 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
     for unit in range(len(units)):
         expected = numpy_sum(grads, unit, dtype)
         for s in servers.plan.slices[unit]:
-            got = servers.engines[s.server].slices[unit].accumulator
+            got = servers.engines[s.server].slices[unit].gradient_sum
             assert got is not None
             assert got.tobytes() == expected[s.begin : s.end].tobytes()
         total += float(np.sum(expected.astype(np.float64) ** 2))

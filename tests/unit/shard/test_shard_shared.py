@@ -1,4 +1,4 @@
-"""A unit's wire copy in shared memory: what it holds when, and what becomes of frames."""
+"""A unit's wire copy in shared memory: its version at every moment, and what becomes of frames."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_what_is_mapped_is_what_would_be_gathered_at_every_version(param: DType)
     copy = mapped(made.engines[0])
     for step in range(3):
         np.testing.assert_array_equal(copy.values, plain.values(0))
-        assert copy.holds(step)
-        assert not copy.holds(step + 1)
+        assert copy.is_at(step)
+        assert not copy.is_at(step + 1)
         for one in (made, plain):
             one.train_step([[grad(step), None]])
     np.testing.assert_array_equal(made.values(0), plain.values(0))  # who cannot map it gathers the same
@@ -60,17 +60,17 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     copy = mapped(engine)
     made.push(0, 0, grad(0))
     before = copy.values.copy()
-    assert copy.holds(0)
+    assert copy.is_at(0)
     decision = commit_of(engine)
     (unit,) = engine.decide(decision)
-    assert not copy.holds(0)
-    assert not copy.holds(1)
+    assert not copy.is_at(0)
+    assert not copy.is_at(1)
     np.testing.assert_array_equal(copy.values, before)
     with pytest.raises(AssertionError, match="being changed"):
         engine.shared(0)
     engine.apply(unit, 0, len(engine.slices[0].bounds), engine.scratch(8))
     engine.finish(unit)
-    assert copy.holds(1)
+    assert copy.is_at(1)
     assert np.all(copy.values != before)
 
 
@@ -80,20 +80,20 @@ def test_a_step_that_is_not_committed_or_has_no_gradient_for_it_changes_nothing(
     before = copy.values.copy()
     made.push(0, 0, grad(0))
     made.end(Outcome.ABORT)
-    assert copy.holds(0)
+    assert copy.is_at(0)
     made.push(0, 0, None)
     apply(made.engines[0], commit_of(made.engines[0]))
-    assert copy.holds(1)
+    assert copy.is_at(1)
     np.testing.assert_array_equal(copy.values, before)
 
 
 def test_a_frozen_unit_is_that_of_the_last_copy_whatever_the_version() -> None:
     made = servers()
     copy = mapped(made.engines[0], 1)
-    assert copy.holds(0)
+    assert copy.is_at(0)
     made.train_step([[grad(0), None]])
-    assert copy.holds(0)
-    assert not copy.holds(1)
+    assert copy.is_at(0)
+    assert not copy.is_at(1)
 
 
 def test_frames_are_made_only_for_those_who_ask() -> None:
@@ -110,7 +110,7 @@ def test_frames_are_made_only_for_those_who_ask() -> None:
     assert 0 < engine.statistics()["shared_bytes"] < 2 * PAGE_BYTES  # the master's own memory is mapped
 
 
-def test_foreseen_frames_are_served_beside_it() -> None:
+def test_prepared_frames_are_served_beside_it() -> None:
     made, plain = servers(), servers()
     (engine,) = made.engines
     copy = mapped(engine)
@@ -118,11 +118,11 @@ def test_foreseen_frames_are_served_beside_it() -> None:
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
     chunks = range(len(engine.slices[0].bounds))
-    foreseen = tuple(engine.foresee(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
-    assert copy.holds(0)
+    prepared = tuple(engine.prepare_chunk(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
+    assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
-    assert foreseen == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert prepared == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
     np.testing.assert_array_equal(copy.values, plain.values(0))
 
 
@@ -131,13 +131,13 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
     (engine,) = made.engines
     copy, owned = mapped(engine), engine.slices[0]
     owned.withdraw()
-    assert not copy.holds(0)
+    assert not copy.is_at(0)
     other = np.arange(N, dtype=np.float32)
     for index, (begin, end) in enumerate(owned.bounds):
         owned.store(index, other[begin:end])
-    assert not copy.holds(0)
+    assert not copy.is_at(0)
     owned.publish(7)
-    assert copy.holds(7)
+    assert copy.is_at(7)
     np.testing.assert_array_equal(copy.values, other)
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
         assert other.engines[0].shared(0) is None
 
-    monkeypatch.setattr(engine_module, "MOST_SHARED", 1)
+    monkeypatch.setattr(engine_module, "MAX_MAPPED_UNITS", 1)
     crowded = servers().engines[0]
     assert crowded.shared(0) is not None
     assert crowded.shared(1) is None
@@ -169,15 +169,15 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:
     shared = SharedCopy(5000, DType.F32)
     shared.values[:] = 1.0
-    shared.say(0)
+    shared.publish(0)
     ours, theirs = (MappedCopy(shared.mapping, 5000, DType.F32) for _ in range(2))
     ours.values[3000] = 5.0
     assert (ours.values[3000], theirs.values[3000], shared.values[3000]) == (5.0, 1.0, 1.0)
     shared.values[:] = 2.0
-    shared.say(1)
+    shared.publish(1)
     assert (ours.values[3000], ours.values[10], theirs.values[3000]) == (5.0, 2.0, 2.0)
-    assert ours.holds(1)
-    ours.forget_writes()
+    assert ours.is_at(1)
+    ours.discard_writes()
     assert np.all(ours.values == 2.0)
     shared.close()
     assert np.all(theirs.values == 2.0)  # what is mapped stays

@@ -15,7 +15,7 @@ import pytest
 from axon_ps.errors import CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import ApplyPool, SnapshotGate
+from axon_ps.shard.server.apply import ApplyPool, VersionPins
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.export import export_model
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
@@ -28,8 +28,8 @@ def save(servers: Servers, uri: str, optimizer: OptimizerSpec | None) -> None:
     count = len(servers.engines)
     files = []
     for rank, engine in enumerate(servers.engines):
-        gate = SnapshotGate()
-        files.append(snapshot.write(engine, uri, servers.version, rank, count, gate, gate.hold(servers.version)))
+        pins = VersionPins()
+        files.append(snapshot.write(engine, uri, servers.version, rank, count, pins, pins.pin(servers.version)))
     manifest = Manifest(
         job="j",
         version=servers.version,
@@ -243,10 +243,10 @@ def test_what_does_not_fit_is_found_first(tmp_path: Path) -> None:
 
 
 def test_nothing_is_saved_before_there_are_values(tmp_path: Path) -> None:
-    gate = SnapshotGate()
+    pins = VersionPins()
     engine = made(layout("ab"), 1).engines[0]
     with pytest.raises(Misuse, match="holds no parameters yet"):
-        snapshot.write(engine, str(tmp_path), 0, 0, 1, gate, gate.hold(0))
+        snapshot.write(engine, str(tmp_path), 0, 0, 1, pins, pins.pin(0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,27 +263,27 @@ def test_a_snapshot_is_of_its_version_while_training_goes_on(tmp_path: Path) -> 
         step(servers, 0)
         expected = {n: v.tobytes() for n, v in by_name(servers).items()}
         (engine,) = servers.engines
-        gate = SnapshotGate()
+        pins = VersionPins()
         done = asyncio.Event()
         left = [0]
 
         def finished(unit: int) -> None:
             engine.finish(unit)
-            gate.notify()
+            pins.notify()
             left[0] -= 1
             if not left[0]:
                 done.set()
 
         failures: list[BaseException] = []
-        pool = ApplyPool(engine, gate, 2, finished, failures.append)
-        hold = gate.hold(1)
+        pool = ApplyPool(engine, pins, 2, finished, failures.append)
+        pin = pins.pin(1)
         for u, unit in enumerate(units.units):
             servers.push(u, 0, np.ones(unit.numel, np.float32))
         changed = engine.decide(commit_of(engine))
         left[0] = len(changed)
         pool.start(changed)  # its threads wait at the first unit
-        files = [await asyncio.to_thread(snapshot.write, engine, str(tmp_path), 1, 0, 1, gate, hold)]
-        gate.release(hold)
+        files = [await asyncio.to_thread(snapshot.write, engine, str(tmp_path), 1, 0, 1, pins, pin)]
+        pins.release(pin)
         await done.wait()
         pool.close()
         assert not failures
@@ -309,17 +309,17 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     for u, unit in enumerate(units.units):
         servers.push(u, 0, np.ones(unit.numel, np.float32))
     changed = engine.decide(commit_of(engine))
-    gate = SnapshotGate()
-    hold = gate.hold(1)
+    pins = VersionPins()
+    pin = pins.pin(1)
     entries = []
-    writer = threading.Thread(target=lambda: entries.append(snapshot.write(engine, str(tmp_path), 1, 0, 1, gate, hold)))
+    writer = threading.Thread(target=lambda: entries.append(snapshot.write(engine, str(tmp_path), 1, 0, 1, pins, pin)))
     writer.start()
     for unit in changed:
         assert not entries
         for index in range(len(engine.slices[unit].bounds)):
             engine.apply(unit, index, index + 1, engine.scratch())
         engine.finish(unit)
-        gate.notify()
+        pins.notify()
     writer.join()
     assert len(entries) == 1
 
@@ -327,25 +327,25 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
 def test_a_server_that_stops_gives_up_its_snapshot(tmp_path: Path) -> None:
     servers = made(layout("ab"), 1)
     servers.upload(first_values(servers.spec.layout))
-    gate = SnapshotGate()
-    hold = gate.hold(7)
-    gate.close()
+    pins = VersionPins()
+    pin = pins.pin(7)
+    pins.close()
     with pytest.raises(Closed, match="the checkpoint is not written"):
-        snapshot.write(servers.engines[0], str(tmp_path), 7, 0, 1, gate, hold)
+        snapshot.write(servers.engines[0], str(tmp_path), 7, 0, 1, pins, pin)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_storage_that_hangs_fails_the_checkpoint_and_not_the_step(tmp_path: Path, caplog: Any) -> None:
     servers = made(layout("ab"), 1)
     servers.upload(first_values(servers.spec.layout))
-    gate = SnapshotGate(stalled_s=0.02)
-    hold, later = gate.hold(0), gate.hold(1)
-    gate.wait_turn(0, 1)  # nobody writes
+    pins = VersionPins(stalled_s=0.02)
+    pin, later = pins.pin(0), pins.pin(1)
+    pins.wait_turn(0, 1)  # nobody writes
     assert "the checkpoint of version 0 has not moved" in caplog.text
     with pytest.raises(CheckpointError, match="the checkpoint of version 0 was given up, see to its storage"):
-        snapshot.write(servers.engines[0], str(tmp_path), 0, 0, 1, gate, hold)
+        snapshot.write(servers.engines[0], str(tmp_path), 0, 0, 1, pins, pin)
     assert list(tmp_path.iterdir()) == []
-    assert not later.given_up
+    assert not later.expired
 
 
 def test_a_kernel_that_fails_is_reported() -> None:
@@ -355,7 +355,7 @@ def test_a_kernel_that_fails_is_reported() -> None:
         servers.push(0, 0, np.ones(10, np.float32))
         (engine,) = servers.engines
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        pool = ApplyPool(engine, SnapshotGate(), None, engine.finish, failed.set_result)
+        pool = ApplyPool(engine, VersionPins(), None, engine.finish, failed.set_result)
         units = engine.decide(commit_of(engine))
         engine.updater = None
         pool.start(units)

@@ -1,4 +1,4 @@
-"""Gradient buffers that servers map: where they are found, what becomes of them, and what a server keeps."""
+"""Gradient buffers that servers map: where they are found, what becomes of them, and what a server retains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.host.leases import address_of
 from axon_ps.shard.same_host import shared_buffers
-from axon_ps.shard.same_host.shared_buffers import MOST_MAPPED, MappedBuffers, found, leave, shared_buffer
+from axon_ps.shard.same_host.shared_buffers import MAX_MAPPED, MappedBuffers, detach, find, shared_buffer
 from axon_ps.types import Array
 from axon_ps.wire.v1 import memory_pb2
 
@@ -19,7 +19,7 @@ SIZE = 100_000
 
 
 def seen_by_a_server(buffer: Array, server: MappedBuffers, begin: int = 0, end: int = SIZE) -> Array:
-    place = found(address_of(buffer) + begin, end - begin)
+    place = find(address_of(buffer) + begin, end - begin)
     assert place is not None
     view = server.view("worker", os.getpid(), *place, end - begin)
     assert view is not None
@@ -41,28 +41,28 @@ def test_a_server_sees_what_is_written_to_a_buffer() -> None:
     assert (view[0], view[1]) == (7, 1)
 
 
-def test_what_is_left_to_a_server_changes_no_more() -> None:
+def test_what_a_server_has_mapped_changes_no_more_after_detaching() -> None:
     buffer, server = shared_buffer(SIZE), MappedBuffers()
     buffer[:] = 1
     view = seen_by_a_server(buffer, server)
-    leave(address_of(buffer) + 50_000)
+    detach(address_of(buffer) + 50_000)
     assert np.all(buffer == 1)
     buffer[:] = 2
     assert np.all(view == 1)
     assert np.all(buffer == 2)
-    assert found(address_of(buffer), SIZE) is None
-    leave(address_of(buffer))  # nothing is left to be left
+    assert find(address_of(buffer), SIZE) is None
+    detach(address_of(buffer))  # harmless when repeated
 
 
 def test_other_memory_is_in_no_buffer() -> None:
     buffer, other = shared_buffer(SIZE), np.zeros(SIZE, np.uint8)
-    assert found(address_of(other), SIZE) is None
-    assert found(address_of(buffer) + SIZE, SIZE) is None
-    leave(address_of(other))
-    assert found(address_of(buffer), SIZE) is not None
+    assert find(address_of(other), SIZE) is None
+    assert find(address_of(buffer) + SIZE, SIZE) is None
+    detach(address_of(other))
+    assert find(address_of(buffer), SIZE) is not None
 
 
-def test_a_buffer_ends_with_its_last_view_and_servers_keep_theirs() -> None:
+def test_a_buffer_ends_with_its_last_view_and_mappings_of_servers_stay() -> None:
     before, server = open_files(), MappedBuffers()
     buffer = shared_buffer(SIZE)
     buffer[:] = 3
@@ -70,34 +70,34 @@ def test_a_buffer_ends_with_its_last_view_and_servers_keep_theirs() -> None:
     view = seen_by_a_server(buffer, server)
     del buffer
     gc.collect()
-    assert found(address, SIZE) is not None
+    assert find(address, SIZE) is not None
     del part
     gc.collect()
-    assert found(address, SIZE) is None
+    assert find(address, SIZE) is None
     assert np.all(view == 3)
     del view, server
     gc.collect()
     assert open_files() == before
 
 
-def test_a_server_keeps_the_last_buffers_of_each_worker() -> None:
+def test_a_server_retains_the_last_buffers_of_each_worker() -> None:
     server = MappedBuffers()
-    buffers = [shared_buffer(4096) for _ in range(MOST_MAPPED + 5)]
+    buffers = [shared_buffer(4096) for _ in range(MAX_MAPPED + 5)]
     for number, buffer in enumerate(buffers):
         buffer[:] = number
         assert np.all(seen_by_a_server(buffer, server, 0, 4096) == number)
-    assert len(server._known["worker"]) == MOST_MAPPED
+    assert len(server._known["worker"]) == MAX_MAPPED
     assert np.all(seen_by_a_server(buffers[0], server, 0, 4096) == 0)
-    server.keep({"another"})
+    server.retain({"another"})
     assert not server._known
 
 
-def test_lies_about_a_buffer_are_refused_or_not_believed() -> None:
+def test_false_addresses_of_a_buffer_are_refused_or_not_mapped() -> None:
     buffer, server = shared_buffer(SIZE), MappedBuffers()
-    place = found(address_of(buffer), SIZE)
+    place = find(address_of(buffer), SIZE)
     assert place is not None
     mapping, _ = place
-    with pytest.raises(InvalidRequest, match="were lent by process 1"):
+    with pytest.raises(InvalidRequest, match="were leased by process 1"):
         server.view("worker", 1, mapping, 0, SIZE)
     with pytest.raises(InvalidRequest, match="bytes 90000 to 190000 of a buffer of 102400"):
         server.view("worker", os.getpid(), mapping, 90_000, SIZE)
@@ -119,4 +119,4 @@ def test_without_shared_memory_a_buffer_is_ordinary(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_buffers, "Segment", Full)
     buffer = shared_buffer(SIZE)
     assert buffer.shape == (SIZE,)
-    assert found(address_of(buffer), SIZE) is None
+    assert find(address_of(buffer), SIZE) is None

@@ -160,12 +160,12 @@ asyncio.run(waits_for_ever())
 _KEEPING = """
 import signal
 from pathlib import Path
-from axon_ps.host.malloc import keep_message_memory
+from axon_ps.host.malloc import retain_message_memory
 from axon_ps.testing.faults import trimming
 def private_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
-keep_message_memory()
+retain_message_memory()
 trimming.install()
 messages = [b"x" * (1 << 20) for _ in range(40)]
 del messages

@@ -1,4 +1,4 @@
-"""Collectives on the wire: calls survive the trip, nonsense is refused, pieces are encoded as protobuf does."""
+"""Collectives on the wire: calls survive the trip, nonsense is refused, segments are encoded as protobuf does."""
 
 from __future__ import annotations
 
@@ -69,9 +69,11 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
         call_from_proto(message, 3)
 
 
-@pytest.mark.parametrize("header", [{}, {"source": 3, "part": 300, "offset": 1 << 40}, {"begin": CollectiveBegin()}])
+@pytest.mark.parametrize(
+    "header", [{}, {"source": 3, "partition": 300, "offset": 1 << 40}, {"begin": CollectiveBegin()}]
+)
 @pytest.mark.parametrize("numel", [0, 1, 100, 1 << 15])
-def test_a_piece_is_encoded_as_protobuf_does(header: dict[str, Any], numel: int) -> None:
+def test_a_segment_is_encoded_as_protobuf_does(header: dict[str, Any], numel: int) -> None:
     values = np.arange(numel, dtype=np.float64)
     data = encode_chunk(CollectiveChunk(**header), values)
     assert data == CollectiveChunk(**header, payload=values.tobytes()).SerializeToString()
@@ -80,11 +82,11 @@ def test_a_piece_is_encoded_as_protobuf_does(header: dict[str, Any], numel: int)
     np.testing.assert_array_equal(elements(payload, DType.F64), values)
 
 
-def test_pieces_pass_servicers_as_bytes() -> None:
+def test_segments_pass_servicers_as_bytes() -> None:
     assert CollectiveChunk.DESCRIPTOR.full_name in RAW_MESSAGES
 
 
-def test_what_is_no_piece_is_refused() -> None:
+def test_what_is_no_segment_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not a CollectiveChunk"):
         decode_bulk(CollectiveChunk, b"\xff\xff\xff")
     with pytest.raises(InvalidRequest, match="no whole number of f32"):

@@ -20,7 +20,7 @@ class FakeBackend:
     """Counts what happens to it."""
 
     name = "fake"
-    keeps_messages = False
+    buffers_messages = False
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
@@ -151,18 +151,18 @@ def test_members_that_missed_a_loss_agree_with_those_who_saw_it(workers: Workers
     assert workers.groups.default().name == others.groups.default().name
 
 
-@pytest.mark.parametrize("keeps_messages", [True, False])
+@pytest.mark.parametrize("buffers_messages", [True, False])
 def test_one_that_has_finished_ends_collectives_and_leaves_what_it_sent(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, keeps_messages: bool
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, buffers_messages: bool
 ) -> None:
-    monkeypatch.setattr(FakeBackend, "keeps_messages", keeps_messages)
+    monkeypatch.setattr(FakeBackend, "buffers_messages", buffers_messages)
     workers.are("a", "b", "c")
     group = workers.groups.default()
     group.backend_of()
     pair = group.named_group("pair", [0, 2])
     workers.are("a", "b", finished="c")
     (backend,) = workers.backends
-    assert bool(backend.aborted) is not keeps_messages
+    assert bool(backend.aborted) is not buffers_messages
     for old in (group, pair):
         with pytest.raises(MemberLost, match=r"rank 2 \(node c\) has finished"):
             old.barrier()
@@ -174,7 +174,7 @@ def test_one_that_has_finished_ends_collectives_and_leaves_what_it_sent(
 
 
 def test_a_group_is_closed_without_ending_what_others_do(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeBackend, "keeps_messages", True)
+    monkeypatch.setattr(FakeBackend, "buffers_messages", True)
     workers.are("a", "b")
     group = workers.groups.default()
     group.backend_of()

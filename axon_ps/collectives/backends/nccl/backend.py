@@ -1,16 +1,17 @@
 """`NcclBackend`: collectives of GPUs through NCCL, on cupy arrays.
 
 Owns: what NCCL lacks. Ranks compare their calls by a small all-gather before each collective; bitwise reductions, NaN
-in minima and maxima, bool, and uneven counts are made of what NCCL has, in one group each. A bf16 array is uint16 here.
+in minima and maxima, bool, and uneven counts are composed of NCCL's operations, in one group each. A bf16 array is
+uint16 here.
 
 Invariants:
-- A call first waits for the calling thread's current stream, which must see the data, and then runs on a stream of the
-  group's own and is waited for. On the caller's, calls of two groups could stand in one order here and in another
-  there, each before what the other rank waits for.
+- A call first waits for the calling thread's current stream, on which the data was computed, and then runs on the
+  group's own stream and is waited for. On the caller's stream, two ranks could enqueue the calls of two groups in
+  opposite orders, and wait for each other for ever.
 - NCCL matches calls by their order only. So one collective at a time runs on the group's communicator, and messages,
   which have tags and come from any thread, have communicators of their own, one for each direction between two ranks;
   both ends agree in the group's store which message is next.
-- A watchdog looks for NCCL's asynchronous errors and for the deadline, and aborts the communicators: NCCL itself would
+- A watchdog checks for NCCL's asynchronous errors and for the deadline, and aborts the communicators: NCCL itself would
   wait for ever, in the device or in the call.
 """
 
@@ -46,7 +47,7 @@ _FAILED = b"failed: "
 
 
 class _Late(Timeout):
-    """The watchdog's error, until somebody has found out who is missing."""
+    """The watchdog's error, until it is known which rank is missing."""
 
 
 class NcclBackend(RequestBackend):
@@ -78,18 +79,18 @@ class NcclBackend(RequestBackend):
     ) -> None:
         super().__init__(context or mock_contexts(world_size, name="nccl")[rank])
         self.device = device
-        self._knows_others = context is not None
+        self._has_store = context is not None
         self._cupy = load()
         self._nccl = load_nccl()
         self._lock = threading.Lock()
         self._error: AxonError | None = None
-        self._naming = threading.Lock()
+        self._settling = threading.Lock()
         self._sequence = -1
         self._comms: list[Any] = []
-        self._comm = self._join(unique_id, world_size, rank)
+        self._comm = self._connect(unique_id, world_size, rank)
         with self._cupy.cuda.Device(device):
             self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
-        self._messages = Messages(self.context, self._pair, self.generate_unique_id)
+        self._messages = Messages(self.context, self._connect_pair, self.generate_unique_id)
         self._watchdog = Watchdog(f"axon-ps-nccl-{self.context.name}"[:60], self._async_error, self._expire)
 
     @classmethod
@@ -156,7 +157,7 @@ class NcclBackend(RequestBackend):
         Raises:
             Misuse: the ranks share nothing but the unique id.
         """
-        if not self._knows_others:
+        if not self._has_store:
             raise Misuse(
                 "an NcclBackend made from a unique id alone has no sub-groups: give it a context, make it by "
                 "NcclBackend.create_world, or ask a world for the group"
@@ -202,7 +203,7 @@ class NcclBackend(RequestBackend):
     def _perform(self, request: Request, timeout_s: float) -> None:
         self._sequence = request.call.sequence
         with self._watched(timeout_s, str(request.call)):
-            self._wait()  # the data is there
+            self._wait()  # for the data
             with self._own_stream:
                 matrix = self._agree(request)
                 _PERFORM[request.call.operation](self, request, matrix)
@@ -210,9 +211,9 @@ class NcclBackend(RequestBackend):
 
     @contextlib.contextmanager
     def _watched(self, timeout_s: float, what: str, peer: int = -1) -> Iterator[None]:
-        """Our device, the watchdog and our errors around what calls NCCL."""
+        """Runs the body, which calls NCCL, on our device and under the watchdog, and turns its errors into ours."""
         if self._error is not None:
-            with self._naming:
+            with self._settling:
                 raise self._error.with_traceback(None)
         try:
             with self._cupy.cuda.Device(self.device), self._watchdog.until(time.monotonic() + timeout_s):
@@ -224,13 +225,13 @@ class NcclBackend(RequestBackend):
             failure = error
         if failure is None and self._error is None:
             return
-        with self._naming:
+        with self._settling:
             self._settle(failure, what, timeout_s, peer)
         assert self._error is not None
         raise self._error from failure
 
     def _settle(self, failure: BaseException | None, what: str, timeout_s: float, peer: int) -> None:
-        """Find out what the group has ended with."""
+        """Find out which error has ended the group, publish it, and abort."""
         if self._error is not None and not isinstance(self._error, _Late):
             return
         ended: AxonError
@@ -239,10 +240,10 @@ class NcclBackend(RequestBackend):
         elif isinstance(failure, AxonError):
             ended = failure
         else:
-            self._say_late()
+            self._publish_late()
             found = reason.find(self.context, self.name, 2 * _LATE_S)
             ended = found or NcclError(f"NCCL failed in {what}: {failure}")
-        reason.leave(self.context, self.name, ended)
+        reason.publish(self.context, self.name, ended)
         self.abort(ended)
         with self._lock:
             if isinstance(self._error, _Late):
@@ -254,12 +255,12 @@ class NcclBackend(RequestBackend):
         headers = self._cupy.empty(mine.size * self.world_size, np.uint8)
         self._comm.allGather(_address(mine), _address(headers), mine.size, NCCL_DTYPES[DType.U8], self._stream)
         self._wait()
-        if request.call.sequence == 0 and self._knows_others and self.rank == 0:
-            self.context.store.delete(_id_key(self.context))  # everybody has it
+        if request.call.sequence == 0 and self._has_store and self.rank == 0:
+            self.context.store.delete(_id_key(self.context))  # every rank has it
         return header.check(list(headers.get().reshape(self.world_size, -1)), request.call, self.context)
 
     def _wait(self) -> None:
-        """Return when what was enqueued on the current stream is done."""
+        """Return when all work that was enqueued on the current stream is done."""
         self._cupy.cuda.get_current_stream().synchronize()
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -270,14 +271,14 @@ class NcclBackend(RequestBackend):
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
-        """What is enqueued in the body becomes one launch, so the order inside does not matter."""
+        """All calls of the body become one launch, so their order does not matter."""
         self._nccl.groupStart()
         try:
             yield
         finally:
             self._nccl.groupEnd()
 
-    def _parts(self, array: Array, counts: tuple[int, ...]) -> list[Array]:
+    def _partitions(self, array: Array, counts: tuple[int, ...]) -> list[Array]:
         ends = np.cumsum(counts).tolist()
         return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -291,7 +292,7 @@ class NcclBackend(RequestBackend):
 
     def _reduced(self, request: Request, target: Array | None = None, root: int = -1) -> Array:
         """The reduction of all ranks' data, in `target` or a new array; with a root, there only."""
-        call, data = request.call, _given(request.data)
+        call, data = request.call, _required(request.data)
         assert call.op is not None
         result: Array = self._cupy.empty(data.size, data.dtype) if target is None else target
         if not data.size:
@@ -316,18 +317,18 @@ class NcclBackend(RequestBackend):
         return result
 
     def _all_reduce(self, request: Request, _: Any) -> None:
-        self._reduced(request, _given(request.data))
+        self._reduced(request, _required(request.data))
 
     def _reduce(self, request: Request, _: Any) -> None:
         is_root = self.rank == request.call.root
-        self._reduced(request, _given(request.data) if is_root else None, request.call.root)
+        self._reduced(request, _required(request.data) if is_root else None, request.call.root)
 
     def _reduce_scatter(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _given(request.data), _given(request.output)
+        call, data, output = request.call, _required(request.data), _required(request.output)
         assert call.op is not None
         op = nccl_op(call.op, call.dtype)
         if op is None or call.op in (ReduceOp.MIN, ReduceOp.MAX):
-            output[:] = self._parts(self._reduced(request), call.counts)[self.rank]
+            output[:] = self._partitions(self._reduced(request), call.counts)[self.rank]
             return
         dtype = NCCL_DTYPES[call.dtype]
         if len(set(call.counts)) == 1:
@@ -335,35 +336,37 @@ class NcclBackend(RequestBackend):
                 self._comm.reduceScatter(_address(data), _address(output), output.size, dtype, op, self._stream)
             return
         with self._group():
-            for root, part in enumerate(self._parts(data, call.counts)):
-                if part.size:
-                    target = output if root == self.rank else part
-                    self._comm.reduce(_address(part), _address(target), part.size, dtype, op, root, self._stream)
+            for root, partition in enumerate(self._partitions(data, call.counts)):
+                if partition.size:
+                    target = output if root == self.rank else partition
+                    self._comm.reduce(
+                        _address(partition), _address(target), partition.size, dtype, op, root, self._stream
+                    )
 
     def _broadcast(self, request: Request, _: Any) -> None:
-        self._broadcast_part(_given(request.data), request.call.dtype, request.call.root)
+        self._broadcast_one(_required(request.data), request.call.dtype, request.call.root)
 
-    def _broadcast_part(self, array: Array, dtype: DType, root: int) -> None:
+    def _broadcast_one(self, array: Array, dtype: DType, root: int) -> None:
         if array.size:
             address = _address(array)
             self._comm.broadcast(address, address, array.size, NCCL_DTYPES[dtype], root, self._stream)
 
     def _all_gather(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _given(request.data), _given(request.output)
+        call, data, output = request.call, _required(request.data), _required(request.output)
         if len(set(call.counts)) == 1:
             if data.size:
                 dtype = NCCL_DTYPES[call.dtype]
                 self._comm.allGather(_address(data), _address(output), data.size, dtype, self._stream)
             return
-        parts = self._parts(output, call.counts)
-        if data.size and _address(parts[self.rank]) != _address(data):
-            parts[self.rank][:] = data
+        partitions = self._partitions(output, call.counts)
+        if data.size and _address(partitions[self.rank]) != _address(data):
+            partitions[self.rank][:] = data
         with self._group():
-            for root, part in enumerate(parts):
-                self._broadcast_part(part, call.dtype, root)
+            for root, partition in enumerate(partitions):
+                self._broadcast_one(partition, call.dtype, root)
 
     def _exchange(self, outputs: list[Array | None], inputs: list[Array | None], dtype: DType) -> None:
-        """inputs[i] goes to rank i, outputs[i] comes from there; None = nothing does."""
+        """inputs[i] goes to rank i, outputs[i] comes from there; None = nothing is sent or received."""
         number, stream = NCCL_DTYPES[dtype], self._stream
         own_output, own_input = outputs[self.rank], inputs[self.rank]
         if own_output is not None and own_input is not None and own_output.size:
@@ -380,7 +383,7 @@ class NcclBackend(RequestBackend):
         call = request.call
         outputs: list[Array | None] = [None] * self.world_size
         if request.output is not None:
-            outputs = [*self._parts(request.output, call.counts)]
+            outputs = [*self._partitions(request.output, call.counts)]
         inputs = [request.data if peer == call.root else None for peer in range(self.world_size)]
         self._exchange(outputs, inputs, call.dtype)
 
@@ -388,22 +391,22 @@ class NcclBackend(RequestBackend):
         call = request.call
         inputs: list[Array | None] = [None] * self.world_size
         if request.data is not None:
-            inputs = [*self._parts(request.data, call.counts)]
+            inputs = [*self._partitions(request.data, call.counts)]
         outputs = [request.output if peer == call.root else None for peer in range(self.world_size)]
         self._exchange(outputs, inputs, call.dtype)
 
     def _all_to_all(self, request: Request, _: Any) -> None:
-        outputs = self._parts(_given(request.output), request.output_counts)
-        inputs = self._parts(_given(request.data), request.input_counts)
+        outputs = self._partitions(_required(request.output), request.output_counts)
+        inputs = self._partitions(_required(request.data), request.input_counts)
         self._exchange([*outputs], [*inputs], request.call.dtype)
 
     def _barrier(self, request: Request, _: Any) -> None:
-        """Everybody is here: they have agreed."""
+        """Nothing is left to do: the ranks have exchanged headers."""
 
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """See `Backend.send`; returns when the receiver has it."""
+        """See `Backend.send`; returns when the receiver has the message."""
         self._check_message(data, dtype, to, tag, any_source=False)
         with self._watched(timeout_s, f"a message with tag {tag}", to):
             self._messages.send(data, dtype, to, tag, timeout_s)
@@ -421,16 +424,16 @@ class NcclBackend(RequestBackend):
         check_message(data, dtype, peer, tag, self.context, any_source=any_source)
         if peer == self.rank or self.world_size == 1:
             raise InvalidRequest(f"rank {self.rank} cannot exchange messages with itself")
-        if not self._knows_others:
+        if not self._has_store:
             raise InvalidRequest("messages need a group's store; make the backend with NcclBackend.create(context)")
 
-    def _pair(self, unique_id: NcclUniqueId, end: int) -> Callable[[Array, DType], None]:
-        """What moves messages in one direction between two ranks: at end 0 it sends, at end 1 it receives."""
-        comm = self._join(unique_id, 2, end)
+    def _connect_pair(self, unique_id: NcclUniqueId, end: int) -> Callable[[Array, DType], None]:
+        """A function that moves messages in one direction between two ranks: end 0 sends, end 1 receives."""
+        comm = self._connect(unique_id, 2, end)
 
         def move(array: Array, dtype: DType) -> None:
             stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._cupy.cuda.get_current_stream().synchronize()  # the data is there
+            self._cupy.cuda.get_current_stream().synchronize()  # for the data
             one_way = comm.recv if end else comm.send
             one_way(_address(array), array.size, NCCL_DTYPES[dtype], 1 - end, int(stream.ptr))
             stream.synchronize()
@@ -439,20 +442,20 @@ class NcclBackend(RequestBackend):
 
     # ------------------------------------------------------------------ errors, the end
 
-    def _join(self, unique_id: NcclUniqueId, world_size: int, rank: int) -> Any:
+    def _connect(self, unique_id: NcclUniqueId, world_size: int, rank: int) -> Any:
         """A communicator; all of its ranks must call this together."""
         made: list[Any] = []
         errors: list[Exception] = []
 
-        def join() -> None:
+        def connect() -> None:
             try:
                 with self._cupy.cuda.Device(self.device):
                     made.append(self._nccl.NcclCommunicator(world_size, unique_id.chars, rank))
             except Exception as error:  # cupy's errors are its own
                 errors.append(error)
 
-        # NCCL waits for the other ranks without an end; whoever gives up leaves the thread behind.
-        thread = threading.Thread(target=join, name="axon-ps-nccl-join", daemon=True)
+        # NCCL waits for the other ranks for ever; after a time-out this thread is left behind.
+        thread = threading.Thread(target=connect, name="axon-ps-nccl-join", daemon=True)
         thread.start()
         thread.join(self.context.timeout_s)
         if errors:
@@ -479,11 +482,11 @@ class NcclBackend(RequestBackend):
     def _expire(self, error: AxonError | None) -> None:
         if error is None:
             error = _Late(f"a call of group {self.context.name!r} was not done in time")
-            self._say_late()
+            self._publish_late()
         self.abort(error)
 
-    def _say_late(self) -> None:
-        """Tell the others that we came, and waited in vain."""
+    def _publish_late(self) -> None:
+        """Publish that this rank came to the call, and that the others did not come in time."""
         with contextlib.suppress(AxonError):
             self.context.store.put(self._late_key(self.rank), b"late")
 
@@ -491,10 +494,10 @@ class NcclBackend(RequestBackend):
         return f"nccl/{self.context.name}/late/{self._sequence}/{rank}"
 
     def _missing(self, peer: int) -> str:
-        """Who did not come: NCCL does not say, but who also waited in vain says so in the store."""
+        """Who did not come. NCCL does not say; but ranks that timed out publish it in the store, the missing do not."""
         if peer >= 0:
             return f"rank {self.context.ranks[peer]}"
-        if not self._knows_others:
+        if not self._has_store:
             return "some rank"
         deadline, missing = time.monotonic() + _LATE_S, []
         for position, rank in enumerate(self.context.ranks):
@@ -506,19 +509,19 @@ class NcclBackend(RequestBackend):
         return f"rank {', '.join(map(str, missing))}" if missing else "some rank"
 
     def abort(self, error: AxonError) -> None:
-        """See `Backend.abort`; it ends what runs on the device."""
+        """See `Backend.abort`; it also ends calls that run on the device."""
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
             comms = list(self._comms)
-        # It may take a while, and our caller may be the thread that hears of other deaths.
+        # It may take a while, and our caller may be the thread that is notified of lost members.
         threading.Thread(target=self._abort_all, args=(comms,), name="axon-ps-nccl-abort", daemon=True).start()
         self._messages.abort(error)
 
     def _abort_all(self, comms: list[Any]) -> None:
         for comm in comms:
-            with self._lock, contextlib.suppress(Exception):  # there is nothing else to do about a communicator
+            with self._lock, contextlib.suppress(Exception):  # nothing else can be done about a communicator
                 comm.abort()
 
     def close(self) -> None:
@@ -556,8 +559,8 @@ def _is_nan(data: Array, dtype: DType) -> Array:
     return found
 
 
-def _given(array: Array | None) -> Array:
-    assert array is not None, "Request.check has seen to that"
+def _required(array: Array | None) -> Array:
+    assert array is not None, "Request.check has checked this"
     return array
 
 

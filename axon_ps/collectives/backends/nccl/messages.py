@@ -1,10 +1,10 @@
 """Messages between GPUs: tags, any source and sizes that do not fit, on a transport that has only an order.
 
-Owns: the agreement of both ends, in the group's store, on which message moves next. A sender announces a message under
-its tag; the receiver that takes it answers "go" or "drop", and only then both move it. Knows nothing of GPUs; what
-moves bytes is given.
+Owns: the agreement of both ends, in the group's store, on which message is transferred next. A sender announces a
+message under its tag; the receiver that matches it replies "go" or "drop", and only after "go" both transfer it. Knows
+nothing of GPUs; the function that moves bytes is given.
 
-Invariant: between two ranks one message moves at a time in each direction.
+Invariant: between two ranks one message is transferred at a time in each direction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Messages:
 
     Args:
         context: the group; its store is where the ends meet.
-        connect: makes what moves bytes to (end 0) or from (end 1) one peer, which makes the other end at the same time,
-            with the same unique id.
+        connect: makes the function that moves bytes to (end 0) or from (end 1) one peer; the peer makes the other end
+            at the same time, with the same unique id.
         generate_unique_id: makes one.
     """
 
@@ -53,46 +53,46 @@ class Messages:
         self._error: AxonError | None = None
 
     def abort(self, error: AxonError) -> None:
-        """End what waits in the store; what moves is ended by whoever moves it."""
+        """End the waits in the store; transfers are ended by the backend."""
         self._error = error
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
-        """Announce a message and move it when the receiver wants it."""
+        """Announce a message and transfer it when the receiver is ready."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             number = self._numbers["send", to, tag]
             self._numbers["send", to, tag] += 1
             key = self._key(self._context.rank, to, tag, number)
             self._store.put(key, f"{dtype.value} {data.size}".encode())
-        answer = self._wait(f"{key}/answer", deadline)
-        self._store.delete(f"{key}/answer")
-        if answer.startswith(_DROP):
-            said = {
-                self._context.ranks[to]: answer[len(_DROP) :].decode(),
-                self._world_rank: _words("send", data, dtype),
+        reply = self._wait(f"{key}/reply", deadline)
+        self._store.delete(f"{key}/reply")
+        if reply.startswith(_DROP):
+            calls = {
+                self._context.ranks[to]: reply[len(_DROP) :].decode(),
+                self._world_rank: _describe("send", data, dtype),
             }
-            raise disagreement(said, f"a message with tag {tag} in group {self._context.name!r}")
+            raise disagreement(calls, f"a message with tag {tag} in group {self._context.name!r}")
         if data.size:
             self._move((self._context.rank, to), deadline)(data, dtype)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
-        """Take the next message of a rank, or of any (-1); its rank."""
+        """Receive the next message of a rank, or of any (-1); returns its sender."""
         deadline = time.monotonic() + timeout_s
         sender, key, announced = self._next(source, tag, deadline)
         name, _, numel = announced.decode().partition(" ")
         if (name, int(numel)) != (dtype.value, data.size):
-            expected = _words("recv", data, dtype)
-            self._store.put(f"{key}/answer", _DROP + expected.encode())
-            said = {self._context.ranks[sender]: f"send of {numel} {name}", self._world_rank: expected}
-            raise disagreement(said, f"a message with tag {tag} in group {self._context.name!r}")
+            expected = _describe("recv", data, dtype)
+            self._store.put(f"{key}/reply", _DROP + expected.encode())
+            calls = {self._context.ranks[sender]: f"send of {numel} {name}", self._world_rank: expected}
+            raise disagreement(calls, f"a message with tag {tag} in group {self._context.name!r}")
         with self._order["move", sender, 0]:
-            self._store.put(f"{key}/answer", _GO)
+            self._store.put(f"{key}/reply", _GO)
             if data.size:
                 self._move((sender, self._context.rank), deadline)(data, dtype)
         return sender
 
     def _next(self, source: int, tag: int, deadline: float) -> tuple[int, str, bytes]:
-        """The next message with a tag: who sent it, its key, what was announced; it is taken then."""
+        """Match the next message with a tag: its sender, its key, its announcement."""
         sources = [source] if source >= 0 else [r for r in range(len(self._context.ranks)) if r != self._context.rank]
         while True:
             for candidate in sources:
@@ -111,7 +111,7 @@ class Messages:
                     return candidate, key, announced
 
     def _move(self, pair: tuple[int, int], deadline: float) -> Move:
-        """What moves bytes between two ranks, in one direction; made by both when it is first needed."""
+        """The function that moves bytes between two ranks in one direction; both make it when it is first needed."""
         end = pair.index(self._context.rank)
         with self._order["connect", *pair]:
             if pair not in self._moves:
@@ -127,7 +127,7 @@ class Messages:
             return self._moves[pair]
 
     def _wait(self, key: str, deadline: float) -> bytes:
-        """The value of a key, looking out for an abort."""
+        """The value of a key; ends early on an abort."""
         while True:
             if self._error is not None:
                 raise self._error
@@ -146,5 +146,5 @@ class Messages:
         return f"nccl/{self._context.name}/message/{source}/{to}/{tag}/{number}"
 
 
-def _words(what: str, data: Array, dtype: DType) -> str:
+def _describe(what: str, data: Array, dtype: DType) -> str:
     return f"{what} of {data.size} {dtype.value}"

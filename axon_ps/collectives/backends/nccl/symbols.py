@@ -42,7 +42,7 @@ _OPS_OF_BOOL = {
 
 @dataclass(frozen=True)
 class NcclUniqueId:
-    """What the ranks of a communicator find each other by; made on one rank and brought to the others.
+    """Identifies a communicator, so that its ranks find each other; made on one rank and sent to the others.
 
     Attributes:
         value: the 128 bytes of NCCL's `ncclUniqueId`.
@@ -66,11 +66,11 @@ class NcclUniqueId:
 
 
 def nccl_op(op: ReduceOp, dtype: DType) -> int | None:
-    """NCCL's number of the reduction; None when NCCL has none and we gather and reduce ourselves."""
+    """NCCL's number of the reduction; None when NCCL has none, and we gather and reduce ourselves."""
     return (_OPS_OF_BOOL if dtype is DType.BOOL else _OPS).get(op)
 
 
 def version_of(code: int) -> tuple[int, int, int]:
-    """NCCL's version number in parts: 22304 is (2, 23, 4), 2708 is (2, 7, 8)."""
+    """NCCL's version number as (major, minor, patch): 22304 is (2, 23, 4), 2708 is (2, 7, 8)."""
     scale = 10_000 if code >= 10_000 else 1_000
     return code // scale, code % scale // 100, code % 100

@@ -1,6 +1,6 @@
-"""`Watchdog`: a thread that ends what waits too long or has failed, where the waiting itself cannot be interrupted.
+"""`Watchdog`: a thread that ends calls that take too long or have failed, where the waiting cannot be interrupted.
 
-Invariant: `expire` is called outside the lock, at most once while the same things are under way.
+Invariant: `expire` is called outside the lock, at most once until no call is under way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Watchdog:
 
     Args:
         name: of the thread.
-        failed: looks for an error; called every `POLL_S` while something is under way.
+        failed: checks for an error; called every `POLL_S` while a call is under way.
         expire: called with the error found, or with None when a deadline has passed.
     """
 
@@ -60,7 +60,7 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        while (left_s := self._look()) is not None:
+        while (left_s := self._next_check()) is not None:
             if left_s <= 0.0:
                 self._expire(None)
                 self._until_idle()
@@ -68,8 +68,8 @@ class Watchdog:
                 self._expire(error)
                 self._until_idle()
 
-    def _look(self) -> float | None:
-        """Wait a while, or until there is something to watch; seconds to the next deadline, None when closed."""
+    def _next_check(self) -> float | None:
+        """Wait a while, or until there is a call to watch; seconds to the next deadline, None when closed."""
         with self._changed:
             if not self._deadlines:
                 self._changed.wait_for(lambda: self._closed or bool(self._deadlines))

@@ -1,17 +1,18 @@
 """`SharedMemoryBackend`: the collectives of processes on one host.
 
-Owns: what each collective does with the ranks' arrays. Refuses: how ranks wait for each other (`shm_control`), find
-each other's memory (`shm_meeting`), reach an array (`shm_exchange`), and send and receive (`shm_mailbox`).
+Owns: what each collective does with the ranks' arrays. Refuses: how ranks wait for each other (`control`), open each
+other's memory (`rendezvous`), read each other's arrays (`exchange`), and send and receive (`mailbox`).
 
-    n = world_size, T = call.dtype.numpy, a share = one of n nearly equal parts of an array
+    n = world_size, T = call.dtype.numpy, a partition = one of n nearly equal ranges of an array
 
-Every call begins with all ranks seeing that they are asked for the same (`shm_agreement`), which is a gate.
+Every call begins with an exchange of headers, which is a barrier: all ranks check that they make the same call
+(`agreement`).
 
-- Small (up to INLINE_BYTES of a rank): the data lies beside the header, so after the gate everybody has everything,
-  reduces on his own, and is done: one gate a call.
-- Large: the headers say where the arrays lie, see `shm_exchange`. Each rank reduces its share from everybody's array in
-  blocks that stay in a cache, into its own array, and counts up its progress piece by piece; the others follow and
-  copy the pieces. A last gate makes sure that nobody changes an array that somebody still reads.
+- Small (up to INLINE_BYTES of a rank): the data lies beside the header, so after the barrier every rank has all data
+  and computes its result: one barrier a call.
+- Large: the headers say where the arrays lie, see `exchange`. Each rank reduces its partition of all ranks' arrays in
+  blocks that stay in a cache, into its own array, and publishes its progress window by window; the others follow and
+  copy the windows. A last barrier makes sure that nobody changes an array that somebody still reads.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from collections.abc import Sequence
 import numpy as np
 
 from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.backends.request import check_array, part_starts
+from axon_ps.collectives.backends.request import check_array, partition_starts
 from axon_ps.collectives.backends.shm.agreement import Agreement
 from axon_ps.collectives.backends.shm.control import INLINE_BYTES
-from axon_ps.collectives.backends.shm.exchange import Copy, Exchange, Reach
+from axon_ps.collectives.backends.shm.exchange import Copy, Exchange, PeerMemory
 from axon_ps.collectives.backends.shm.mailbox import Mailbox
 from axon_ps.collectives.backends.shm.registry import registry
-from axon_ps.collectives.backends.shm.rendezvous import meet
+from axon_ps.collectives.backends.shm.rendezvous import rendezvous
 from axon_ps.errors import AxonError, Closed, Disagreement, InvalidRequest
 from axon_ps.host.leases import address_of
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, ReduceOp
 
 _ROOTED = (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
-_UNCOUNTED = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
-_WHOLE = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
+_NO_COUNTS = (Operation.ALL_TO_ALL, Operation.BARRIER, Operation.REFUSAL)
+_ONE_COUNT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 
 SLOT_BYTES = 1 << 20
 _CACHE_BYTES = 1 << 20  # of blocks of all ranks that are combined at a time
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 512 << 10
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 2 << 20
-_GATHER_PIECE_BYTES = 2 << 20  # of every rank; what two copy at about the same time comes from memory once
-_STREAM_BYTES = 8 << 20  # results from here on are written past the caches, of which they would push out the sources
+_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 256 << 10, 2 << 20
+_GATHER_WINDOW_BYTES = 2 << 20  # of every rank; ranks that copy it at about the same time read it from memory once
+_STREAM_BYTES = 8 << 20  # larger results are written past the caches, since they would evict the sources
 
-_LEAST_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
-"""What a rank needs of a slot: an element of any dtype, in whole cache lines."""
+_MIN_SLOT_BYTES = -(-max(dtype.itemsize for dtype in DType) // 64) * 64
+"""The part of a slot that a rank needs at least: an element of any dtype, in full cache lines."""
 
 
 def _copy_for(size_bytes: int) -> Copy:
-    """How to copy what is part of so large a result."""
+    """How to copy into a result of this size."""
     if size_bytes < _STREAM_BYTES:
         return np.copyto
     from axon_ps.kernels import stream_copy  # loading numba takes a while, and small groups need none
@@ -65,41 +66,39 @@ class SharedMemoryBackend(Backend):
 
     Args:
         context: the group. `context.store` is used while making it only, under `shm/NAME/...`, and left empty.
-        slot_bytes: memory of a slot, of which every rank has two where memory of others cannot be read directly.
-        direct: whether others may read this rank's arrays where they are.
+        slot_bytes: size of a slot; every rank has two, if arrays cannot be read directly.
+        direct: whether peers may read this rank's arrays where they are.
         directory: a tmpfs to take shared memory from, such as /dev/shm; "" = the kernel's own, which has no limit but
             memory itself.
 
     Raises:
-        Unreachable: a rank is on another host, or in another container, or the machine has not what this needs.
+        Unreachable: a rank is on another host, or in another container, or the machine lacks what this needs.
         Busy: there is not enough memory; the message has the bytes needed and available.
         Timeout: a rank did not come; the message names it.
         MemberLost: a rank died meanwhile.
     """
 
     name = "shm"
-    keeps_messages = True
+    buffers_messages = True
 
     def __init__(
         self, context: GroupContext, *, slot_bytes: int = SLOT_BYTES, direct: bool = True, directory: str = ""
     ) -> None:
         super().__init__(context)
-        if slot_bytes < _LEAST_SLOT_BYTES * len(context.ranks):
-            raise InvalidRequest(
-                f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need {_LEAST_SLOT_BYTES} each"
-            )
-        self._control, self.direct = meet(context, direct=direct, directory=directory)
+        if slot_bytes < _MIN_SLOT_BYTES * len(context.ranks):
+            raise InvalidRequest(f"slot_bytes is {slot_bytes}; {len(context.ranks)} ranks need {_MIN_SLOT_BYTES} each")
+        self._control, self.direct = rendezvous(context, direct=direct, directory=directory)
         self._directory = directory
-        self._reach = Reach(self._control, self.direct, slot_bytes // 64 * 64, directory)
-        self._mailbox = Mailbox(self._control, self.direct, self._reach.pids)
+        self._peer_memory = PeerMemory(self._control, self.direct, slot_bytes // 64 * 64, directory)
+        self._mailbox = Mailbox(self._control, self.direct, self._peer_memory.pids)
         self._closed = False
-        self._agreement = Agreement(context, self._control, self._reach)
+        self._agreement = Agreement(context, self._control, self._peer_memory)
         blocks = _CACHE_BYTES // max(1, len(context.ranks) - 1)
-        whole = 1 << blocks.bit_length() - 1  # a power of two, which pieces are multiples of
-        self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, whole))
+        block_bytes = 1 << blocks.bit_length() - 1  # a power of two; windows are multiples of it
+        self._block_bytes = min(_MAX_BLOCK_BYTES, max(_MIN_BLOCK_BYTES, block_bytes))
         self._scratch: list[Array] = []
         if not self.direct:
-            self._reach.slots(time.monotonic() + context.timeout_s)  # so that it is now that memory does not suffice
+            self._peer_memory.slots(time.monotonic() + context.timeout_s)  # so that a lack of memory is found now
 
     def empty_shared(self, shape: Sequence[int], dtype: DType) -> Array:
         """An array of zeros in memory that the other ranks map: collectives never copy it. Not collective.
@@ -123,15 +122,15 @@ class SharedMemoryBackend(Backend):
         op = self._op(call)
         check_array("data", data, call.dtype, call.counts[0], writable=True)
         if data.nbytes <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data, deadline)
-            ops.reduce_into(data, self._agreement.inputs(parity, call.dtype, data.size), op, call.dtype)
+            buffer_index = self._agreement.exchange_headers(call, data, deadline)
+            ops.reduce_into(data, self._agreement.inputs(buffer_index, call.dtype, data.size), op, call.dtype)
             return
         try:
-            self._reduce_shares(call, op, data, data, range(self.world_size), deadline)
+            self._reduce_partitions(call, op, data, data, range(self.world_size), deadline)
         except Disagreement:
             raise
         except BaseException:
-            registry.withdraw(address_of(data), data.nbytes)  # others may still write into it
+            registry.revoke(address_of(data), data.nbytes)  # peers may still write into it
             raise
 
     def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
@@ -141,11 +140,11 @@ class SharedMemoryBackend(Backend):
         here = self.rank == call.root
         check_array("data", data, call.dtype, call.counts[0], writable=here)
         if data.nbytes <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data, deadline)
+            buffer_index = self._agreement.exchange_headers(call, data, deadline)
             if here:
-                ops.reduce_into(data, self._agreement.inputs(parity, call.dtype, data.size), op, call.dtype)
+                ops.reduce_into(data, self._agreement.inputs(buffer_index, call.dtype, data.size), op, call.dtype)
         else:
-            self._reduce_shares(call, op, data, data if here else None, (call.root,), deadline)
+            self._reduce_partitions(call, op, data, data if here else None, (call.root,), deadline)
 
     def broadcast(self, call: Call, data: Array, timeout_s: float) -> None:
         """See `Backend`."""
@@ -153,16 +152,16 @@ class SharedMemoryBackend(Backend):
         here = self.rank == call.root
         check_array("data", data, call.dtype, call.counts[0], writable=not here)
         if data.nbytes <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data if here else None, deadline)
+            buffer_index = self._agreement.exchange_headers(call, data if here else None, deadline)
             if not here:
-                np.copyto(data, self._agreement.input(parity, call.root, call.dtype, 0, data.size))
+                np.copyto(data, self._agreement.input(buffer_index, call.root, call.dtype, 0, data.size))
             return
-        begins = [[0] if r == call.root else None for r in range(self.world_size)]
-        exchange = self._exchange(call, data if here else None, begins, data.size, deadline)
+        starts = [[0] if r == call.root else None for r in range(self.world_size)]
+        exchange = self._start_exchange(call, data if here else None, starts, data.size, deadline)
         for lo, hi in exchange.windows():
             if here:
                 exchange.publish(0, lo, hi, data[lo:hi])
-            self._published(exchange, deadline)
+            self._await_published(exchange, deadline)
             if not here:
                 exchange.pull(call.root, 0, lo, hi, data[lo:hi])
         self._finish(exchange, deadline)
@@ -188,28 +187,28 @@ class SharedMemoryBackend(Backend):
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         op, rank, counts = self._op(call), self.rank, call.counts
-        begins = part_starts(counts)
+        starts = partition_starts(counts)
         check_array("data", data, call.dtype, sum(counts))
         check_array("output", output, call.dtype, counts[rank], writable=True)
         if data.nbytes <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data, deadline)
+            buffer_index = self._agreement.exchange_headers(call, data, deadline)
             ops.reduce_into(
-                output, self._agreement.inputs(parity, call.dtype, counts[rank], begins[rank]), op, call.dtype
+                output, self._agreement.inputs(buffer_index, call.dtype, counts[rank], starts[rank]), op, call.dtype
             )
             return
-        exchange = self._exchange(call, data, [begins] * self.world_size, max(counts), deadline)
-        own = data[begins[rank] : begins[rank] + counts[rank]]
+        exchange = self._start_exchange(call, data, [starts] * self.world_size, max(counts), deadline)
+        own = data[starts[rank] : starts[rank] + counts[rank]]
         for lo, hi in exchange.windows():
-            self._publish_parts(exchange, data, begins, counts, lo, hi, but=rank)
-            self._published(exchange, deadline)
-            self._reduce_piece(exchange, call.dtype, op, own, output, lo, min(hi, counts[rank]))
+            self._publish_partitions(exchange, data, starts, counts, lo, hi, but=rank)
+            self._await_published(exchange, deadline)
+            self._reduce_window(exchange, call.dtype, op, own, output, lo, min(hi, counts[rank]))
         self._finish(exchange, deadline)
 
     def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
         """See `Backend`."""
         deadline = self._begin(call, timeout_s)
         rank, root, counts = self.rank, call.root, call.counts
-        begins, numel = part_starts(counts), sum(counts)
+        starts, numel = partition_starts(counts), sum(counts)
         check_array("output", output, call.dtype, counts[rank], writable=True)
         if rank != root:
             data = None
@@ -218,20 +217,20 @@ class SharedMemoryBackend(Backend):
         else:
             check_array("data", data, call.dtype, numel)
         if numel * call.dtype.itemsize <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data, deadline)
-            np.copyto(output, self._agreement.input(parity, root, call.dtype, begins[rank], counts[rank]))
+            buffer_index = self._agreement.exchange_headers(call, data, deadline)
+            np.copyto(output, self._agreement.input(buffer_index, root, call.dtype, starts[rank], counts[rank]))
             return
-        shown = [begins if r == root else None for r in range(self.world_size)]
-        exchange = self._exchange(call, data, shown, max(counts), deadline)
+        root_starts = [starts if r == root else None for r in range(self.world_size)]
+        exchange = self._start_exchange(call, data, root_starts, max(counts), deadline)
         for lo, hi in exchange.windows():
             if data is not None:
-                self._publish_parts(exchange, data, begins, counts, lo, hi, but=rank)
-            self._published(exchange, deadline)
+                self._publish_partitions(exchange, data, starts, counts, lo, hi, but=rank)
+            self._await_published(exchange, deadline)
             end = min(hi, counts[rank])
             if data is None:
                 exchange.pull(root, rank, lo, end, output[lo:end])
             elif end > lo:
-                np.copyto(output[lo:end], data[begins[rank] + lo : begins[rank] + end])
+                np.copyto(output[lo:end], data[starts[rank] + lo : starts[rank] + end])
         self._finish(exchange, deadline)
 
     def all_to_all(
@@ -252,24 +251,28 @@ class SharedMemoryBackend(Backend):
             )
         check_array("data", data, call.dtype, sum(input_counts))
         check_array("output", output, call.dtype, sum(output_counts), writable=True)
-        outputs, inputs = part_starts(output_counts), part_starts(input_counts)
-        # Whether all take the small way is known only when all have met: show the array both ways.
-        parity = self._agreement.meet(
-            call, data, deadline, pairs=(*input_counts, *output_counts), large=True, shown=data
+        outputs, inputs = partition_starts(output_counts), partition_starts(input_counts)
+        # Only after the headers are exchanged do we know whether the call is small for all: offer the array both ways.
+        buffer_index = self._agreement.exchange_headers(
+            call, data, deadline, pairs=(*input_counts, *output_counts), large=True, source=data
         )
-        counts = [self._agreement.pairs(parity, r) for r in range(n)]
-        self._agreement.see_pairs(call, counts, deadline)
+        counts = [self._agreement.pairs(buffer_index, r) for r in range(n)]
+        self._agreement.check_pairs(call, counts, deadline)
         order = [(rank + i) % n for i in range(n)]
         longest = max(max(row[0]) for row in counts)
         if max(sum(row[0]) for row in counts) * call.dtype.itemsize <= INLINE_BYTES:
             for r in order:
-                part = self._agreement.input(parity, r, call.dtype, part_starts(counts[r][0])[rank], output_counts[r])
-                np.copyto(output[outputs[r] : outputs[r] + output_counts[r]], part)
+                partition = self._agreement.input(
+                    buffer_index, r, call.dtype, partition_starts(counts[r][0])[rank], output_counts[r]
+                )
+                np.copyto(output[outputs[r] : outputs[r] + output_counts[r]], partition)
             return
-        exchange = self._open(call, parity, [part_starts(row[0]) for row in counts], longest, deadline)
+        exchange = self._open_exchange(
+            call, buffer_index, [partition_starts(row[0]) for row in counts], longest, deadline
+        )
         for lo, hi in exchange.windows():
-            self._publish_parts(exchange, data, inputs, input_counts, lo, hi, but=rank)
-            self._published(exchange, deadline)
+            self._publish_partitions(exchange, data, inputs, input_counts, lo, hi, but=rank)
+            self._await_published(exchange, deadline)
             for r in order:
                 end = min(hi, output_counts[r])
                 if end <= lo:
@@ -283,11 +286,11 @@ class SharedMemoryBackend(Backend):
 
     def barrier(self, call: Call, timeout_s: float) -> None:
         """See `Backend`."""
-        self._agreement.meet(call, None, self._begin(call, timeout_s))
+        self._agreement.exchange_headers(call, None, self._begin(call, timeout_s))
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend`."""
-        self._open_for_use()
+        self._check_open()
         check_array("data", data, dtype, data.size)
         if not 0 <= to < self.world_size:
             raise InvalidRequest(
@@ -297,7 +300,7 @@ class SharedMemoryBackend(Backend):
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend`."""
-        self._open_for_use()
+        self._check_open()
         check_array("data", data, dtype, data.size, writable=True)
         if not -1 <= source < self.world_size:
             raise InvalidRequest(
@@ -307,7 +310,7 @@ class SharedMemoryBackend(Backend):
         return self._mailbox.recv(data, dtype, source, tag, timeout_s)
 
     def abort(self, error: AxonError) -> None:
-        """See `Backend`. The other ranks' pending calls end, too: with an error that says which rank ended them."""
+        """See `Backend`. The other ranks' pending calls end too, with an error that names this rank."""
         if not self._closed:
             self._control.abort(error)
 
@@ -316,14 +319,14 @@ class SharedMemoryBackend(Backend):
         if not self._closed:
             self._closed = True
             self._control.close()
-            self._reach.close()
+            self._peer_memory.close()
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that went inline, were read from other processes, sent and received; waits at gates, and sleeps."""
+        """Bytes that went inline, were read from other processes, sent and received; waits at barriers, and sleeps."""
         return {
             "calls": self._agreement.calls,
             "bytes_inline": self._agreement.bytes_inline,
-            "bytes_read": self._reach.bytes_read,
+            "bytes_read": self._peer_memory.bytes_read,
             "bytes_sent": self._mailbox.bytes_sent,
             "bytes_received": self._mailbox.bytes_received,
             "waits": self._control.waits,
@@ -332,19 +335,19 @@ class SharedMemoryBackend(Backend):
 
     # --- every call
 
-    def _open_for_use(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise Closed(f"group {self.context.name!r} was closed")
 
     def _begin(self, call: Call, timeout_s: float) -> float:
-        """Check what is the same for every call; returns its deadline."""
-        self._open_for_use()
+        """The checks that all calls have in common; returns the call's deadline."""
+        self._check_open()
         self._control.check()
         n, counts = self.world_size, call.counts
-        if call.operation in _WHOLE:
+        if call.operation in _ONE_COUNT:
             wanted = 1
         else:
-            wanted = 0 if call.operation in _UNCOUNTED else n
+            wanted = 0 if call.operation in _NO_COUNTS else n
         if len(counts) != wanted or (counts and min(counts) < 0):
             raise InvalidRequest(f"{call.operation.value} of {n} ranks with counts {counts}; {wanted} are needed, >= 0")
         if call.operation in _ROOTED and not 0 <= call.root < n:
@@ -359,120 +362,120 @@ class SharedMemoryBackend(Backend):
 
     # --- large calls
 
-    def _exchange(
+    def _start_exchange(
         self,
         call: Call,
-        shown: Array | None,
-        begins: Sequence[Sequence[int] | None],
+        source: Array | None,
+        starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
         result: Array | None = None,
         results: bool = False,
     ) -> Exchange:
-        """Meet, and see how all arrays can be reached."""
-        parity = self._agreement.meet(call, None, deadline, large=True, shown=shown, result=result)
-        return self._open(call, parity, begins, longest, deadline, results)
+        """Exchange headers, and find out how all arrays can be read."""
+        buffer_index = self._agreement.exchange_headers(call, None, deadline, large=True, source=source, result=result)
+        return self._open_exchange(call, buffer_index, starts, longest, deadline, results)
 
-    def _open(
+    def _open_exchange(
         self,
         call: Call,
-        parity: int,
-        begins: Sequence[Sequence[int] | None],
+        buffer_index: int,
+        starts: Sequence[Sequence[int] | None],
         longest: int,
         deadline: float,
         results: bool = False,
     ) -> Exchange:
-        reach = self._reach
-        reach.forget_freed()
-        descriptors = reach.descriptors(parity)
-        parts = 0 if call.operation is Operation.SCATTER else max(len(b) for b in begins if b is not None)
-        slots = reach.choose_slots(descriptors, deadline, results=results, parts=parts)
-        return Exchange(reach, descriptors, call.dtype, begins, longest, slots)
+        peer_memory = self._peer_memory
+        peer_memory.unmap_released()
+        descriptors = peer_memory.descriptors(buffer_index)
+        partitions = 0 if call.operation is Operation.SCATTER else max(len(b) for b in starts if b is not None)
+        slots = peer_memory.choose_slots(descriptors, deadline, results=results, partitions=partitions)
+        return Exchange(peer_memory, descriptors, call.dtype, starts, longest, slots)
 
-    def _published(self, exchange: Exchange, deadline: float) -> None:
-        """Wait until a window of all ranks can be pulled. Without slots that was so when they met."""
+    def _await_published(self, exchange: Exchange, deadline: float) -> None:
+        """Wait until a window of all ranks can be pulled; without slots it can since the headers were exchanged."""
         if exchange.slots:
-            self._control.gate(deadline)
+            self._control.barrier(deadline)
 
     def _finish(self, exchange: Exchange, deadline: float) -> None:
-        """Wait until nobody reads our array any more."""
-        self._done(exchange)
-        self._await_others(exchange, deadline)
+        """Finish reading, and wait until no peer reads our array any more."""
+        self._finish_reading(exchange)
+        self._await_readers(exchange, deadline)
 
-    def _done(self, exchange: Exchange) -> None:
-        """Say that we do not read anybody's array any more. With slots nobody ever does."""
+    def _finish_reading(self, exchange: Exchange) -> None:
+        """Publish that we read no peer's array any more. With slots no rank ever does."""
         if not exchange.slots:
             self._control.arrive()
 
-    def _await_others(self, exchange: Exchange, deadline: float) -> None:
-        """After `_done`: wait until nobody reads our array any more."""
+    def _await_readers(self, exchange: Exchange, deadline: float) -> None:
+        """After `_finish_reading`: wait until no peer reads our array any more."""
         if not exchange.slots:
-            self._control.await_gate(deadline)
+            self._control.await_barrier(deadline)
 
-    def _publish_parts(
+    def _publish_partitions(
         self,
         exchange: Exchange,
         data: Array,
-        begins: Sequence[int],
+        starts: Sequence[int],
         counts: Sequence[int],
         lo: int,
         hi: int,
         but: int,
     ) -> None:
         if exchange.slots:
-            for part, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-                if part != but:
+            for partition, (begin, count) in enumerate(zip(starts, counts, strict=True)):
+                if partition != but:
                     end = min(hi, count)
-                    exchange.publish(part, lo, end, data[begin + lo : begin + end])
+                    exchange.publish(partition, lo, end, data[begin + lo : begin + end])
 
     def _collect(self, call: Call, output: Array | None, data: Array, deadline: float) -> None:
-        """output: T[sum(counts)], where there is one, becomes everybody's data: T[counts[rank]]."""
+        """output: T[sum(counts)], where there is one, becomes the data of all ranks: T[counts[rank]]."""
         n, rank, counts = self.world_size, self.rank, call.counts
-        begins, longest = part_starts(counts), max(counts)
+        starts, longest = partition_starts(counts), max(counts)
         if longest * call.dtype.itemsize <= INLINE_BYTES:
-            parity = self._agreement.meet(call, data, deadline)
+            buffer_index = self._agreement.exchange_headers(call, data, deadline)
             if output is not None:
                 for r in range(n):
                     np.copyto(
-                        output[begins[r] : begins[r] + counts[r]],
-                        self._agreement.input(parity, r, call.dtype, 0, counts[r]),
+                        output[starts[r] : starts[r] + counts[r]],
+                        self._agreement.input(buffer_index, r, call.dtype, 0, counts[r]),
                     )
             return
-        exchange = self._exchange(call, data, [[0]] * n, longest, deadline)
+        exchange = self._start_exchange(call, data, [[0]] * n, longest, deadline)
         copy = _copy_for(0 if output is None else output.nbytes)
-        own = None if output is None else output[begins[rank] : begins[rank] + counts[rank]]
+        own = None if output is None else output[starts[rank] : starts[rank] + counts[rank]]
         if own is not None and own.size and address_of(own) == address_of(data):
-            own = None  # it is there already
+            own = None  # gathered in place
 
         def pull_others(lo: int, hi: int) -> None:
             if output is not None:
                 for r in ((rank + i) % n for i in range(1, n)):
                     end = min(hi, counts[r])
-                    exchange.pull(r, 0, lo, end, output[begins[r] + lo : begins[r] + end], copy)
+                    exchange.pull(r, 0, lo, end, output[starts[r] + lo : starts[r] + end], copy)
 
         def copy_own(lo: int, hi: int) -> None:
             if own is not None and own[lo:hi].size:
                 copy(own[lo:hi], data[lo:hi])
 
-        # Our own part is copied where we would else wait for the others.
-        for lo, hi in exchange.windows(_GATHER_PIECE_BYTES):
+        # Our own partition is copied while we would otherwise wait for the others.
+        for lo, hi in exchange.windows(_GATHER_WINDOW_BYTES):
             if exchange.slots:
                 exchange.publish(0, lo, min(hi, counts[rank]), data[lo:hi])
                 self._control.arrive()
                 copy_own(lo, hi)
-                self._control.await_gate(deadline)
+                self._control.await_barrier(deadline)
                 pull_others(lo, hi)
             else:
                 pull_others(lo, hi)
                 if hi == longest:
-                    self._done(exchange)
+                    self._finish_reading(exchange)
                 copy_own(lo, hi)
-        self._await_others(exchange, deadline)
+        self._await_readers(exchange, deadline)
 
-    def _reduce_shares(
+    def _reduce_partitions(
         self, call: Call, op: ReduceOp, data: Array, output: Array | None, readers: Sequence[int], deadline: float
     ) -> None:
-        """Each rank reduces its share; `readers` get all of them.
+        """Each rank reduces its partition; `readers` get all partitions.
 
         Args:
             call: ALL_REDUCE or REDUCE.
@@ -484,52 +487,52 @@ class SharedMemoryBackend(Backend):
         """
         n, rank, numel = self.world_size, self.rank, data.size
         counts = [numel // n + (r < numel % n) for r in range(n)]
-        begins = part_starts(counts)
-        own = data[begins[rank] : begins[rank] + counts[rank]]
+        starts = partition_starts(counts)
+        own = data[starts[rank] : starts[rank] + counts[rank]]
         result = own if output is not None else np.empty(counts[rank], call.dtype.numpy)
-        exchange = self._exchange(
+        exchange = self._start_exchange(
             call,
             data,
-            [begins] * n,
+            [starts] * n,
             counts[0],
             deadline,
             result=None if output is not None else result,
             results=len(readers) < n,
         )
         if exchange.mapped and len(readers) == n:
-            self._push_share(exchange, call.dtype, op, data, begins[rank], counts[rank], deadline)
+            self._push_partition(exchange, call.dtype, op, data, starts[rank], counts[rank], deadline)
             return
-        share_bytes = counts[0] * call.dtype.itemsize
-        piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, share_bytes // 8))
+        partition_bytes = counts[0] * call.dtype.itemsize
+        window_bytes = min(_MAX_WINDOW_BYTES, max(_MIN_WINDOW_BYTES, partition_bytes // 8))
         done = self._control.progress
-        behind: tuple[int, int] | None = None
+        previous: tuple[int, int] | None = None
 
         def follow() -> None:
-            """Copy what the others made of the last piece: we stay one behind, so that nobody waits for anybody."""
+            """Copy the peers' results of the previous window: by now they are done, so no rank waits."""
             nonlocal done
-            if behind is not None and output is not None:
+            if previous is not None and output is not None:
                 done += 1
-                self._pull_shares(exchange, output, begins, counts, *behind, done, deadline)
+                self._pull_partitions(exchange, output, starts, counts, *previous, done, deadline)
 
-        for lo, hi in exchange.windows(piece_bytes):
-            self._publish_parts(exchange, data, begins, counts, lo, hi, but=rank)
+        for lo, hi in exchange.windows(window_bytes):
+            self._publish_partitions(exchange, data, starts, counts, lo, hi, but=rank)
             if exchange.slots:
                 follow()
-                self._control.gate(deadline)
+                self._control.barrier(deadline)
             end = min(hi, counts[rank])
-            self._reduce_piece(exchange, call.dtype, op, own, result, lo, end)
+            self._reduce_window(exchange, call.dtype, op, own, result, lo, end)
             exchange.publish(rank, lo, end, result[lo:end])
             self._control.advance()
             if not exchange.slots:
                 follow()
-            behind = (lo, hi)
+            previous = (lo, hi)
         follow()
         self._finish(exchange, deadline)
 
-    def _push_share(
+    def _push_partition(
         self, exchange: Exchange, dtype: DType, op: ReduceOp, data: Array, begin: int, count: int, deadline: float
     ) -> None:
-        """Reduce our share of arrays that all lie in registered memory, and write it into all of them."""
+        """Reduce our partition of arrays that all lie in registered memory, and write it into all of them."""
         n, rank = self.world_size, self.rank
         block = max(1, self._block_bytes // 2 // dtype.itemsize)
         for lo in range(begin, begin + count, block):
@@ -541,28 +544,28 @@ class SharedMemoryBackend(Backend):
                 np.copyto(arrays[(rank + r) % n], arrays[rank])
         self._finish(exchange, deadline)
 
-    def _pull_shares(
+    def _pull_partitions(
         self,
         exchange: Exchange,
         output: Array,
-        begins: Sequence[int],
+        starts: Sequence[int],
         counts: Sequence[int],
         lo: int,
         hi: int,
-        pieces: int,
+        progress: int,
         deadline: float,
     ) -> None:
-        """Copy [lo, hi) of every other rank's share as soon as it has done so many pieces."""
+        """Copy [lo, hi) of every other rank's partition as soon as its progress is that far."""
         n, rank, copy = self.world_size, self.rank, _copy_for(output.nbytes)
         for r in ((rank + i) % n for i in range(1, n)):
-            self._control.await_progress(r, pieces, deadline)
+            self._control.await_progress(r, progress, deadline)
             end = min(hi, counts[r])
-            exchange.pull(r, r, lo, end, output[begins[r] + lo : begins[r] + end], copy)
+            exchange.pull(r, r, lo, end, output[starts[r] + lo : starts[r] + end], copy)
 
-    def _reduce_piece(
+    def _reduce_window(
         self, exchange: Exchange, dtype: DType, op: ReduceOp, own: Array, out: Array, lo: int, hi: int
     ) -> None:
-        """out[lo:hi] becomes the reduction of [lo, hi) of our part of everybody's source; own: T[] is ours of it."""
+        """out[lo:hi] becomes the reduction of [lo, hi) of our partition of all sources; own: T[] is ours."""
         n, rank = self.world_size, self.rank
         block = max(1, self._block_bytes // dtype.itemsize)
         scratch = [s[: block * dtype.itemsize].view(dtype.numpy) for s in self._scratches()]
@@ -574,7 +577,7 @@ class SharedMemoryBackend(Backend):
             ops.reduce_into(out[begin:end], sources, op, dtype)
 
     def _scratches(self) -> list[Array]:
-        """u8[block] by rank, for what is read from other processes."""
+        """u8[block] by rank, for blocks that are read from other processes."""
         if not self._scratch:
             self._scratch = [np.empty(self._block_bytes, np.uint8) for _ in range(self.world_size)]
         return self._scratch

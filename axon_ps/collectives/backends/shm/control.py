@@ -1,27 +1,28 @@
-"""The control segment of a group on one host: who has come, how far everybody is, and whether it is over.
+"""The control segment of a group on one host: barriers, every rank's progress, and whether the group was aborted.
 
 Owns: the layout of the segment, waiting in it, and noticing that a member died or ended the group. Refuses: to know
-what the ranks do together.
+which collectives the ranks run.
 
-    layout: head | n cells | n x 2 headers | n x 2 inline buffers | n x n mailboxes
-    head:   what all ranks look at: the gate's word, whether the group was aborted, where the slots are
-    cell:   what one rank says: how many gates it came to, how much it did between two, its process, why it aborted
+    layout: head | n records | n x 2 headers | n x 2 inline buffers | n x n message rings
+    head:   shared by all ranks: the futex word of the barrier, whether the group was aborted, where the slots are
+    record: what one rank publishes: barriers and windows it has come to, its process, why it aborted
 
 Note: [Single writer]
-    Every word has one writer, so no atomic operation is needed, which Python does not have. The exceptions only ever
-    wake somebody who then looks for himself: the gate's word (any rank that was the last to come writes the number of
-    the gate, so all of them write the same), the bells (any value that was not there before), and `aborted` (only 1).
+    Every number has one writer, so no atomic operation is needed, which Python does not have. The exceptions only ever
+    wake a sleeper, who then checks for himself: the futex word of the barrier (any rank that came last writes the
+    number of the barrier, so all of them write the same), the doorbells (any value that was not there before), and
+    `aborted` (only 1).
 
-Note: [Gates]
-    At a gate everybody waits for everybody. A rank counts up its `arrived`, then looks at all the others; who finds
-    that all have come rings. At least the last one does, by the fence between the two. Who finds somebody missing
-    spins for a moment, giving up the processor each time, and then sleeps until it rings. So with many more ranks
-    than cores a rank sleeps once per gate and burns nothing.
+Note: [Barriers]
+    A rank counts up its `arrived`, then reads all the others'. A rank that finds that all have arrived rings the
+    barrier's doorbell; because of the fence between the two, at least the last one does. A rank that finds somebody
+    missing spins for a moment, yielding the processor each time, and then sleeps on the doorbell. So with many more
+    ranks than cores a rank sleeps once per barrier and uses no processor time.
 
-Note: [Who sleeps]
-    Ringing is a system call, and mostly nobody sleeps. So a sleeper says so in its cell, fences, and looks once more
-    for what it waits for; who rings writes what is waited for, fences, and looks whether somebody says so. By the two
-    fences at least one of them sees the other.
+Note: [Doorbells]
+    A doorbell is a futex word. Waking its sleepers is a system call, and mostly nobody sleeps. So a sleeper sets a flag
+    in its record, fences, and checks once more what it waits for; a rank that rings writes what is waited for, fences,
+    and checks the flags. By the two fences at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -45,26 +46,26 @@ TEXT_BYTES = 1024
 RING_ENTRIES = 8
 ENTRY_HEADER_BYTES = 64
 
-_LINE = 64  # bytes of a cache line; words of different writers lie in different ones
+_LINE = 64  # bytes of a cache line; numbers of different writers lie in different lines
 _HEAD_BYTES = 4096
-_CELL_BYTES = 2048
+_RECORD_BYTES = 2048
 _SPIN_S = 50e-6
-_SLICE_S = 0.1  # how often a sleeper looks whether those it waits for are alive
-_DYING_S = 0.3  # how long a process may take from losing its memory to its end
-_MAILBOX_BUDGET_BYTES = 8 << 20
+_SLICE_S = 0.1  # how often a sleeper checks that the ranks it waits for are alive
+_DYING_S = 0.3  # how long a process may take to end after its memory became unreadable
+_MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
 _MASK = 0xFFFFFFFF
 
 # Offsets in bytes: in the head,
-NONCE, GATE, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
-# and in a cell.
-ARRIVED, SLEEPS, PROGRESS, PROGRESS_BELL, DOORBELL = 0, 8, 64, 72, 128
-PID, PROBE_ADDRESS, PROBE_NONCE, VERDICT, CLOSED, FREED = 192, 200, 208, 224, 228, 232
-ABORT_FLAG, ABORT_KIND, ABORT_TEXT, FREED_RING = 256, 260, 320, 1536
-FREED_RING_ENTRIES = 64
-# A header: the call, how its array can be reached, counts, and the call in words when the ranks disagree.
+NONCE, BARRIER, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
+# and in a record.
+ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
+PID, PROBE_ADDRESS, PROBE_NONCE, PROBE_RESULT, CLOSED, RELEASED_COUNT = 192, 200, 208, 224, 228, 232
+ABORT_FLAG, ABORT_KIND, ABORT_TEXT, RELEASED_RING = 256, 260, 320, 1536
+RELEASED_RING_ENTRIES = 64
+# A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
 DESCRIPTOR, COUNTS = 32, 128
 
-# Errors that mean the same on every rank; others come to the peers as Broken.
+# Errors that mean the same on every rank; the peers get any other error as Broken.
 _KINDS: tuple[type[AxonError], ...] = (
     Broken,
     MemberLost,
@@ -79,43 +80,43 @@ def _up(size_bytes: int, to: int = _LINE) -> int:
 
 
 class Layout:
-    """Where everything lies in the control segment of n ranks. All in bytes."""
+    """The offsets in the control segment of n ranks, in bytes."""
 
     def __init__(self, world_size: int) -> None:
         n = world_size
         self.world_size = n
         self.header_bytes = _up(COUNTS + 16 * n + TEXT_BYTES)
         self.text = COUNTS + 16 * n
-        self._headers = _HEAD_BYTES + n * _CELL_BYTES
+        self._headers = _HEAD_BYTES + n * _RECORD_BYTES
         self._inline = _up(self._headers + 2 * n * self.header_bytes, 4096)
-        self._mailboxes = self._inline + 2 * n * INLINE_BYTES
-        payload = min(64 << 10, max(2 << 10, _MAILBOX_BUDGET_BYTES // (n * n * RING_ENTRIES)))
+        self._message_rings = self._inline + 2 * n * INLINE_BYTES
+        payload = min(64 << 10, max(2 << 10, _MESSAGE_RINGS_BUDGET_BYTES // (n * n * RING_ENTRIES)))
         self.payload_bytes = payload // _LINE * _LINE
         self.entry_bytes = ENTRY_HEADER_BYTES + self.payload_bytes
-        self._mailbox_bytes = 2 * _LINE + RING_ENTRIES * self.entry_bytes
-        self.size_bytes = self._mailboxes + n * n * self._mailbox_bytes
+        self._message_ring_bytes = 2 * _LINE + RING_ENTRIES * self.entry_bytes
+        self.size_bytes = self._message_rings + n * n * self._message_ring_bytes
 
-    def cell(self, rank: int) -> int:
-        """The cell of a rank."""
-        return _HEAD_BYTES + rank * _CELL_BYTES
+    def record(self, rank: int) -> int:
+        """The offset of a rank's record."""
+        return _HEAD_BYTES + rank * _RECORD_BYTES
 
-    def header(self, rank: int, parity: int) -> int:
-        """The header of a rank's even or odd calls."""
-        return self._headers + (2 * rank + parity) * self.header_bytes
+    def header(self, rank: int, buffer_index: int) -> int:
+        """The offset of a rank's header for the calls that use this buffer, even or odd ones."""
+        return self._headers + (2 * rank + buffer_index) * self.header_bytes
 
-    def inline(self, rank: int, parity: int) -> int:
-        """The inline buffer of a rank's even or odd calls."""
-        return self._inline + (2 * rank + parity) * INLINE_BYTES
+    def inline(self, rank: int, buffer_index: int) -> int:
+        """The offset of a rank's inline data for the calls that use this buffer."""
+        return self._inline + (2 * rank + buffer_index) * INLINE_BYTES
 
-    def mailbox(self, source: int, destination: int) -> int:
-        """The mailbox in which one rank posts for another: head, tail, entries."""
-        return self._mailboxes + (source * self.world_size + destination) * self._mailbox_bytes
+    def message_ring(self, source: int, destination: int) -> int:
+        """The ring of messages from one rank to another: head, tail, entries."""
+        return self._message_rings + (source * self.world_size + destination) * self._message_ring_bytes
 
 
 class Control:
     """The control segment as one rank sees it.
 
-    One thread at a time, except for `abort`, `check`, `ring` and `sleep`, which any thread may call.
+    One thread at a time, except for `abort`, `check` and `notify`, which any thread may call.
 
     Args:
         segment: mapped.
@@ -123,7 +124,7 @@ class Control:
         rank: ours.
         ranks: world ranks by position, for messages.
         name: of the group, for messages.
-        ended: gives what ended the group, if anything did: it may end before there is a backend to abort.
+        ended: returns the error that ended the group, if any: it may end before there is a backend to abort.
     """
 
     def __init__(
@@ -150,22 +151,22 @@ class Control:
         self.waits = 0
         self.sleeps = 0
         n = layout.world_size
-        # With more ranks than cores whoever spins takes the core from the one that is waited for.
+        # With more ranks than cores a rank that spins takes the core from the one it waits for.
         self._spin_s = _SPIN_S if n <= len(os.sched_getaffinity(0)) else 0.0
-        self._gates = 0
+        self._barriers = 0
         self.progress = 0
-        self._arrived = [(layout.cell(r) + ARRIVED) // 8 for r in range(n)]
-        self._progress = [(layout.cell(r) + PROGRESS) // 8 for r in range(n)]
+        self._arrived = [(layout.record(r) + ARRIVED) // 8 for r in range(n)]
+        self._progress = [(layout.record(r) + PROGRESS) // 8 for r in range(n)]
         self._others = [self._arrived[r] for r in range(n) if r != rank]
-        self._sleeps = [(layout.cell(r) + SLEEPS) // 4 for r in range(n) if r != rank]
-        self._rings = 0
+        self._sleeps = [(layout.record(r) + SLEEPS) // 4 for r in range(n) if r != rank]
+        self._notifications = 0
         self._error: AxonError | None = None
         self._abort_lock = threading.Lock()
 
-    # --- everybody waits for everybody
+    # --- all ranks wait for each other
 
-    def gate(self, deadline: float) -> None:
-        """Wait until every rank has come to this gate; what they wrote before it is seen after it.
+    def barrier(self, deadline: float) -> None:
+        """Wait until every rank has come to this barrier; their writes before it are visible after it.
 
         Raises:
             Timeout: some did not come by `deadline` (of `time.monotonic`).
@@ -173,14 +174,14 @@ class Control:
             AxonError: the group was aborted.
         """
         self.arrive()
-        self.await_gate(deadline)
+        self.await_barrier(deadline)
 
     def arrive(self) -> None:
-        """Come to the next gate without waiting there, which `await_gate` does.
+        """Arrive at the next barrier without waiting, which `await_barrier` does.
 
-        What we wrote before is seen by whoever has passed the gate.
+        Ranks that have passed the barrier see what we wrote before.
         """
-        self._gates = target = self._gates + 1
+        self._barriers = target = self._barriers + 1
         futex.settle()
         self.u64[self._arrived[self.rank]] = target
         futex.fence()
@@ -188,17 +189,17 @@ class Control:
         for index in self._others:
             if u64[index] < target:
                 return
-        self._ring(GATE, target & _MASK)
+        self._notify(BARRIER, target & _MASK)
 
-    def await_gate(self, deadline: float) -> None:
-        """Wait until every rank has come to the gate to which we came last. Raises as `gate` does."""
+    def await_barrier(self, deadline: float) -> None:
+        """Wait until every rank has come to the barrier where we arrived last. Raises as `barrier` does."""
         for index in self._others:
-            if self.u64[index] < self._gates:
-                self._wait_at_gate(self._gates, deadline)
+            if self.u64[index] < self._barriers:
+                self._wait_at_barrier(self._barriers, deadline)
                 break
         futex.settle()
 
-    def _wait_at_gate(self, target: int, deadline: float) -> None:
+    def _wait_at_barrier(self, target: int, deadline: float) -> None:
         u64 = self.u64
         self.waits += 1
 
@@ -210,55 +211,55 @@ class Control:
             while u64[index] < target:
                 os.sched_yield()
                 if time.monotonic() > until:
-                    self._sleep_until(GATE, missing, deadline)
+                    self._sleep_until(BARRIER, missing, deadline)
                     return
 
     # --- one rank waits for another
 
     def advance(self) -> None:
-        """Say that one more piece is done."""
+        """Publish that one more window is done."""
         self.progress += 1
         futex.settle()
         self.u64[self._progress[self.rank]] = self.progress
-        self._ring(self.layout.cell(self.rank) + PROGRESS_BELL, self.progress & _MASK)
+        self._notify(self.layout.record(self.rank) + PROGRESS_DOORBELL, self.progress & _MASK)
 
-    def await_progress(self, rank: int, pieces: int, deadline: float) -> None:
-        """Wait until a rank has done that many pieces, all calls together. Raises as `gate` does."""
+    def await_progress(self, rank: int, progress: int, deadline: float) -> None:
+        """Wait until a rank has done that many windows, over all calls. Raises as `barrier` does."""
         u64, index = self.u64, self._progress[rank]
-        if u64[index] < pieces:
+        if u64[index] < progress:
             self.waits += 1
             until = time.monotonic() + self._spin_s
-            while u64[index] < pieces:
+            while u64[index] < progress:
                 os.sched_yield()
                 if time.monotonic() > until:
-                    bell = self.layout.cell(rank) + PROGRESS_BELL
-                    self._sleep_until(bell, lambda: [rank] if u64[index] < pieces else [], deadline)
+                    doorbell = self.layout.record(rank) + PROGRESS_DOORBELL
+                    self._sleep_until(doorbell, lambda: [rank] if u64[index] < progress else [], deadline)
                     break
         futex.settle()
 
     # --- sleeping
 
-    def _ring(self, bell: int, value: int) -> None:
-        """Write a new value into a bell, and wake who sleeps on it. See Note: [Who sleeps]."""
-        self.u32[bell // 4] = value
+    def _notify(self, doorbell: int, value: int) -> None:
+        """Write a new value into a doorbell, and wake its sleepers if there are any. See Note: [Doorbells]."""
+        self.u32[doorbell // 4] = value
         futex.fence()
         for index in self._sleeps:
             if self.u32[index]:
-                futex.wake(self.base + bell)
+                futex.wake(self.base + doorbell)
                 return
 
-    def _sleep_until(self, bell: int, missing: Callable[[], list[int]], deadline: float) -> None:
-        """Sleep on a bell until nobody is missing."""
-        sleeps = (self.layout.cell(self.rank) + SLEEPS) // 4
+    def _sleep_until(self, doorbell: int, missing: Callable[[], list[int]], deadline: float) -> None:
+        """Sleep on a doorbell until nobody is missing."""
+        sleeps = (self.layout.record(self.rank) + SLEEPS) // 4
         self.u32[sleeps] = 1
         try:
-            self._sleep(bell, missing, deadline)
+            self._sleep(doorbell, missing, deadline)
         finally:
             self.u32[sleeps] = 0
 
-    def _sleep(self, bell: int, missing: Callable[[], list[int]], deadline: float) -> None:
+    def _sleep(self, doorbell: int, missing: Callable[[], list[int]], deadline: float) -> None:
         while True:
-            seen = self.u32[bell // 4]
+            seen = self.u32[doorbell // 4]
             futex.fence()
             if not missing():
                 return
@@ -270,13 +271,13 @@ class Control:
                     raise self.fail(self.too_late(late))
                 return
             self.sleeps += 1
-            futex.wait(self.base + bell, seen, min(left, _SLICE_S))
-            if self.u32[bell // 4] == seen:
+            futex.wait(self.base + doorbell, seen, min(left, _SLICE_S))
+            if self.u32[doorbell // 4] == seen:
                 dead = self.dead()
-                late = missing()  # asked after, for a rank may do its part and end
+                late = missing()  # checked after `dead`, since a rank may finish the call and then exit
                 for rank in late:
                     if self.closed(rank):
-                        raise self.fail(self.left(rank))
+                        raise self.fail(self.departed(rank))
                     if rank in dead:
                         raise self.fail(self.lost(rank))
 
@@ -294,110 +295,110 @@ class Control:
         )
 
     def unreadable(self, rank: int, error: Broken) -> AxonError:
-        """What to raise when the memory of a rank (position) cannot be read: the group was aborted, or it died."""
+        """The error when the memory of a rank (position) cannot be read: the group was aborted, or the rank died."""
         if self._error is None and not self.u32[ABORTED // 4]:
             peer = self.peers[rank]
             if peer is not None and peer.ends(_DYING_S):
                 return self.fail(self.lost(rank))
         return self.fail(Broken(f"rank {self.ranks[rank]} gave up its array in the middle of a call: {error}"))
 
-    def left(self, rank: int) -> Broken:
-        """The error for a rank (position) that left the group in good order while we wait for it."""
+    def departed(self, rank: int) -> Broken:
+        """The error for a rank (position) that closed the group while we wait for it."""
         return Broken(f"rank {self.ranks[rank]} closed group {self.name!r} while others still wait for it in a call")
 
     def closed(self, rank: int) -> bool:
-        """Whether a rank (position) left the group in good order."""
-        return bool(self.u32[(self.layout.cell(rank) + CLOSED) // 4])
+        """Whether a rank (position) closed the group."""
+        return bool(self.u32[(self.layout.record(rank) + CLOSED) // 4])
 
     def dead(self) -> set[int]:
         """The ranks (positions) whose processes have ended."""
         return {r for r, peer in enumerate(self.peers) if peer is not None and not peer.alive()}
 
-    def bell(self, rank: int) -> int:
-        """The offset of a rank's doorbell, on which its threads sleep in send and recv."""
-        return self.layout.cell(rank) + DOORBELL
+    def doorbell(self, rank: int) -> int:
+        """The offset of the doorbell on which a rank's threads sleep in send and recv."""
+        return self.layout.record(rank) + MESSAGE_DOORBELL
 
-    def ring(self, bell: int) -> None:
-        """Wake whoever sleeps on a bell. See Note: [Single writer]."""
-        self._rings += 1
-        self.u32[bell // 4] = (self._rings * self.layout.world_size + self.rank) & _MASK
-        futex.wake(self.base + bell)
+    def notify(self, doorbell: int) -> None:
+        """Ring a doorbell, which wakes all its sleepers. See Note: [Single writer]."""
+        self._notifications += 1
+        self.u32[doorbell // 4] = (self._notifications * self.layout.world_size + self.rank) & _MASK
+        futex.wake(self.base + doorbell)
 
     # --- the end
 
     def check(self) -> None:
-        """Raise what the group was aborted with, if it was."""
+        """Raise the error that the group was aborted with, if it was."""
         if self._error is None and (error := self._ended()) is not None:
             self.abort(error)
         if self._error is None and self.u32[ABORTED // 4]:
-            self._remember(self._told())
+            self._set_error(self._peer_error())
         if self._error is not None:
             raise self._error
 
     def abort(self, error: AxonError) -> None:
-        """End what every rank does or does later; the first error counts."""
-        if not self._remember(error):
+        """End the pending and later calls of every rank; the first error counts."""
+        if not self._set_error(error):
             return
-        cell = self.layout.cell(self.rank)
+        record = self.layout.record(self.rank)
         kind = next((i for i in reversed(range(len(_KINDS))) if isinstance(error, _KINDS[i])), 0)
-        self.u32[(cell + ABORT_KIND) // 4] = kind
+        self.u32[(record + ABORT_KIND) // 4] = kind
         text = str(error) if kind or isinstance(error, Broken) else f"{type(error).__name__}: {error}"
         packed = pack_text(text, TEXT_BYTES)
-        self.memory[cell + ABORT_TEXT : cell + ABORT_TEXT + len(packed)] = packed
+        self.memory[record + ABORT_TEXT : record + ABORT_TEXT + len(packed)] = packed
         futex.settle()
-        self.u32[(cell + ABORT_FLAG) // 4] = 1
+        self.u32[(record + ABORT_FLAG) // 4] = 1
         futex.settle()
         self.u32[ABORTED // 4] = 1
-        self.u32[GATE // 4] = _MASK
-        futex.wake(self.base + GATE)
+        self.u32[BARRIER // 4] = _MASK
+        futex.wake(self.base + BARRIER)
         for rank in range(self.layout.world_size):
-            bell = self.layout.cell(rank) + PROGRESS_BELL
-            self.u32[bell // 4] = _MASK
-            futex.wake(self.base + bell)
-            self.ring(self.bell(rank))
+            doorbell = self.layout.record(rank) + PROGRESS_DOORBELL
+            self.u32[doorbell // 4] = _MASK
+            futex.wake(self.base + doorbell)
+            self.notify(self.doorbell(rank))
 
     def fail(self, error: AxonError) -> AxonError:
-        """Abort with an error that we found ourselves; returns what to raise: the first error of the group."""
+        """Abort with an error that this rank found; returns the error to raise: the first one of the group."""
         if self._error is None and self.u32[ABORTED // 4]:
-            self._remember(self._told())
+            self._set_error(self._peer_error())
         self.abort(error)
         return self._error or error
 
     def close(self) -> None:
-        """Say that this rank does nothing any more, and let go of the segment."""
-        self.u32[(self.layout.cell(self.rank) + CLOSED) // 4] = 1
+        """Publish that this rank has closed the group, and unmap the segment."""
+        self.u32[(self.layout.record(self.rank) + CLOSED) // 4] = 1
         for peer in self.peers:
             if peer is not None:
                 peer.close()
         self.segment.close()
 
-    def _remember(self, error: AxonError) -> bool:
+    def _set_error(self, error: AxonError) -> bool:
         with self._abort_lock:
             if self._error is None:
                 self._error = error
                 return True
         return False
 
-    def _told(self) -> AxonError:
-        """The error for what other ranks aborted with."""
+    def _peer_error(self) -> AxonError:
+        """The error that another rank aborted with."""
         futex.settle()
         for rank in range(self.layout.world_size):
-            cell = self.layout.cell(rank)
-            if self.u32[(cell + ABORT_FLAG) // 4]:
-                kind = _KINDS[self.u32[(cell + ABORT_KIND) // 4] % len(_KINDS)]
-                text = unpack_text(self.memory[cell + ABORT_TEXT : cell + ABORT_TEXT + TEXT_BYTES])
+            record = self.layout.record(rank)
+            if self.u32[(record + ABORT_FLAG) // 4]:
+                kind = _KINDS[self.u32[(record + ABORT_KIND) // 4] % len(_KINDS)]
+                text = unpack_text(self.memory[record + ABORT_TEXT : record + ABORT_TEXT + TEXT_BYTES])
                 if kind is MemberLost:
                     return MemberLost(text)
                 return kind(f"rank {self.ranks[rank]} ended group {self.name!r}: {text}")
         return Broken(f"group {self.name!r} was ended by one of its ranks")
 
-    # --- texts and words of the head and the cells
+    # --- texts and numbers in the segment
 
-    def words(self, offset: int, form: str) -> tuple[int, ...]:
+    def numbers(self, offset: int, form: str) -> tuple[int, ...]:
         """Numbers at an offset, by their `struct` form."""
         return struct.unpack_from(form, self.memory, offset)
 
-    def put_words(self, offset: int, form: str, *values: int) -> None:
+    def put_numbers(self, offset: int, form: str, *values: int) -> None:
         """Store numbers at an offset."""
         struct.pack_into(form, self.memory, offset, *values)
 

@@ -1,15 +1,15 @@
 """send and recv between processes of one host.
 
-Owns: a ring of entries for every ordered pair of ranks, in the control segment. Refuses: collectives.
+Owns: a ring buffer of entries for every ordered pair of ranks, in the control segment. Refuses: collectives.
 
     small array   one EAGER entry with the bytes; the sender goes on
-    large array   OFFER -> the receiver copies it from the sender's memory -> DONE
-                  or, if the kernel refuses that: OFFER -> READY -> PIECE ... PIECE
-    misfit        OFFER -> REFUSED with the reason
+    large array   READY_TO_SEND -> the receiver copies it from the sender's memory -> FINISHED
+                  or, if the kernel refuses that: READY_TO_SEND -> CLEAR_TO_SEND -> FRAGMENT ... FRAGMENT
+    mismatch      READY_TO_SEND -> REJECTED with the reason
 
-Whoever waits in a send or recv empties all rings that lead to it, whatever is in them: entries that nobody waits for
-yet are kept in order of arrival. So a ring that is full moves on as soon as its reader waits for anything, and two
-ranks that send to each other do not block. Any number of threads may send and receive.
+A thread that waits in a send or recv empties all rings that lead to its rank, whatever is in them: messages that no
+recv has asked for yet stay in a list, in order of arrival. So a full ring moves on as soon as its reader waits for
+anything, and two ranks that send to each other do not block. Any number of threads may send and receive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from axon_ps.host.leases import address_of
 from axon_ps.host.peer_process import MemoryReader
 from axon_ps.types import Array, DType
 
-_EAGER, _OFFER, _DONE, _READY, _PIECE, _REFUSED = range(6)
+_EAGER, _READY_TO_SEND, _FINISHED, _CLEAR_TO_SEND, _FRAGMENT, _REJECTED = range(6)
 _ENTRY = struct.Struct("<IIqQQQQ")  # kind, dtype, tag, id of the transfer, bytes here, bytes in all, address
 _DTYPES = list(DType)
 _SPIN_S = 30e-6
@@ -44,27 +44,27 @@ T = TypeVar("T")
 
 @dataclass
 class _Message:
-    """A message that arrived, or the offer of one."""
+    """A message that arrived, or the announcement of one."""
 
     source: int
     tag: int
     dtype: DType
     size_bytes: int
     transfer: int
-    address: int  # 0: it comes in pieces
-    payload: bytes | None  # None: an offer
+    address: int  # 0: it comes in fragments
+    payload: bytes | None  # None: an announcement
 
 
 @dataclass
-class _Stream:
-    """A message that comes in pieces."""
+class _Reassembly:
+    """A message that comes in fragments."""
 
     into: memoryview
     have_bytes: int = 0
 
 
 class Mailbox:
-    """One rank's rings. Any thread; see this module.
+    """One rank's message rings, in and out. Any thread; see this module.
 
     Args:
         control: of the group.
@@ -77,14 +77,14 @@ class Mailbox:
         self._direct = direct
         self._pids = pids
         layout, me = control.layout, control.rank
-        self._out = [layout.mailbox(me, r) for r in range(layout.world_size)]
-        self._in = [layout.mailbox(r, me) for r in range(layout.world_size)]
-        self._bell = control.bell(me)
+        self._out = [layout.message_ring(me, r) for r in range(layout.world_size)]
+        self._in = [layout.message_ring(r, me) for r in range(layout.world_size)]
+        self._doorbell = control.doorbell(me)
         self._spin_s = _SPIN_S if layout.world_size <= len(os.sched_getaffinity(0)) else 0.0
         self._lock = threading.Lock()
-        self._arrived: list[_Message] = []
-        self._answers: dict[int, tuple[int, str]] = {}  # by transfer: kind and text
-        self._streams: dict[tuple[int, int], _Stream] = {}  # by source and transfer
+        self._unmatched: list[_Message] = []
+        self._replies: dict[int, tuple[int, str]] = {}  # by transfer: kind and text
+        self._reassemblies: dict[tuple[int, int], _Reassembly] = {}  # by source and transfer
         self._transfers = 0
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -97,7 +97,7 @@ class Mailbox:
         self.bytes_sent += raw.nbytes
         kind = _DTYPES.index(dtype)
         if raw.nbytes <= self._control.layout.payload_bytes:
-            self._post(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0)
+            self._enqueue(to, deadline, raw, _EAGER, kind, tag, 0, raw.nbytes, raw.nbytes, 0)
             return
         with self._lock:
             self._transfers += 1
@@ -105,57 +105,57 @@ class Mailbox:
         address = address_of(data)
         if not (self._direct and MemoryReader().readable(os.getpid(), address, raw.nbytes)):
             address = 0
-        self._post(to, deadline, None, _OFFER, kind, tag, transfer, 0, raw.nbytes, address)
-        answer, text = self._wait(lambda: self._answers.pop(transfer, None), {to}, deadline)
-        if answer == _REFUSED:
+        self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, address)
+        reply, text = self._wait(lambda: self._replies.pop(transfer, None), {to}, deadline)
+        if reply == _REJECTED:
             raise Disagreement(text)
-        if answer == _READY:
+        if reply == _CLEAR_TO_SEND:
             step = self._control.layout.payload_bytes
             for begin in range(0, raw.nbytes, step):
-                piece = raw[begin : begin + step]
-                self._post(to, deadline, piece, _PIECE, kind, tag, transfer, piece.nbytes, raw.nbytes, 0)
+                fragment = raw[begin : begin + step]
+                self._enqueue(to, deadline, fragment, _FRAGMENT, kind, tag, transfer, fragment.nbytes, raw.nbytes, 0)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
         deadline = time.monotonic() + timeout_s
         self._control.check()
         sources = {source} if source >= 0 else set(range(len(self._pids))) - {self._control.rank}
-        message = self._wait(lambda: self._take(source, tag), sources, deadline)
+        message = self._wait(lambda: self._match(source, tag), sources, deadline)
         if message.dtype is not dtype or message.size_bytes != data.nbytes:
-            self._refuse(message, data, dtype, deadline)
+            self._reject(message, data, dtype, deadline)
         self.bytes_received += data.nbytes
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
         elif message.address:
             self._copy(message, data)
-            self._answer(message, _DONE, "", deadline)
+            self._reply(message, _FINISHED, "", deadline)
         else:
             key = message.source, message.transfer
-            stream = _Stream(data.view(np.uint8).data)
+            reassembly = _Reassembly(data.view(np.uint8).data)
             with self._lock:
-                self._streams[key] = stream
+                self._reassemblies[key] = reassembly
             try:
-                self._answer(message, _READY, "", deadline)
-                self._wait(lambda: stream.have_bytes == data.nbytes or None, {message.source}, deadline)
+                self._reply(message, _CLEAR_TO_SEND, "", deadline)
+                self._wait(lambda: reassembly.have_bytes == data.nbytes or None, {message.source}, deadline)
             finally:
                 with self._lock:
-                    self._streams.pop(key, None)
+                    self._reassemblies.pop(key, None)
         return message.source
 
-    def _take(self, source: int, tag: int) -> _Message | None:
-        for i, message in enumerate(self._arrived):
+    def _match(self, source: int, tag: int) -> _Message | None:
+        for i, message in enumerate(self._unmatched):
             if message.tag == tag and source in (-1, message.source):
-                return self._arrived.pop(i)
+                return self._unmatched.pop(i)
         return None
 
-    def _refuse(self, message: _Message, data: Array, dtype: DType, deadline: float) -> None:
+    def _reject(self, message: _Message, data: Array, dtype: DType, deadline: float) -> None:
         ranks = self._control.ranks
         text = (
             f"rank {ranks[message.source]} sends {message.size_bytes // message.dtype.itemsize} {message.dtype.value} "
             f"to rank {ranks[self._control.rank]}, which expects {data.size} {dtype.value} (tag {message.tag})"
         )
         if message.payload is None:
-            self._answer(message, _REFUSED, text, deadline)
+            self._reply(message, _REJECTED, text, deadline)
         raise Disagreement(text)
 
     def _copy(self, message: _Message, data: Array) -> None:
@@ -169,26 +169,26 @@ class Mailbox:
                 raise self._control.unreadable(message.source, error) from error
             remote, local, left = remote + size, local + size, left - size
 
-    def _answer(self, message: _Message, kind: int, text: str, deadline: float) -> None:
+    def _reply(self, message: _Message, kind: int, text: str, deadline: float) -> None:
         raw = memoryview(text.encode()[: self._control.layout.payload_bytes])
-        self._post(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0)
+        self._enqueue(message.source, deadline, raw, kind, 0, 0, message.transfer, raw.nbytes, raw.nbytes, 0)
 
     # --- rings
 
-    def _post(self, to: int, deadline: float, payload: memoryview | None, *entry: int) -> None:
-        if not self._try_post(to, payload, entry):
-            self._wait(lambda: self._put(to, payload, entry) or None, {to}, deadline)
-            self._control.ring(self._control.bell(to))
+    def _enqueue(self, to: int, deadline: float, payload: memoryview | None, *entry: int) -> None:
+        if not self._try_enqueue(to, payload, entry):
+            self._wait(lambda: self._append(to, payload, entry) or None, {to}, deadline)
+            self._control.notify(self._control.doorbell(to))
 
-    def _try_post(self, to: int, payload: memoryview | None, entry: tuple[int, ...]) -> bool:
+    def _try_enqueue(self, to: int, payload: memoryview | None, entry: tuple[int, ...]) -> bool:
         with self._lock:
-            posted = self._put(to, payload, entry)
-        if posted:
-            self._control.ring(self._control.bell(to))
-        return posted
+            appended = self._append(to, payload, entry)
+        if appended:
+            self._control.notify(self._control.doorbell(to))
+        return appended
 
-    def _put(self, to: int, payload: memoryview | None, entry: tuple[int, ...]) -> bool:
-        """Append to a ring unless it is full; the receiver is to be rung. With the lock."""
+    def _append(self, to: int, payload: memoryview | None, entry: tuple[int, ...]) -> bool:
+        """Append to a ring unless it is full; the caller then rings the receiver's doorbell. With the lock."""
         control, ring = self._control, self._out[to]
         head, tail = control.u64[ring // 8], control.u64[(ring + _TAIL) // 8]
         if head - tail >= RING_ENTRIES:
@@ -220,38 +220,38 @@ class Mailbox:
             control.u64[(ring + _TAIL) // 8] = head
             futex.fence()
             if control.u64[ring // 8] - tail >= RING_ENTRIES // 2:  # its writer may wait for room
-                control.ring(control.bell(source))
+                control.notify(control.doorbell(source))
         return found
 
     def _accept(self, source: int, at: int) -> None:
         memory = self._control.memory
         kind, dtype, tag, transfer, size_bytes, total_bytes, address = _ENTRY.unpack_from(memory, at)
         payload = memory[at + ENTRY_HEADER_BYTES : at + ENTRY_HEADER_BYTES + size_bytes]
-        if kind in (_EAGER, _OFFER):
-            kept = bytes(payload) if kind == _EAGER else None
-            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, address, kept)
-            self._arrived.append(message)
-        elif kind == _PIECE:
-            stream = self._streams.get((source, transfer))
-            if stream is not None:  # else the receiver gave up
-                stream.into[stream.have_bytes : stream.have_bytes + size_bytes] = payload
-                stream.have_bytes += size_bytes
+        if kind in (_EAGER, _READY_TO_SEND):
+            copied = bytes(payload) if kind == _EAGER else None
+            message = _Message(source, tag, _DTYPES[dtype], total_bytes, transfer, address, copied)
+            self._unmatched.append(message)
+        elif kind == _FRAGMENT:
+            reassembly = self._reassemblies.get((source, transfer))
+            if reassembly is not None:  # else the receiver gave up
+                reassembly.into[reassembly.have_bytes : reassembly.have_bytes + size_bytes] = payload
+                reassembly.have_bytes += size_bytes
         else:
-            self._answers[transfer] = kind, bytes(payload).decode(errors="replace")
+            self._replies[transfer] = kind, bytes(payload).decode(errors="replace")
 
     def _wait(self, ready: Callable[[], T | None], ranks: set[int], deadline: float) -> T:
-        """Empty rings until `ready`, called with the lock, returns something; `ranks` are those it depends on."""
+        """Empty rings until `ready`, called with the lock, returns a result; `ranks` are those it depends on."""
         control = self._control
         spin_until = time.monotonic() + self._spin_s
         while True:
-            seen = control.u32[self._bell // 4]
+            seen = control.u32[self._doorbell // 4]
             futex.fence()
             with self._lock:
                 found = self._progress()
                 result = ready()
             if found:
-                # What we emptied may be what another thread of ours waits for.
-                control.ring(self._bell)
+                # Another thread of this rank may wait for what we have taken out of the rings.
+                control.notify(self._doorbell)
             if result is not None:
                 return result
             if found:
@@ -263,12 +263,12 @@ class Mailbox:
             control.check()
             if now >= deadline:
                 raise control.fail(control.too_late(sorted(ranks)))
-            futex.wait(control.base + self._bell, seen, min(deadline - now, _SLICE_S))
-            if control.u32[self._bell // 4] == seen:
-                self._look(seen, ranks)
+            futex.wait(control.base + self._doorbell, seen, min(deadline - now, _SLICE_S))
+            if control.u32[self._doorbell // 4] == seen:
+                self._check_ranks(seen, ranks)
 
-    def _look(self, seen: int, ranks: set[int]) -> None:
-        """Raise when somebody that we wait for has gone, and left nothing for us."""
+    def _check_ranks(self, seen: int, ranks: set[int]) -> None:
+        """Raise if a rank that we wait for has died or closed the group, and our rings are empty."""
         control = self._control
         dead = control.dead() & ranks
         closed = {r for r in ranks if control.closed(r)}
@@ -276,9 +276,9 @@ class Mailbox:
             return
         with self._lock:
             waiting = any(control.u64[ring // 8] != control.u64[(ring + _TAIL) // 8] for ring in self._in)
-        if waiting or control.u32[self._bell // 4] != seen:
+        if waiting or control.u32[self._doorbell // 4] != seen:
             return
         for rank in sorted(dead - closed):
             raise control.fail(control.lost(rank))
         if closed and closed == ranks:
-            raise control.left(min(closed))  # and no more: what it sent to others they may still receive
+            raise control.departed(min(closed))  # without an abort: others may still receive what it sent them

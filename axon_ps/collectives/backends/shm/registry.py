@@ -1,9 +1,9 @@
-"""Registered arrays: memory of this process that the other processes of the host map, so that nothing is copied there.
+"""Registered arrays: memory of this process that the other processes of the host map, so that nothing is copied.
 
-Owns: which ranges of our memory are segments. Refuses: to know groups; an array serves in every group of the process.
+Owns: which ranges of our memory are segments. Refuses: to know groups; an array serves every group of the process.
 
-A segment lives as long as an array (or a torch tensor, or any view) over it. Afterwards the groups tell their members
-at the next large collective, who let go of their mappings.
+A segment lives as long as an array (or a torch tensor, or any view) over it. When it is freed, every group publishes
+that at its next large collective, and the members unmap it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from axon_ps.types import Array, DType
 
 @dataclass(eq=False)
 class Range:
-    """One segment of ours: where it lies here, and where others find it."""
+    """One segment of this process: its address here, and the address by which others open it."""
 
     base: int
     address: SegmentAddress
@@ -40,9 +40,9 @@ class Registry:
         self._lock = threading.Lock()
         self._ranges: list[Range] = []  # by base
         self._bases: list[int] = []
-        # Filled by the garbage collector, which may come while we hold the lock; emptied when we next look.
+        # The garbage collector appends to it, perhaps while we hold the lock; `_sweep` empties it.
         self._dead: deque[Range] = deque()
-        self._freed: list[int] = []
+        self._released: list[int] = []
 
     def empty(self, shape: tuple[int, ...], dtype: DType, *, directory: str = "") -> Array:
         """A new array in a segment of its own: zeros of `dtype.numpy` in `shape`.
@@ -64,7 +64,7 @@ class Registry:
         return np.frombuffer(segment.memory, dtype.numpy, numel).reshape(shape)
 
     def find(self, address: int, size_bytes: int) -> Range | None:
-        """The segment in which that range of our memory lies, if it does."""
+        """The segment that contains a range of our memory, if any."""
         if not self._bases:
             return None
         with self._lock:
@@ -75,29 +75,29 @@ class Registry:
             entry = self._ranges[at]
             return entry if address + size_bytes <= entry.base + entry.address.size_bytes else None
 
-    def withdraw(self, address: int, size_bytes: int) -> None:
-        """Take the memory under an array from the other processes; the array stays where it is, with what it holds.
+    def revoke(self, address: int, size_bytes: int) -> None:
+        """Revoke the other processes' access to an array's memory; the array keeps its address and its values.
 
-        After a collective that failed: a peer that was stopped in the middle may go on much later, and write what
-        nobody expects any more. It does so in memory that is no longer ours.
+        Used after a collective that failed: a peer that was stopped in the middle may go on much later and still write.
+        It then writes to the old segment, which is no longer the array's memory.
         """
         entry = self.find(address, size_bytes)
         if entry is None:
             return
-        with self._lock, contextlib.suppress(Busy):  # without memory for a copy there is no more to be done
+        with self._lock, contextlib.suppress(Busy):  # without memory for a copy nothing can be done
             old = entry.address
             segment = Segment.create(old.size_bytes)
             move_mapping(entry.base, old.fd, segment)
             entry.address = segment.address
             os.close(old.fd)
-            self._freed.append(old.inode)
+            self._released.append(old.inode)
 
-    def freed(self) -> list[int]:
-        """The inodes of all segments that are no more, oldest first."""
+    def released(self) -> list[int]:
+        """The inodes of all segments that were freed, oldest first."""
         if self._dead:
             with self._lock:
                 self._sweep()
-        return self._freed
+        return self._released
 
     def _sweep(self) -> None:
         while self._dead:
@@ -107,7 +107,7 @@ class Registry:
                 at -= 1
             del self._bases[at], self._ranges[at]
             os.close(entry.address.fd)
-            self._freed.append(entry.address.inode)
+            self._released.append(entry.address.inode)
 
 
 registry = Registry()

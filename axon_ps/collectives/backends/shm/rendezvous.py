@@ -1,9 +1,10 @@
-"""How the ranks of a group on one host find each other's memory, when the group is made.
+"""The rendezvous of a group's ranks on one host: they map the control segment, and try to read each other's memory.
 
 The first rank makes the control segment and stores its address under `shm/NAME/offer`; the others map it and store
-under `shm/NAME/joined/RANK` that they did, or why not. Only the first rank reads those and deletes all of the keys,
-so nothing remains in the store. From then on they talk through the segment: each says which process it is and where
-some random bytes of its memory lie; each tries to read everybody's, and if all can, arrays are read where they are.
+under `shm/NAME/joined/RANK` that they did, or why not. Only the first rank reads those, and it deletes all of the keys,
+so nothing remains in the store. Then follows a handshake through the segment: each rank publishes its process id and
+the address of some random bytes of its memory, and tries to read those of all others. If all can, arrays are read
+where they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import time
 from collections.abc import Callable
 
 from axon_ps.collectives.backends.base import GroupContext
-from axon_ps.collectives.backends.shm.control import FAILURE, NONCE, PID, PROBE_NONCE, STATE, VERDICT, Control, Layout
+from axon_ps.collectives.backends.shm.control import (
+    FAILURE,
+    NONCE,
+    PID,
+    PROBE_NONCE,
+    PROBE_RESULT,
+    STATE,
+    Control,
+    Layout,
+)
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout, Unreachable
 from axon_ps.host import futex
 from axon_ps.host.peer_process import MemoryReader, PeerProcess
@@ -27,21 +37,21 @@ _POLL_S = 0.1
 
 
 def offer_key(name: str) -> str:
-    """The key under which the first rank of a group says where its segment is."""
+    """The key under which the first rank of a group stores the address of its segment."""
     return f"shm/{name}/offer"
 
 
 def joined_key(name: str, rank: int) -> str:
-    """The key under which a rank says that it mapped the segment, or why it could not."""
+    """The key under which a rank reports that it mapped the segment, or why it could not."""
     return f"shm/{name}/joined/{rank}"
 
 
-def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Control, bool]:
-    """Make or find the control segment. Every rank gets it, or every rank gets an error.
+def rendezvous(context: GroupContext, *, direct: bool, directory: str) -> tuple[Control, bool]:
+    """Make or map the control segment. Every rank gets it, or every rank gets an error.
 
     Args:
         context: the group.
-        direct: whether this rank lets others read its memory where it is.
+        direct: whether this rank lets peers read its memory where it is.
         directory: a tmpfs to take the segment from; "" = the kernel's own memory.
 
     Returns:
@@ -55,15 +65,15 @@ def meet(context: GroupContext, *, direct: bool, directory: str) -> tuple[Contro
     """
     deadline = time.monotonic() + context.timeout_s
     layout = Layout(len(context.ranks))
-    control = _first(context, layout, deadline, directory) if context.rank == 0 else _other(context, layout, deadline)
+    control = _create(context, layout, deadline, directory) if context.rank == 0 else _join(context, layout, deadline)
     try:
-        return control, _introduce(control, direct, deadline)
+        return control, _handshake(control, direct, deadline)
     except BaseException:
         control.close()
         raise
 
 
-def _first(context: GroupContext, layout: Layout, deadline: float, directory: str) -> Control:
+def _create(context: GroupContext, layout: Layout, deadline: float, directory: str) -> Control:
     control = None
     failure: AxonError | None = None
     try:
@@ -76,9 +86,9 @@ def _first(context: GroupContext, layout: Layout, deadline: float, directory: st
     except AxonError as error:
         failure, offer = error, {"error": str(error)}
     if layout.world_size > 1:
-        pids, wrong = _gather(context, json.dumps(offer).encode(), deadline)
+        pids, wrong = _collect_reports(context, json.dumps(offer).encode(), deadline)
         failure = failure or wrong
-        if control is not None:  # so that a death is noticed from now on
+        if control is not None:  # so that the death of a rank is noticed from now on
             control.peers[1:] = [PeerProcess(pid) if pid else None for pid in pids]
     if control is not None:
         if failure:
@@ -93,44 +103,44 @@ def _first(context: GroupContext, layout: Layout, deadline: float, directory: st
     return control
 
 
-def _gather(context: GroupContext, offer: bytes, deadline: float) -> tuple[list[int], AxonError | None]:
-    """Offer the segment (or say that there is none) and hear everybody out: their processes, and what is wrong."""
+def _collect_reports(context: GroupContext, offer: bytes, deadline: float) -> tuple[list[int], AxonError | None]:
+    """Publish the offer, and wait for all ranks' reports: their process ids, and the first error."""
     store, others = context.store, range(1, len(context.ranks))
     store.put(offer_key(context.name), offer)
     pids: list[int] = []
     failure: AxonError | None = None
     for rank in others:
         try:
-            said = json.loads(store.wait(joined_key(context.name, rank), max(0.0, deadline - time.monotonic())))
+            report = json.loads(store.wait(joined_key(context.name, rank), max(0.0, deadline - time.monotonic())))
         except Timeout:
-            said = {"pid": 0, "error": ""}
+            report = {"pid": 0, "error": ""}
             failure = failure or Timeout(
                 f"rank {context.ranks[rank]} did not come to make group {context.name!r} in {context.timeout_s} s"
             )
-        pids.append(int(said["pid"]))
-        if said["error"]:
+        pids.append(int(report["pid"]))
+        if report["error"]:
             failure = failure or Unreachable(
-                f"rank {context.ranks[rank]} shares no memory with rank {context.ranks[0]}: {said['error']}"
+                f"rank {context.ranks[rank]} shares no memory with rank {context.ranks[0]}: {report['error']}"
             )
     for key in (offer_key(context.name), *(joined_key(context.name, rank) for rank in others)):
         store.delete(key)
     return pids, failure
 
 
-def _join(context: GroupContext, error: str) -> None:
-    """Tell the first rank that we mapped its segment, or why we did not."""
-    said = {"pid": os.getpid(), "error": error}
-    context.store.put(joined_key(context.name, context.rank), json.dumps(said).encode())
+def _report_joined(context: GroupContext, error: str) -> None:
+    """Report to the first rank that we mapped its segment, or why we did not."""
+    report = {"pid": os.getpid(), "error": error}
+    context.store.put(joined_key(context.name, context.rank), json.dumps(report).encode())
 
 
-def _other(context: GroupContext, layout: Layout, deadline: float) -> Control:
+def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
     store, first = context.store, context.ranks[0]
     try:
         offer = json.loads(store.wait(offer_key(context.name), max(0.0, deadline - time.monotonic())))
     except Timeout as error:
         raise Timeout(f"rank {first} did not come to make group {context.name!r} in {context.timeout_s} s") from error
     if "error" in offer:
-        _join(context, "")
+        _report_joined(context, "")
         raise Unreachable(f"rank {first} could make no shared memory for group {context.name!r}: {offer['error']}")
     try:
         _check_machine()
@@ -141,12 +151,12 @@ def _other(context: GroupContext, layout: Layout, deadline: float) -> Control:
         if control.memory[NONCE : NONCE + _PROBE_BYTES] != bytes.fromhex(offer["nonce"]):
             raise Unreachable(f"segment {address.inode} of process {address.pid} is not the one that was offered")
     except AxonError as error:
-        _join(context, str(error))
+        _report_joined(context, str(error))
         raise Unreachable(f"rank {context.ranks[context.rank]} shares no memory with rank {first}: {error}") from error
     control.peers[0] = owner
-    _join(context, "")
+    _report_joined(context, "")
     try:
-        _await(lambda: control.u32[STATE // 4] != 0, control, STATE, owner, first, deadline)
+        _wait_until(lambda: control.u32[STATE // 4] != 0, control, STATE, owner, first, deadline)
         if control.u32[STATE // 4] == _FAILED:
             raise Unreachable(f"group {context.name!r} shares no memory: {control.text(FAILURE)}")
     except AxonError:
@@ -155,8 +165,8 @@ def _other(context: GroupContext, layout: Layout, deadline: float) -> Control:
     return control
 
 
-def _await(
-    ready: Callable[[], bool], control: Control, bell: int, owner: PeerProcess, first: int, deadline: float
+def _wait_until(
+    ready: Callable[[], bool], control: Control, doorbell: int, owner: PeerProcess, first: int, deadline: float
 ) -> None:
     while not ready():
         control.check()
@@ -165,33 +175,33 @@ def _await(
         left = deadline - time.monotonic()
         if left <= 0:
             raise Timeout(f"group {control.name!r} was not made in time; rank {first} still waits for others")
-        futex.wait(control.base + bell, 0, min(left, _POLL_S))
+        futex.wait(control.base + doorbell, 0, min(left, _POLL_S))
     futex.settle()
 
 
-def _introduce(control: Control, direct: bool, deadline: float) -> bool:
-    """Everybody says which process it is and tries to read the others' memory."""
+def _handshake(control: Control, direct: bool, deadline: float) -> bool:
+    """Exchange process ids and try to read each other's memory; returns whether all ranks can."""
     n, layout = control.layout.world_size, control.layout
     probe = ctypes.create_string_buffer(nonce(), _PROBE_BYTES)
-    cell = layout.cell(control.rank)
-    control.put_words(cell + PID, "<QQ", os.getpid(), ctypes.addressof(probe))
-    control.memory[cell + PROBE_NONCE : cell + PROBE_NONCE + _PROBE_BYTES] = probe.raw
-    control.gate(deadline)
+    record = layout.record(control.rank)
+    control.put_numbers(record + PID, "<QQ", os.getpid(), ctypes.addressof(probe))
+    control.memory[record + PROBE_NONCE : record + PROBE_NONCE + _PROBE_BYTES] = probe.raw
+    control.barrier(deadline)
     reader, copied = MemoryReader(), ctypes.create_string_buffer(_PROBE_BYTES)
     for rank in range(n):
-        pid, address = control.words(layout.cell(rank) + PID, "<QQ")
+        pid, address = control.numbers(layout.record(rank) + PID, "<QQ")
         if rank != control.rank and control.peers[rank] is None:
             control.peers[rank] = PeerProcess(pid)
-        expected = bytes(control.memory[layout.cell(rank) + PROBE_NONCE :][:_PROBE_BYTES])
+        expected = bytes(control.memory[layout.record(rank) + PROBE_NONCE :][:_PROBE_BYTES])
         try:
             reader.read(pid, address, ctypes.addressof(copied), _PROBE_BYTES)
             direct = direct and copied.raw == expected
         except Broken:
             direct = False
-    control.u32[(cell + VERDICT) // 4] = direct
-    control.gate(deadline)
-    del probe  # nobody reads it any more
-    return all(control.u32[(layout.cell(rank) + VERDICT) // 4] for rank in range(n))
+    control.u32[(record + PROBE_RESULT) // 4] = direct
+    control.barrier(deadline)
+    del probe  # no peer reads it any more
+    return all(control.u32[(layout.record(rank) + PROBE_RESULT) // 4] for rank in range(n))
 
 
 def _check_machine() -> None:

@@ -59,8 +59,8 @@ class WorldNodeGroups:
 
         Raises:
             MemberLost: a worker of the node does not come back, and the job is complete without it: this node cannot
-                take part, so the worker should end and the node be started again.
-            Timeout: the job is not complete, and the message says what it waits for.
+                go on, so the worker should end and the node be started again.
+            Timeout: the job is not complete, and the message names what it waits for.
             AxonError: `error`, when nobody of the node was lost: it has another cause, which would come back.
         """
         if error is not None:
@@ -69,7 +69,7 @@ class WorldNodeGroups:
             self._world.view.wait_complete()
             self._wait_for_all(error)
             ids = tuple(m.id for m in self._present())
-            with contextlib.suppress(MemberLost):  # this worker itself, which is told soon
+            with contextlib.suppress(MemberLost):  # this worker itself, which is notified soon
                 data, control = self._world.node_group(), self._world.node_group()
                 if ids == _ids(data) == _ids(control):
                     self._ids, self.data, self.control = ids, data, control

@@ -1,1 +1,1 @@
-"""NO_SHARD: every worker keeps everything."""
+"""NO_SHARD: every worker has all parameters."""

@@ -1,7 +1,7 @@
-"""Checkpoints of a model that is kept whole on every worker (NO_SHARD), in the format of the shard servers.
+"""Checkpoints of a model of which every worker has all parameters (NO_SHARD), in the format of the shard servers.
 
 So a job may go on from its checkpoint with another strategy: what a worker writes here the servers restore, and the
-other way round. The work is that of a shard server that owns everything: `shard.core.engine` holds the values, and
+other way round. It works as a shard server that owns everything: `shard.core.engine` has the values, and
 `shard.server.snapshot` writes and reads them. It takes a second copy of parameters and moments while it lasts.
 """
 
@@ -18,14 +18,14 @@ from axon_ps.optim import registry
 from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedRuntime, ReplicatedUnit
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.apply import Hold, SnapshotGate
+from axon_ps.shard.server.apply import Pin, VersionPins
 from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
 
 _JOB = "no_shard"
-"""What a manifest says of who wrote it, where no servers did."""
+"""The job's name in a manifest that no servers wrote."""
 
 
 class Moments:
@@ -55,7 +55,7 @@ class Moments:
             self.spec = _spec_of(self._torch, flats)
 
     def version(self) -> int:
-        """Steps made, as far as they are counted here: the most updates of a parameter."""
+        """Steps made: the largest number of updates of a parameter."""
         if self.spec is None:
             return 0
         return max((n for f in self._flats if f.trainable for n in self.updates(f)), default=0)
@@ -80,8 +80,8 @@ class Moments:
                     array[spec.offset : spec.end].view(spec.shape).copy_(value)
         return arrays
 
-    def take(self, flat: ReplicatedUnit, arrays: Mapping[str, torch.Tensor], updates: Sequence[int]) -> None:
-        """Let the state of a unit be what a checkpoint has: f32[unit_numel] by name, and updates per parameter."""
+    def load(self, flat: ReplicatedUnit, arrays: Mapping[str, torch.Tensor], updates: Sequence[int]) -> None:
+        """Set the state of a unit from a checkpoint: f32[unit_numel] by name, and updates per parameter."""
         if self._ours is not None:
             for name, array in self._ours.state[flat.index].items():
                 if name in arrays:
@@ -116,7 +116,7 @@ def save(
         runtime: has the masters.
         moments: the optimizer's.
         extra: what is given back on load.
-        version: steps made; None = as runtime or moments say.
+        version: steps made; None = that of runtime or moments.
 
     Raises:
         StorageFull: no space left; what was there before is untouched.
@@ -133,7 +133,7 @@ def save(
             owned.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
             owned.set_updates(moments.updates(flat))
     engine.restored(version, "")
-    entry = snapshot.write(engine, uri, version, 0, 1, SnapshotGate(), Hold(version))
+    entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
     manifest = Manifest(
         job=_JOB,
         version=version,
@@ -153,7 +153,7 @@ def save(
 def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, name: str = "") -> CheckpointInfo:
     """Read a checkpoint of any strategy into masters and moments; on every worker.
 
-    Moments are taken if they are of the same kind of optimizer. `name` says which model, where it has several.
+    Moments are loaded if they are of the same kind of optimizer. `name` is that of the model, where it has several.
 
     Raises:
         InvalidRequest: it lacks the model, a parameter, or has it in another shape.
@@ -171,7 +171,7 @@ def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, 
             flat.master.copy_(torch.from_numpy(owned.master))
         if flat.trainable and ours:
             arrays = {name: torch.from_numpy(array) for name, array in owned.state.items()}
-            moments.take(flat, arrays, owned.parameter_updates())
+            moments.load(flat, arrays, owned.parameter_updates())
     runtime.restored(restore.manifest.version)
     return _info(restore.manifest)
 

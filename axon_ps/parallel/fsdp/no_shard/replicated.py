@@ -1,14 +1,14 @@
-"""NO_SHARD: every worker keeps everything; gradients are averaged between workers, and the step is local.
+"""NO_SHARD: every worker has all parameters; gradients are averaged between workers, and the step is local.
 
 The parameters that the optimizer moves, the *masters*, are in the dtype the model was built with. They are what the
-module computes with, unless it computes in another dtype or on another device than they lie on: then each unit is
+module computes with, unless it computes in another dtype or on another device than theirs: then each unit is
 copied for its forward and for its backward, and between uses `param.data` is the master.
 
 Note: [One order of reductions]
     Every worker reduces the units in one order, the last of the model first, whatever the order in which their
     gradients become complete; a unit waits for those before it, and what is left is reduced when backward ends. So a
     unit that one worker did not use cannot make workers disagree. One more element per unit counts the workers that
-    have a gradient of it: when none has, its gradients stay None, and an optimizer leaves it alone, as in plain torch.
+    have a gradient of it: when none has, its gradients stay None, and an optimizer skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
 """
@@ -35,10 +35,10 @@ from axon_ps.worker.step_client import Ticket
 
 
 class ReplicatedUnit(FlatUnit):
-    """One unit that is kept whole.
+    """One unit that every worker has all of.
 
     Args:
-        master_device: where its masters lie; the rest is `FlatUnit`'s.
+        master_device: of its masters; the rest is `FlatUnit`'s.
 
     Attributes:
         master: built_dtype[unit_numel]; what the optimizer moves.
@@ -51,25 +51,25 @@ class ReplicatedUnit(FlatUnit):
         built = TORCH_DTYPES[self.unit.parameters[0].dtype]
         self.swapped = built != self.flat.dtype or master_device.type != self.flat.device.type
         self.stage_device = master_device
-        self._kept: list[torch.Tensor | None] = [None] * len(self.params)
-        self._whole = False
+        self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
+        self._is_copied = False
         if self.swapped:
             self.master = torch.zeros(self.unit.numel, dtype=built, device=master_device)
             meter.add(self.master.nbytes)
-            self._absent = [self.master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
-            self._show(self._absent)
+            self._sharded_data = [self.master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
+            self._set_data(self._sharded_data)
         else:
             self._allocate()
             self.master = self.flat
-            self._show(self._views)
+            self._set_data(self._views)
 
     def remote(self, steps: Steps) -> bool:
         """Never: everything is here."""
         return False
 
-    def fresh(self, steps: Steps) -> bool:
+    def is_current(self, steps: Steps) -> bool:
         """Whether the module can compute with it."""
-        return self._whole or not self.swapped
+        return self._is_copied or not self.swapped
 
     def start_gather(self, steps: Steps, pool: BufferPool) -> None:
         """Nothing is under way: `unshard` copies."""
@@ -80,36 +80,36 @@ class ReplicatedUnit(FlatUnit):
         return 0
 
     @property
-    def held_bytes(self) -> int:
-        """Memory of parameters that come and go."""
-        return self.nbytes if self._whole else 0
+    def reshardable_bytes(self) -> int:
+        """Memory that resharding frees."""
+        return self.nbytes if self._is_copied else 0
 
     def unshard(self, steps: Steps, pool: BufferPool) -> None:
-        """Copy the masters for use, if what is used is a copy; gradients of the masters step aside."""
-        if self.fresh(steps):
+        """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
+        if self.is_current(steps):
             return
         self._allocate()
         with torch.no_grad():
             self.flat.copy_(self.master, non_blocking=True)
         for i, param in enumerate(self.params):
-            self._kept[i], param.grad = param.grad, None
-        self._show(self._views)
-        self._whole = True
+            self._master_grads[i], param.grad = param.grad, None
+        self._set_data(self._views)
+        self._is_copied = True
 
-    def free(self, pool: BufferPool) -> None:
-        """Give back the copy."""
-        if not self._whole:
+    def reshard(self, pool: BufferPool) -> None:
+        """Free the copy."""
+        if not self._is_copied:
             return
-        self._whole = False
+        self._is_copied = False
         self.stage_grads()  # a gradient that was not reduced is the copy's; none is left when it was
-        self._show(self._absent)
+        self._set_data(self._sharded_data)
         self._storage.resize_(0)
         self._meter.add(-self._nbytes)
         for i, param in enumerate(self.params):
-            param.grad, self._kept[i] = self._kept[i], None
+            param.grad, self._master_grads[i] = self._master_grads[i], None
 
     def set_grads(self, average: torch.Tensor) -> None:
-        """Let the gradients be views of `average`, wire[unit_numel], in the masters' dtype, plus those there were."""
+        """Set the gradients to views of `average`, wire[unit_numel], in the masters' dtype, plus those there were."""
         average = average.to(self.master.device, self.master.dtype)
         for spec, param in zip(self.unit.parameters, self.params, strict=True):
             grad = average[spec.offset : spec.end].view(spec.shape)
@@ -117,7 +117,7 @@ class ReplicatedUnit(FlatUnit):
 
 
 class _Local:
-    """What `Runtime` asks its steps for, when nothing is anywhere else."""
+    """The `Steps` of a model whose parameters are all local."""
 
     epoch = asked_epoch = copied = 0
 
@@ -148,7 +148,7 @@ class _Local:
 
 
 class ReplicatedRuntime(Runtime):
-    """`Runtime` for a model that is kept whole on every worker of a group.
+    """`Runtime` for a model of which every worker of a group has all parameters.
 
     Args:
         group: whose workers average their gradients.
@@ -196,7 +196,7 @@ class ReplicatedRuntime(Runtime):
         scale = 1.0 / (self._group.world_size * self.grad_scale)
         buffer[-1] = float(flat.has_grads)
         with torch.no_grad():
-            for spec, grad in zip(flat.unit.parameters, flat.take_grads(), strict=True):
+            for spec, grad in zip(flat.unit.parameters, flat.pop_grads(), strict=True):
                 scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
         self.counters.pushed_bytes += buffer.nbytes
         self._grad_meter.add(buffer.nbytes)
@@ -224,7 +224,7 @@ class ReplicatedRuntime(Runtime):
             self._finish_reductions()
 
     def broadcast(self) -> None:
-        """Let every worker's masters be those of the first."""
+        """Copy the first worker's masters to every other."""
         for flat in self.flats:
             self._group.broadcast(flat.master)
 
@@ -326,12 +326,12 @@ class LocalOptimizer:
             for i, (spec, param) in enumerate(zip(flat.unit.parameters, flat.params, strict=True)):
                 if param.grad is None:
                     continue
-                part = slice(spec.offset, spec.end)
+                elements = slice(spec.offset, spec.end)
                 self.updates[flat.index][i] += 1
                 self._kernels.apply(
-                    master[part],
+                    master[elements],
                     _f32(param.grad.reshape(-1)),
-                    tuple(s[part] for s in states.values()),
+                    tuple(s[elements] for s in states.values()),
                     None,
                     DType.F32,
                     hyper[self._group_of[flat.index][i]],

@@ -1,4 +1,4 @@
-"""Frames of a step that is not decided yet: equal to those it will have, and gone when it ends otherwise."""
+"""Speculative updates: frames of an undecided step equal those it commits, and are discarded if it ends otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from axon_ps.errors import Broken, InvalidRequest, Misuse, StepAborted
 from axon_ps.host.leases import address_of
-from axon_ps.host.process_memory import Borrower, introduction
+from axon_ps.host.process_memory import LeaseReader, own_handshake
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.types import Array, DType, Hyper, Outcome
 from axon_ps.wire.frames import decode_chunk
@@ -31,10 +31,10 @@ def grad(seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal(N).astype(np.float32)
 
 
-def foresee(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
+def prepare(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
     step = engine.step if step is None else step
     scratch = engine.scratch()
-    return tuple(engine.foresee(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].bounds)))
+    return tuple(engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].bounds)))
 
 
 def frame_bytes(engine: ShardEngine) -> float:
@@ -42,34 +42,34 @@ def frame_bytes(engine: ShardEngine) -> float:
 
 
 @pytest.mark.parametrize("param", [DType.F32, DType.BF16, DType.F16])
-def test_foreseen_frames_are_those_the_commit_makes(param: DType) -> None:
-    ahead, plain = servers(param), servers(param)
+def test_prepared_frames_are_those_the_commit_makes(param: DType) -> None:
+    speculative, plain = servers(param), servers(param)
     for step in range(3):
-        for made in (ahead, plain):
+        for made in (speculative, plain):
             made.push(0, 0, grad(step))
             made.push(0, 1, grad(10 + step))
-        (engine,) = ahead.engines
-        foreseen = foresee(engine)
-        assert None not in foreseen
+        (engine,) = speculative.engines
+        prepared = prepare(engine)
+        assert None not in prepared
         made_once = engine.statistics()["encodings"]
-        assert foresee(engine) == foreseen
+        assert prepare(engine) == prepared
         assert engine.statistics()["encodings"] == made_once
-        for made in (ahead, plain):
+        for made in (speculative, plain):
             made.commit([ADAMW])
-        assert engine.frames(0, 0, N) == foreseen == plain.engines[0].frames(0, 0, N)
+        assert engine.frames(0, 0, N) == prepared == plain.engines[0].frames(0, 0, N)
         np.testing.assert_array_equal(engine.slices[0].master, plain.engines[0].slices[0].master)
-        assert {decode_chunk(f)[0].version for f in foreseen if f} == {step + 1}
-        assert foresee(engine, step=engine.step - 1) == foreseen  # who asks late gets the same
+        assert {decode_chunk(f)[0].version for f in prepared if f} == {step + 1}
+        assert prepare(engine, step=engine.step - 1) == prepared  # who asks late gets the same
 
 
-def test_a_chunk_is_foreseen_when_every_replica_is_in() -> None:
+def test_a_chunk_is_prepared_when_every_replica_is_in() -> None:
     made = servers()
     (engine,) = made.engines
     made.push(0, 0, grad(0))
-    assert set(foresee(engine)) == {None}
+    assert set(prepare(engine)) == {None}
     made.push(0, 1, grad(1))
-    assert None not in foresee(engine)
-    assert set(foresee(engine, step=engine.step + 1)) == {None}
+    assert None not in prepare(engine)
+    assert set(prepare(engine, step=engine.step + 1)) == {None}
 
 
 @pytest.mark.parametrize("how", ["skip", "abort", "clip", "hyper", "generation"])
@@ -82,7 +82,7 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
     for m in (made, plain):
         m.push(0, 0, grad(0))
         m.push(0, 1, grad(1))
-    foreseen, step = foresee(engine), engine.step
+    prepared, step = prepare(engine), engine.step
     hyper, clip_factor = ({"lr": 0.2}, 1.0) if how == "hyper" else (ADAMW, 0.5)
     if how in ("skip", "abort"):
         made.end(Outcome[how.upper()])
@@ -91,33 +91,33 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
     else:
         for m in (made, plain):
             m.commit([hyper], clip_factor)
-        assert engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N) != foreseen
+        assert engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N) != prepared
     if how in ("skip", "abort", "generation"):
         assert engine.frames(0, 0, N) == before  # encoded again
-    with pytest.raises(StepAborted, match="did not commit as assumed"):
-        foresee(engine, step=step)
+    with pytest.raises(StepAborted, match="did not commit as expected"):
+        prepare(engine, step=step)
 
 
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_what_was_lent_ahead_stays_lent_when_it_comes_true(foreseen: bool) -> None:
+@pytest.mark.parametrize("as_expected", [True, False])
+def test_leases_on_speculative_frames_stay_valid_when_they_are_committed(as_expected: bool) -> None:
     made = servers()
     (engine,) = made.engines
     frame_before = engine.frames(0, 0, N)[0]
-    before = engine.slices[0].lender.lend(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
+    before = engine.slices[0].leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
     made.push(0, 0, grad(0))
     made.push(0, 1, grad(1))
-    owned, frames = engine.slices[0], [f for f in foresee(engine) if f is not None]
-    loans = [owned.lender_of(i, f).lend(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
-    if foreseen:
+    owned, frames = engine.slices[0], [f for f in prepare(engine) if f is not None]
+    leases = [owned.leases_of(i, f).grant(address_of(np.frombuffer(f, np.uint8)), len(f)) for i, f in enumerate(frames)]
+    if as_expected:
         made.commit([ADAMW])
     else:
         made.end(Outcome.ABORT)
-    here, wanted = Borrower(introduction()), np.frombuffer(b"".join(frames), np.uint8)
+    here, wanted = LeaseReader(own_handshake()), np.frombuffer(b"".join(frames), np.uint8)
     out = np.zeros_like(wanted)
-    with contextlib.nullcontext() if foreseen else pytest.raises(Broken, match="took back what it lent"):
-        here.read(loans, out)
+    with contextlib.nullcontext() if as_expected else pytest.raises(Broken, match="revoked the lease"):
+        here.read(leases, out)
         np.testing.assert_array_equal(out, wanted)
-    with pytest.raises(Broken, match="took back what it lent"):
+    with pytest.raises(Broken, match="revoked the lease"):
         here.read([before], np.zeros(len(frame_before), np.uint8))
 
 
@@ -127,29 +127,29 @@ def test_there_is_one_wire_copy_all_the_same() -> None:
     usual = frame_bytes(engine)
     made.push(0, 0, grad(0))
     made.push(0, 1, grad(1))
-    foresee(engine)
+    prepare(engine)
     assert frame_bytes(engine) == pytest.approx(usual, rel=0.02)  # headers name another version
     assert engine.available(0, 0)
     assert engine.frames(0, 0, N)  # a joiner wants the version that counts: encoded for it
 
 
-def test_what_cannot_be_foreseen_says_so() -> None:
+def test_what_cannot_be_prepared_says_so() -> None:
     made = servers(replicas=1)
     (engine,) = made.engines
     made.push(0, 0, None)
     with pytest.raises(StepAborted, match="no replica has a gradient"):
-        foresee(engine)
+        prepare(engine)
     made.end(Outcome.ABORT)
     made.push(0, 0, grad(0))
     with pytest.raises(InvalidRequest, match="lr"):
-        foresee(engine, {"lr": -1.0})
-    foresee(engine)
-    with pytest.raises(InvalidRequest, match="assume different"):
-        foresee(engine, {"lr": 0.2})
+        prepare(engine, {"lr": -1.0})
+    prepare(engine)
+    with pytest.raises(InvalidRequest, match="expect different"):
+        prepare(engine, {"lr": 0.2})
     with pytest.raises(Misuse, match="frozen"):
-        engine.foresee(engine.step, 1, 0, (ADAMW,), engine.scratch())
+        engine.prepare_chunk(engine.step, 1, 0, (ADAMW,), engine.scratch())
     made = servers(replicas=1)
     (engine,) = made.engines
     made.push(0, 0, grad(0))
     with pytest.raises(InvalidRequest, match="2 groups"):
-        engine.foresee(engine.step, 0, 0, (ADAMW, ADAMW), engine.scratch())
+        engine.prepare_chunk(engine.step, 0, 0, (ADAMW, ADAMW), engine.scratch())

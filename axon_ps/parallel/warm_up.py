@@ -1,4 +1,4 @@
-"""What a first training step loads and later ones find loaded: done beforehand by a process that will be in a hurry.
+"""Loading what a first training step loads, before it: for processes that stand by to replace a worker.
 
 torch imports half of itself when the first optimizer is made, and starts its engine in the first backward; our own
 loops for compressed parameters and gradients are compiled, or read from disk, when they are first used.
@@ -13,7 +13,7 @@ from axon_ps.shard.client import transfers
 from axon_ps.types import Int8
 
 
-def rehearse() -> None:
+def warm_up() -> None:
     """One training step of a single weight on the CPU. Leaves no thread, no gradient and no random number behind."""
     weight = torch.nn.Parameter(torch.ones(1, 1))
     optimizer = torch.optim.SGD([weight], lr=0.0)

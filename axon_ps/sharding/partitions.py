@@ -1,9 +1,9 @@
-"""How the workers of a node share a unit: each has one contiguous part of it; and chunks that suit that. Pure.
+"""How the workers of a node divide a unit: one contiguous partition each; and chunk sizes that suit that. Pure.
 
-A worker that shares with nobody has one part, the unit. A part begins and ends where chunks do, because a chunk of a
-gradient is summed as a whole on its server. Parts are as even as that allows; a unit of few chunks has empty ones.
+A worker that is its whole replica has one partition, the unit. A partition begins and ends where chunks do, because a
+server sums a chunk of a gradient at once. Partitions are as even as that allows; a unit of few chunks has empty ones.
 
-Invariant: parts are a function of plan and count alone, so all workers of a node agree on them.
+Invariant: partitions are a function of plan and count only, so all workers of a node agree on them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import replace
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, Slice, make_plan
 
-_LEAST_CHUNK_NUMEL = 1 << 14
+_MIN_CHUNK_NUMEL = 1 << 14
 
-_LONGER = 8
-"""Chunks may be so much longer than asked for, an eighth: a message for the last few elements costs like another."""
+_EXTRA_FRACTION = 8
+"""Chunks may be an eighth longer than asked for: a message for the last few elements costs as much as any other."""
 
 
-def part_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
-    """Where the parts of a unit begin, and at the end where the last one ends: count + 1 numbers.
+def partition_bounds(slices: Sequence[Slice], chunk_numel: int, count: int) -> tuple[int, ...]:
+    """Where the partitions of a unit begin, and at the end where the last one ends: count + 1 numbers.
 
     Args:
         slices: of the unit, ascending.
         chunk_numel: elements of a chunk.
-        count: how many parts.
+        count: how many partitions.
     """
     numel = slices[-1].end
     cuts = [begin for s in slices for begin, _ in s.chunks(chunk_numel)] + [numel]
@@ -47,13 +47,13 @@ def even_options(layout: Layout, num_servers: int, count: int, options: PlanOpti
     Args:
         layout: of the job.
         num_servers: shard servers.
-        count: workers of a node that share a unit.
+        count: workers of a node that divide a unit.
         options: the chunk size is at most an eighth more than theirs.
     """
     plan = make_plan(layout, num_servers, options)
     largest = max(s.numel for unit in plan.slices for s in unit)
-    longest = options.chunk_numel + options.chunk_numel // _LONGER
-    parts = count * -(-largest // (longest * count))
-    even = -(-largest // parts)
+    longest = options.chunk_numel + options.chunk_numel // _EXTRA_FRACTION
+    chunks = count * -(-largest // (longest * count))
+    even = -(-largest // chunks)
     chunk_numel = -(-even // ALIGN_NUMEL) * ALIGN_NUMEL
-    return replace(options, chunk_numel=min(longest, max(chunk_numel, _LEAST_CHUNK_NUMEL)))
+    return replace(options, chunk_numel=min(longest, max(chunk_numel, _MIN_CHUNK_NUMEL)))

@@ -1,4 +1,4 @@
-"""Replicas that step alone, on a shard server over real gRPC: pushes at once, decisions in order, gathers any time."""
+"""Asynchronous replicas on a shard server over real gRPC: pushes at once, decisions in order, gathers any time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_comes_while_a_step_is_applied_waits_for_its_turn(tmp_path: Path) -
             assert len(reports.ready_for) == 2
             assert shell.engine.statistics()["accumulator_bytes"] == 2 * 4 * 3200
 
-            hold = shell.model()._gate.hold(0)  # as a snapshot of version 0 does: nothing is applied
+            pin = shell.model()._pins.pin(0)  # as a snapshot of version 0 does: nothing is applied
             j.tell(decided(j, 1, 0, 1))
             j.step += 1
             j.tell(decided(j, 0, 0, 2))
@@ -65,7 +65,7 @@ def test_what_comes_while_a_step_is_applied_waits_for_its_turn(tmp_path: Path) -
             _, whole = await j.gather(1, 0, min_version=0)
             np.testing.assert_array_equal(whole, FIRST[0])
             assert (shell.engine.version, newest.done(), next_push.done()) == (1, False, False)
-            shell.model()._gate.release(hold)
+            shell.model()._pins.release(pin)
             _, whole = await newest
             np.testing.assert_array_equal(whole, after(1, 0)[0])
             await next_push
@@ -90,7 +90,7 @@ def test_a_new_generation_that_comes_while_a_step_is_applied_comes_after_it() ->
             await j.upload(FIRST)
             await push_all(j, 0, 0)
             await j.push(1, 0, GRADS[1][0], step=0)
-            hold = shell.model()._gate.hold(0)
+            pin = shell.model()._pins.pin(0)
             j.tell(decided(j, 0, 0, 1))
             abort = Decision(step=2, generation=1, outcome=Outcome.ABORT, version=1, next_generation=2)
             j.tell(abort)
@@ -99,7 +99,7 @@ def test_a_new_generation_that_comes_while_a_step_is_applied_comes_after_it() ->
             members: Membership = dataclasses.replace(j.membership, generation=2, step=3)
             j.tell(members)
             assert shell.engine.generation == 1
-            shell.model()._gate.release(hold)
+            shell.model()._pins.release(pin)
             j.generation = 2
             _, whole = await j.gather(0, 0, min_version=1)
             np.testing.assert_array_equal(whole, after(0)[0])
@@ -123,8 +123,8 @@ def test_what_a_step_will_make_cannot_be_asked_where_others_may_come_between() -
         async with job(SPEC, workers=2) as j:
             await j.upload(FIRST)
             out = np.empty(3000, np.float32)
-            with pytest.raises(Misuse, match="replicas step alone"):
-                await j.groups[0].gather_ahead(
+            with pytest.raises(Misuse, match="replicas step asynchronously"):
+                await j.groups[0].gather_speculative(
                     0, out, step=0, hyper=({"lr": 1.0},), context=j.context(0), timeout_s=TIMEOUT_S
                 )
 
