@@ -81,10 +81,10 @@ HYDRA = Launcher(
     local_rank="MPI_LOCALRANKID",
     local_world_size="MPI_LOCALNRANKS",
 )
-"""MPICH's and Intel MPI's."""
+"""MPICH and Intel MPI."""
 
 LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA)
-"""Whichever is found first: a worker that torchrun starts inside of `srun` is torchrun's."""
+"""In order of precedence: a worker that torchrun starts inside of `srun` is torchrun's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class LaunchInfo:
 
 
 def launch_info(env: Mapping[str, str]) -> LaunchInfo:
-    """Which worker this process is, by the first launcher whose variables are there.
+    """Which worker this process is, by the first launcher whose variables are set.
 
     Raises:
         ConfigurationError: a variable is malformed, or the rank is none of that many workers.

@@ -110,7 +110,7 @@ class Registration:
         return self.parameters.holders.get(shard.rank) == shard.incarnation
 
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
-        """A shard server reports that it holds its parameters; whether that is new.
+        """A shard server reports that it holds its parameters; returns whether that is new.
 
         Raises:
             InvalidRequest: it holds another version than the job is at.
@@ -143,7 +143,7 @@ class Registration:
         return self.parameters.failure
 
     def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
-        """Whether the caller is the one to upload the first values."""
+        """Whether the caller has to upload the first values."""
         p = self.parameters
         if p.initialized or p.epoch > 0:
             return False
