@@ -15,7 +15,6 @@ from job_services import JobServices
 from job_worker import joined
 
 WORKERS = 2
-SOON_S = 10.0
 BLOCKED_S = 1.0  # below the lease, in which the blocked thread sends nothing
 
 
