@@ -18,7 +18,7 @@ CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: help setup demo test gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
+.PHONY: help setup demo test house gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ torch-range: ## run what touches torch with the oldest and the newest one; TORCH
 	$(PYTHON) tests/torch_range.py $(TORCH_VERSIONS) $(TORCH_RANGE_ARGS)
 
 check: lint test ## everything CI does
+
+house: $(INSTALLED) ## measure the package: sizes, circles of imports, names used twice, private words
+	$(PYTHON) tests/house.py
 
 lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
 	$(BIN)/ruff format --check .

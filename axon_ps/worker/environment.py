@@ -255,8 +255,8 @@ def _token(env: Mapping[str, str]) -> str:
 def _tasks_here(env: Mapping[str, str]) -> int:
     """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not given."""
     counts: list[int] = []
-    for part in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for item in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
             raise ConfigurationError(
                 f"SLURM_STEP_TASKS_PER_NODE is {env['SLURM_STEP_TASKS_PER_NODE']!r}; it must be like 2(x3),1"

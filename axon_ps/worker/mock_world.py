@@ -54,7 +54,7 @@ class MockWorld(World):
             direct_memory=False,
         )
         super().__init__(config, timeout_s=timeout_s, loop=job.loop)
-        self._on_freed = fork.finalize(self, job.lost)
+        self._on_collected = fork.finalize(self, job.lost)
 
     def make_current(self) -> None:
         """Make it `World.current()` in this thread until it is closed or freed."""
@@ -74,7 +74,7 @@ class MockWorld(World):
         return self._job.store
 
     def _end_loop(self) -> None:
-        if self._on_freed.detach() is not None:
+        if self._on_collected.detach() is not None:
             self._job.leave()
 
 

@@ -91,4 +91,4 @@ def first_host(nodes: str) -> str:
     """The first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
     assert match is not None  # it may match nothing at all
-    return "".join(part or "" for part in match.groups())
+    return "".join(group or "" for group in match.groups())

@@ -135,8 +135,8 @@ class Tally:
 def format_ranks(ranks: Iterable[int]) -> str:
     """ "3" or "0, 1, 5"; a long list is cut."""
     ranks = sorted(ranks)
-    shown = ", ".join(str(r) for r in ranks[:_MAX_RANKS])
-    return shown if len(ranks) <= _MAX_RANKS else f"{shown} and {len(ranks) - _MAX_RANKS} more"
+    listed = ", ".join(str(r) for r in ranks[:_MAX_RANKS])
+    return listed if len(ranks) <= _MAX_RANKS else f"{listed} and {len(ranks) - _MAX_RANKS} more"
 
 
 def _norm(sums: Iterable[float]) -> float:
