@@ -29,8 +29,8 @@ from axon_ps.types import Decision, DType, OptimizerSpec, Outcome, Role
 
 _SERVER = """
 import asyncio, sys
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.server import serve
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server.server import serve
 from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
 from axon_ps.rpc.security import Security
 
