@@ -1,4 +1,4 @@
-"""Pages that the site makes itself: the reference of the public names, and a page for every source that a page links to."""
+"""Pages that the site makes itself: a reference of the public names, and a page for each source that is linked to."""
 
 from __future__ import annotations
 
