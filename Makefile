@@ -63,6 +63,7 @@ check: lint test ## everything CI does
 
 house: $(INSTALLED) ## measure the package: sizes, circles of imports, names used twice, private words
 	@$(BIN)/python tests/house.py
+	@$(BIN)/python tests/walks.py --summary
 
 lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
 	$(BIN)/ruff format --check .
