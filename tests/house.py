@@ -1,13 +1,21 @@
 """Measures of the package: sizes, circles of imports, names used twice, private words. `make house` prints them.
 
+    python tests/house.py                the measures
+    python tests/house.py --sample 7     25 docstrings and comments, drawn with the seed 7, to be read by a newcomer
+
 `test_house.py` holds those that must not rot. Generated code (`wire/v1`) is left out.
 """
 
 from __future__ import annotations
 
 import ast
+import io
+import random
 import re
 import subprocess
+import sys
+import textwrap
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +35,9 @@ MAX_MODULE = 600
 
 SMALL_MODULE = 100
 """A module below this that one other module imports is counted."""
+
+SAMPLE = 25
+"""How many docstrings and comments are drawn."""
 
 WORDS = frozenset(
     re.findall(
@@ -228,8 +239,34 @@ def lonely_modules(all_modules: Mapping[str, Module]) -> list[str]:
     )
 
 
+def texts(all_modules: Mapping[str, Module]) -> list[tuple[str, str]]:
+    """Docstrings and blocks of comments, and where each is."""
+    found = []
+    for module in all_modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)) is not None:
+                found.append((f"{module.path}:{node.body[0].lineno}", text))
+        tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT and t.string[:4] != "# --"}
+        for line in sorted(comments.keys() - {n + 1 for n in comments}):
+            block = [comments[line]]
+            while (after := line + len(block)) in comments:
+                block.append(comments[after])
+            found.append((f"{module.path}:{line}", "\n".join(block)))
+    return sorted(found)
+
+
+def sample(seed: int) -> None:
+    """Print some docstrings and comments."""
+    for where, text in random.Random(seed).sample(texts(modules()), SAMPLE):
+        print(f"{where}\n{textwrap.indent(text, '    ')}\n")
+
+
 def main() -> None:
     """Print the measures."""
+    if sys.argv[1:2] == ["--sample"]:
+        sample(int(sys.argv[2]))
+        return
     all_modules = modules()
     lines = sum(len(m.text.splitlines()) for m in all_modules.values())
     code = sum(module_sizes(all_modules).values())
