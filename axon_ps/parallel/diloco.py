@@ -311,7 +311,10 @@ class LocalSGD(DiLoCo):
     """`DiLoCo` whose outer step is the plain average of the workers' parameters (Stich 2019).
 
     Args:
-        model, inner_optimizer, group, inner_steps: as for `DiLoCo`.
+        model: as for `DiLoCo`.
+        inner_optimizer: as for `DiLoCo`.
+        group: as for `DiLoCo`.
+        inner_steps: as for `DiLoCo`.
         options: `wire_dtype`, `unit_types`, `plan_options` of `DiLoCo`.
     """
 

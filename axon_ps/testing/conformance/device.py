@@ -35,9 +35,9 @@ class DeviceBackend(Backend):
         device_data, device_output = (None if a is None else self._to_device(a) for a in (data, output))
         if data is not None and output is not None and data.size and np.may_share_memory(data, output):
             if data.size <= output.size:
-                device_data = _same_part(device_output, output, data)
+                device_data = _same_range(device_output, output, data)
             else:
-                device_output = _same_part(device_data, data, output)
+                device_output = _same_range(device_data, data, output)
         staged = Request(
             call=request.call,
             data=device_data,
@@ -70,7 +70,7 @@ class DeviceBackend(Backend):
         self._backend.close()
 
 
-def _same_part(device_buffer: Any, buffer: Array, part: Array) -> Any:
-    """The part of the device's array that corresponds to `part` of the host's."""
-    begin = (part.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
-    return device_buffer[begin : begin + part.size]
+def _same_range(device_buffer: Any, buffer: Array, view: Array) -> Any:
+    """The part of the device's array that corresponds to `view` of the host's."""
+    begin = (view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
+    return device_buffer[begin : begin + view.size]
