@@ -2,13 +2,13 @@
 
 Events in: the job's spec and optimizer, first values, membership, gradient chunks, decisions. Out: whether a chunk was
 summed, is a duplicate or must wait, when the step is ready, which chunks must be applied, and frames to serve. The
-shell (`shard.server.shell`) performs: it waits, runs `apply` in threads and talks to the coordinator.
+shell (`shard.server.shell`) performs: it waits, applies chunks in threads and talks to the coordinator.
 
 Invariants:
 - Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
 - Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
   finished, or at once when it is not changed.
-- An engine is of one model; it knows of no other but in `copy`, where the slices to copy are given to it.
+- An engine is of one model; it knows of no other.
 - A step is named by (generation, step), or by (generation, replica, clock) where replicas step
   asynchronously. A chunk of another step is never summed: of a decided one it is a duplicate or an abort, of a later
   one it waits.
@@ -33,9 +33,9 @@ from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.attempts import Attempt, Attempts
+from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.core.updater import Updater
-from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 
@@ -73,8 +73,8 @@ class ShardEngine:
         self._attempts = Attempts()
         self._lacking = 0
         self._last_committed: Decision | None = None
-        # hyperparameters that this step is expected to have: as given, and validated
-        self._expected: tuple[tuple[Hyper, ...], tuple[Hyper, ...]] | None = None
+        # hyperparameters that this step is expected to have, and the update that they make
+        self._expected: tuple[tuple[Hyper, ...], Update] | None = None
         self._restoring = False
         self._replacing = False
         self._moments_of = ""
@@ -155,8 +155,11 @@ class ShardEngine:
         if self.spec is None:
             raise Misuse("the optimizer came before the layout")
         self.updater = Updater(optimizer, sum(len(u.parameters) for u in self.spec.layout.units))
-        self.updater.install(self.slices.values(), self._moments_of)
+        self.updater.install(self._masters(), self._moments_of)
         return self.updater
+
+    def _masters(self) -> list[Master]:
+        return [s.master for s in self.slices.values() if s.trainable]
 
     def slice_of(self, unit: int) -> OwnedSlice:
         """The slice of `unit` that this server owns.
@@ -192,7 +195,7 @@ class ShardEngine:
             InvalidRequest: nothing of that unit is here, no chunk begins there, or the length is wrong.
         """
         owned = self.slice_of(unit)
-        index = owned.index_of(offset)
+        index = owned.chunks.index_of(offset)
         if self.version and not self._replacing:
             raise Misuse(f"first values came at version {self.version}; restore a checkpoint to replace parameters")
         if self._lacking == 0:
@@ -235,9 +238,9 @@ class ShardEngine:
         self.version = version
         self._moments_of = optimizer
         for owned in self.slices.values():
-            self.counters["encodings"] += len(owned.frames)
+            self.counters["encodings"] += len(owned.wire.frames)
         if self.updater is not None:
-            self.updater.install(self.slices.values(), optimizer)
+            self.updater.install(self._masters(), optimizer)
         self._lacking = 0
         self._restoring = False
         self.counters["restores"] += 1
@@ -315,7 +318,7 @@ class ShardEngine:
             raise InvalidRequest(f"there is no replica {replica}; generation {self.generation} has {self.num_replicas}")
         if grad is not None and dtype is not self.grad_dtype:
             raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.grad_dtype.value}")
-        index = owned.index_of(offset)
+        index = owned.chunks.index_of(offset)
         accumulator, turn = self._attempts.place(replica)
         attempt = self._attempts[accumulator]
         if step != attempt.step:
@@ -328,7 +331,7 @@ class ShardEngine:
             self.counters["waits"] += 1
             return Push.WAIT
         last = turn == attempt.replicas - 1
-        owned.add(index, grad, last, accumulator)
+        owned.accumulators[accumulator].add(index, grad, last=last)
         if last:
             attempt.missing -= 1
         return Push.SUMMED
@@ -382,16 +385,16 @@ class ShardEngine:
             InvalidRequest: nothing of that unit is here, or no chunk begins there.
         """
         owned = self.slice_of(unit)
-        first = owned.index_of(begin)
+        first = owned.chunks.index_of(begin)
         accumulator, turn = self._attempts.place(replica)
         if not 0 <= accumulator < len(self._attempts) or step != self._attempts[accumulator].step:
             return begin  # `push` decides what becomes of its chunks
         for (offset, _), summed in zip(
-            owned.bounds[first:], owned.accumulators[accumulator].summed[first:], strict=True
+            owned.chunks.bounds[first:], owned.accumulators[accumulator].summed[first:], strict=True
         ):
             if summed <= turn:
                 return offset
-        return owned.end
+        return owned.chunks.end
 
     def complete(self) -> Iterator[tuple[int, int]]:
         """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""
@@ -421,7 +424,8 @@ class ShardEngine:
     def decide(self, decision: Decision) -> tuple[int, ...]:
         """Take the coordinator's decision: the units to apply, in forward order (none unless it commits).
 
-        Run `apply` on every chunk of each, then `finish`. A decision known already changes nothing.
+        Then run `OwnedSlice.apply` (`copy`, if that is what it commits) on every chunk of each, and `finish`. A
+        decision known already changes nothing.
 
         Raises:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
@@ -468,14 +472,17 @@ class ShardEngine:
         changed = [
             u for u, owned in self.slices.items() if owned.trainable and any(owned.accumulators[accumulator].present)
         ]
+        update = None
         if self.updater is not None:
-            self.updater.begin_step(decision.hyper, decision.clip_factor, self.slices.values())
+            update = self.updater.update(decision.hyper, decision.clip_factor, self._masters())
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
         as_expected = decision.clip_factor == 1.0 and self._expected is not None and self._expected[0] == decision.hyper
         for unit, owned in self.slices.items():
-            if unit in changed:
-                self.counters["encodings"] += owned.begin_update(as_expected=as_expected, accumulator=accumulator)
+            if update is not None and unit in changed:
+                self.counters["encodings"] += owned.begin_update(
+                    update, decision.version, as_expected=as_expected, accumulator=accumulator
+                )
             else:
                 owned.restart(accumulator)
                 owned.unchanged(decision.version)
@@ -489,8 +496,7 @@ class ShardEngine:
 
     def _begin_copy(self, decision: Decision) -> tuple[int, ...]:
         """A step takes another model's values: all units change, and what was summed is dropped."""
-        for owned in self.slices.values():
-            owned.begin_copy()
+        self.counters["encodings"] += sum(owned.begin_copy(decision.version) for owned in self.slices.values())
         self._last_committed = decision
         self.step = decision.step + 1
         self.version = decision.version
@@ -498,30 +504,12 @@ class ShardEngine:
         self._end_attempt(decision)
         self.counters["steps_committed"] += 1
         self.counters["copies"] += 1
-        self.counters["encodings"] += sum(len(s.bounds) for s in self.slices.values() if s.shared is None)
         return tuple(self.slices)
 
-    def copy(self, unit: int, first: int, last: int, source: OwnedSlice, weight: float, scratch: Array) -> None:
-        """Copy chunks [first, last) of a unit that `decide` named. Any thread; in any order, each chunk once."""
-        self.slices[unit].copy(first, last, source, weight, self.version, scratch)
-
-    def end_copy(self, unit: int) -> None:
-        """All chunks of `unit` have been copied: it is at the new version."""
-        self.slices[unit].end_copy(self.version)
-
     def scratch(self, chunks: int = 1) -> Array:
-        """A buffer for a thread that calls `apply` for at most so many chunks; see `OwnedSlice.scratch`."""
+        """A buffer for a thread that applies at most so many chunks at once; see `WireCopy.scratch`."""
         any_slice = next(iter(self.slices.values()), None)
-        return np.empty(0, np.uint8) if any_slice is None else any_slice.scratch(chunks)
-
-    def apply(self, unit: int, first: int, last: int, scratch: Array) -> None:
-        """Update chunks [first, last) of a unit that `decide` named. Any thread; in any order, each chunk once."""
-        assert self.updater is not None
-        self.updater.apply(self.slices[unit], first, last, self.version, scratch)
-
-    def finish(self, unit: int) -> None:
-        """All chunks of `unit` have been applied: it is at the new version."""
-        self.slices[unit].end_update(self.version)
+        return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
 
     # ------------------------------------------------------------------ parameters
 
@@ -533,7 +521,7 @@ class ShardEngine:
             InvalidRequest: there is no such unit here.
         """
         owned = self.slice_of(unit)
-        has_values = bool(owned.frames) or not (owned.lacking or owned.applying)
+        has_values = bool(owned.wire.frames) or not (owned.lacking or owned.applying)
         return has_values and not self._restoring and owned.reached >= min_version
 
     def frames(self, unit: int, begin: int, end: int) -> tuple[bytes, ...]:
@@ -543,27 +531,27 @@ class ShardEngine:
             InvalidRequest: the range does not begin and end where chunks of this server do.
         """
         owned = self.slice_of(unit)
-        first, last = owned.range_of(begin, end)
+        first, last = owned.chunks.range_of(begin, end)
         self.counters["encodings"] += owned.ensure_frames()
-        return owned.frames if last - first == len(owned.bounds) else owned.frames[first:last]
+        frames = owned.wire.frames
+        return frames if last - first == len(frames) else frames[first:last]
 
-    def shared(self, unit: int) -> SharedCopy | None:
-        """A unit's wire copy in memory that workers of this host map; None where they must gather copies.
+    def mappable(self, unit: int) -> bool:
+        """Whether workers of this host may map a unit's wire copy.
 
-        Only while the unit is `available`. See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
+        See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
         """
         owned = self.slice_of(unit)
         assert self.spec is not None
-        owns_unit = owned.numel == self.spec.layout.units[unit].numel
-        full = owned.shared is None and sum(s.shared is not None for s in self.slices.values()) >= MAX_MAPPED_UNITS
-        return owned.share_memory() if owns_unit and not full and not self.asynchronous else None
+        owns_unit = owned.chunks.numel == self.spec.layout.units[unit].numel
+        return owns_unit and not self.asynchronous and not owned.wire.compressed
 
     def prepare_chunk(
         self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array
     ) -> bytes | None:
         """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None = not known yet, wait.
 
-        See `shard.core.slices`, Note: [Speculative update].
+        See `shard.core.speculative`, Note: [Speculative update].
 
         Args:
             step: an undecided step attempt, or the last one that committed.
@@ -589,18 +577,19 @@ class ShardEngine:
             if last is None or (last.step, last.hyper, last.clip_factor) != (step, hypers, 1.0):
                 raise StepAborted(f"step {step} did not commit as expected")
             self.counters["encodings"] += owned.ensure_frames()
-            return owned.frames[index]
-        if self.num_replicas == 0 or owned.summed[index] < self.num_replicas:
+            return owned.wire.frames[index]
+        if self.num_replicas == 0 or owned.accumulators[0].summed[index] < self.num_replicas:
             return None
         if not owned.accumulators[0].present[index]:
             raise StepAborted(f"no replica has a gradient for a chunk of unit {unit}; its update cannot be prepared")
         if self._expected is None:
-            self._expected = hypers, self.updater.validate(hypers)
+            self._expected = hypers, self.updater.expected(hypers)
         elif self._expected[0] != hypers:
             raise InvalidRequest(f"workers expect different hyperparameters for step {step}")
-        prepared = bool(owned.speculative) and bool(owned.speculative[index])
-        self.counters["encodings"] += not prepared
-        return self.updater.prepare_chunk(owned, index, self._expected[1], self.version + 1, scratch)
+        self.counters["encodings"] += not owned.speculative.has(index)
+        return owned.speculative.prepare(
+            index, owned.accumulators[0].array, self._expected[1], self.version + 1, scratch
+        )
 
     def encode(self, unit: int, index: int, dtype: DType) -> bytes:
         """One chunk in another dtype, encoded now. Only while the unit is not `applying`."""
@@ -630,9 +619,6 @@ class ShardEngine:
         )
         return {name: float(value) for name, value in sorted(values.items())}
 
-
-MAX_MAPPED_UNITS = 200
-"""Most units that are mapped: each takes two file descriptors here and one in a worker, of often 1024."""
 
 _COUNTERS = (
     "bytes_in",

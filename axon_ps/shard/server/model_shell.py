@@ -281,16 +281,13 @@ class ModelShell:
 
         def copy(unit: int, first: int, last: int, scratch: Array) -> None:
             if source._pins.wait_until(lambda: slices[unit].reached >= version):
-                self.engine.copy(unit, first, last, slices[unit], weight, scratch)
+                self.engine.slices[unit].copy(first, last, slices[unit], weight, scratch)
 
         self._copy = source, pin
         self._pool.start(units, copy)
 
     def _finished(self, unit: int) -> None:
-        if self._copy is None:
-            self.engine.finish(unit)
-        else:
-            self.engine.end_copy(unit)
+        self.engine.slices[unit].finish()
         self._pins.notify()
         self._waiters.wake_unit(unit)
         self._applying -= 1
@@ -463,10 +460,10 @@ class ModelShell:
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
         """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
-        owned = self.engine.slice_of(unit)
-        first, last = owned.range_of(offset, offset + numel)
+        chunks = self.engine.slice_of(unit).chunks
+        first, last = chunks.range_of(offset, offset + numel)
         dtype = self.engine.grad_dtype
-        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
+        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in chunks.bounds[first:last]])
 
     async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the unit can be served at `min_version` of `epoch` or later.
@@ -496,7 +493,7 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
-            await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
+            await self._waiters.wait(unit, engine.slice_of(unit).chunks.bounds[index][0], engine.num_replicas)
             self.check_generation(generation)
         return frame
 

@@ -30,6 +30,7 @@ from axon_ps.shard.same_host.access import (
     grant,
     lease_from_proto,
 )
+from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
@@ -74,9 +75,9 @@ class ShardServicer:
         if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
             frames = engine.frames(request.unit, request.begin, request.end)
             for some in _leased_together(frames) if request.accept_leases and not request.compressed else zip(frames):
-                await self._serve(engine, context, request, some, engine.slice_of(request.unit).leases)
+                await self._serve(engine, context, request, some, engine.slice_of(request.unit).wire.leases)
         else:
-            for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+            for index in range(*engine.slice_of(request.unit).chunks.range_of(request.begin, request.end)):
                 frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
                 await context.write(frame)
                 _count(engine, "out", len(frame))
@@ -88,10 +89,10 @@ class ShardServicer:
         engine = shell.engine
         owned = engine.slice_of(request.unit)
         await shell.unchanging(request.unit, request.context.generation)
-        shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
-        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
-        if shared is not None:
-            header.mapping.CopyFrom(shared.mapping)
+        memory = map_unit(engine, request.unit) if dtype is engine.param_dtype else None
+        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
+        if memory is not None:
+            header.mapping.CopyFrom(memory.mapping)
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
@@ -104,7 +105,7 @@ class ShardServicer:
             raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
-        for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+        for index in range(*engine.slice_of(request.unit).chunks.range_of(request.begin, request.end)):
             frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
             leases = engine.slice_of(request.unit).leases_of(index, frame)
             await self._serve(engine, context, request, (frame,), leases)
@@ -237,7 +238,7 @@ class ShardServicer:
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
     """What a push or an upload is of: first element, and one past the last."""
-    owned = engine.slice_of(header.unit)
+    owned = engine.slice_of(header.unit).chunks
     owned.index_of(header.offset)
     if not header.offset < header.end <= owned.end:
         raise InvalidRequest(

@@ -119,9 +119,9 @@ class Server(Client):
         if not self.units:
             return False
         unit = self.units.pop(0)
-        for index in range(len(self.engine.slices[unit].bounds)):
-            self.engine.apply(unit, index, index + 1, self.engine.scratch())
-        self.engine.finish(unit)
+        for index in range(len(self.engine.slices[unit].chunks.bounds)):
+            self.engine.slices[unit].apply(index, index + 1, self.engine.scratch())
+        self.engine.slices[unit].finish()
         if not self.units:
             self.report()
             while self.waiting and not self.units:
@@ -277,8 +277,12 @@ class Simulation:
             if server.units:
                 continue
             for unit, owned in server.engine.slices.items():
-                parts = [self.grads[n][unit][owned.begin : owned.end] for n in names[: server.engine.version]]
-                np.testing.assert_array_equal(owned.master, -sum(parts, np.zeros(owned.numel, np.float32)))
+                parts = [
+                    self.grads[n][unit][owned.chunks.begin : owned.chunks.end] for n in names[: server.engine.version]
+                ]
+                np.testing.assert_array_equal(
+                    owned.master.values, -sum(parts, np.zeros(owned.chunks.numel, np.float32))
+                )
         for name, outcome in self.received.items():
             assert (outcome is Outcome.COMMIT) == (name in names), "a worker gets the outcome of its gradient"
         by_generation: dict[int, dict[int, int]] = {}

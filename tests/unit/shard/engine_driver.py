@@ -155,7 +155,7 @@ def apply(engine: ShardEngine, decision: Decision) -> None:
     """Take a decision and perform what follows from it, two chunks at a time."""
     scratch = engine.scratch(2)
     for unit in engine.decide(decision):
-        chunks = len(engine.slices[unit].bounds)
+        chunks = len(engine.slices[unit].chunks.bounds)
         for first in range(0, chunks, 2):
-            engine.apply(unit, first, min(first + 2, chunks), scratch)
-        engine.finish(unit)
+            engine.slices[unit].apply(first, min(first + 2, chunks), scratch)
+        engine.slices[unit].finish()

@@ -34,7 +34,7 @@ def make() -> ShardEngine:
 def test_other_values_are_taken_at_any_version_and_moments_stay() -> None:
     engine = make()
     moment = np.ones(NUMEL, np.float32)
-    engine.slices[0].state = {"exp_avg": moment}
+    engine.slices[0].master.state = {"exp_avg": moment}
     engine.begin_restore(uploaded=True)
     assert not engine.replacing  # the old values are still being read
     engine.withdraw()
@@ -46,8 +46,8 @@ def test_other_values_are_taken_at_any_version_and_moments_stay() -> None:
     assert engine.serving
     assert engine.available(0, 3)
     assert engine.version == 3
-    assert np.array_equal(engine.slices[0].master, np.full(NUMEL, 2.0))
-    assert engine.slices[0].state["exp_avg"] is moment
+    assert np.array_equal(engine.slices[0].master.values, np.full(NUMEL, 2.0))
+    assert engine.slices[0].master.state["exp_avg"] is moment
 
 
 def test_nobody_uploads_over_values_that_were_trained() -> None:

@@ -51,7 +51,7 @@ def servers(spec: JobSpec, *, replicas: int = 1, lr: float = 0.1) -> Servers:
 
 
 def master(made: Servers, unit: int) -> Array:
-    return np.concatenate([made.engines[s.server].slices[unit].master for s in made.plan.slices[unit]])
+    return np.concatenate([made.engines[s.server].slices[unit].master.values for s in made.plan.slices[unit]])
 
 
 def gathered(made: Servers, unit: int) -> Array:
@@ -124,7 +124,7 @@ def test_frames_are_within_a_quantum_and_right_on_average() -> None:
         total, masters = total + seen, masters + master(made, 0)
     assert np.abs(total - masters).max() / 64 <= 0.6 * quantum(master(made, 0)) / 32  # 1 / 64 of a residual or two
     assert made.engines[0].statistics()["residual_bytes"] == 4.0 * sum(
-        s.numel for s in made.engines[0].slices.values() if s.trainable
+        s.chunks.numel for s in made.engines[0].slices.values() if s.trainable
     )
 
 
@@ -145,15 +145,15 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
     made, other = servers(job()), servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     other.train_step([[normals(341, 1), normals(50, 1), None]])
-    hyper = tuple(made.engines[0].updater.validate(({"lr": 0.1},))) if made.engines[0].updater else ()
+    hyper = tuple(made.engines[0].updater.expected(({"lr": 0.1},)).hypers) if made.engines[0].updater else ()
     grads = [normals(341, 2), normals(50, 2)]
     for unit in (0, 1):
         made.push(unit, 0, grads[unit])
     speculative = {}
     for engine in made.engines:
         for unit, owned in engine.slices.items():
-            for index in range(len(owned.bounds) if owned.trainable else 0):
-                speculative[unit, owned.bounds[index]] = engine.prepare_chunk(
+            for index in range(len(owned.chunks.bounds) if owned.trainable else 0):
+                speculative[unit, owned.chunks.bounds[index]] = engine.prepare_chunk(
                     engine.step, unit, index, hyper, engine.scratch()
                 )
     if commits:
@@ -162,7 +162,7 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
         for engine in made.engines:
             for unit, owned in engine.slices.items():
                 if owned.trainable:
-                    assert [speculative[unit, b] for b in owned.bounds] == list(owned.frames)
+                    assert [speculative[unit, b] for b in owned.chunks.bounds] == list(owned.wire.frames)
         other.train_step([[*grads, None]], hyper)
     else:
         made.end(Outcome.ABORT)
@@ -174,13 +174,13 @@ def test_a_restore_starts_without_residuals() -> None:
     made = servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     owned = made.engines[0].slices[0]
-    values, residual = owned.master.copy(), owned.residual
+    values, residual = owned.master.values.copy(), owned.wire.residual
     assert residual is not None
     assert residual.any()
     owned.publish(5)
-    first = owned.frames
+    first = owned.wire.frames
     owned.publish(5)
-    assert owned.frames == first
+    assert owned.wire.frames == first
     assert np.abs(residual).max() <= 0.51 * quantum(values)
 
 

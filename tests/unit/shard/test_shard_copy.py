@@ -14,6 +14,8 @@ import pytest
 from axon_ps.coordinator.core.events import JobState, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.engine import Push
+from axon_ps.shard.same_host.shared_copy import SharedCopy
+from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
 from axon_ps.types import (
@@ -54,9 +56,9 @@ def copied(target: Servers, source: Servers, weight: float) -> None:
     for engine, other in zip(target.engines, source.engines, strict=True):
         for unit in engine.decide(decision):
             owned = engine.slices[unit]
-            for index in range(len(owned.bounds)):
-                engine.copy(unit, index, index + 1, other.slices[unit], weight, engine.scratch())
-            engine.end_copy(unit)
+            for index in range(len(owned.chunks.bounds)):
+                engine.slices[unit].copy(index, index + 1, other.slices[unit], weight, engine.scratch())
+            engine.slices[unit].finish()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, FROZEN])
@@ -76,7 +78,7 @@ def test_values_are_mixed_on_every_server_and_served_at_the_next_version(
         for engine in target.engines:
             owned = engine.slices.get(unit)
             if owned is not None:
-                np.testing.assert_array_equal(owned.master, wanted[owned.begin : owned.end])
+                np.testing.assert_array_equal(owned.master.values, wanted[owned.chunks.begin : owned.chunks.end])
                 assert (owned.reached, owned.changed, owned.copied) == (1, 1, 1)
                 assert engine.available(unit, 1)
                 assert not engine.available(unit, 2)
@@ -97,10 +99,10 @@ def test_moments_and_update_counts_stay_and_what_was_summed_is_dropped() -> None
     copied(target, source, 1.0)
     (a,), (b,) = target.engines, plain.engines
     for unit in a.slices:
-        assert a.slices[unit].parameter_updates() == b.slices[unit].parameter_updates()
-        for name, state in b.slices[unit].state.items():
-            np.testing.assert_array_equal(a.slices[unit].state[name], state)
-    assert a.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].bounds[0][1]]) is Push.SUMMED
+        assert a.slices[unit].master.parameter_updates() == b.slices[unit].master.parameter_updates()
+        for name, state in b.slices[unit].master.state.items():
+            np.testing.assert_array_equal(a.slices[unit].master.state[name], state)
+    assert a.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].chunks.bounds[0][1]]) is Push.SUMMED
     assert a.statistics()["copies"] == 1
 
 
@@ -113,9 +115,9 @@ def test_compressed_parameters_keep_their_error_feedback() -> None:
     copied(target, source, 0.5)
     (engine,) = target.engines
     owned = engine.slices[0]
-    assert owned.residual is not None
-    assert np.abs(owned.residual).max() > 0
-    assert len(owned.frames) == len(owned.bounds)
+    assert owned.wire.residual is not None
+    assert np.abs(owned.wire.residual).max() > 0
+    assert len(owned.wire.frames) == len(owned.chunks.bounds)
 
 
 def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then() -> None:
@@ -124,13 +126,15 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         target.upload(VALUES)
         source.upload(OTHERS)
         (engine,), (other,) = target.engines, source.engines
-        shared = engine.shared(1)
-        assert shared is not None
+        shared = map_unit(engine, 1)
+        assert isinstance(shared, SharedCopy)
         engine.decide(copy_decision(target, 1.0))
         assert int(shared._tag[0]) == 0
         for unit, owned in engine.slices.items():
-            engine.copy(unit, 0, len(owned.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.bounds)))
-            engine.end_copy(unit)
+            engine.slices[unit].copy(
+                0, len(owned.chunks.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.chunks.bounds))
+            )
+            engine.slices[unit].finish()
         np.testing.assert_array_equal(shared.values, OTHERS[1])
         assert int(shared._tag[0]) == holds + 1
 
@@ -182,7 +186,7 @@ class Job:
             state = JobState(model=number, name=f"m{number}", spec=job_of(layout), optimizer=optimizer)
             self.shell.on_event(state)
             for unit, whole in enumerate(values):
-                for begin, end in self.slices(number)[unit].bounds:
+                for begin, end in self.slices(number)[unit].chunks.bounds:
                     self.shell.model(number).upload(0, unit, begin, whole[begin:end])
         self.steps = {0: 1, 1: 1}
 
@@ -199,7 +203,7 @@ class Job:
     async def train(self, grad: float) -> None:
         """A step of model 0, as soon as the one before it is applied."""
         for unit, owned in self.slices(0).items():
-            for begin, end in owned.bounds:
+            for begin, end in owned.chunks.bounds:
                 whole = np.full(end - begin, grad, np.float32)
                 await self.shell.model(0).push(self.steps[0], unit, begin, 0, DType.F32, whole)
         while (0, self.steps[0]) not in self.reports.readied:
@@ -211,7 +215,7 @@ class Job:
             await self.shell.model(number)._idle.wait()
 
     def values(self, number: int, unit: int = 0) -> Array:
-        return np.asarray(self.slices(number)[unit].master)
+        return np.asarray(self.slices(number)[unit].master.values)
 
 
 def run(body: Any) -> None:

@@ -34,7 +34,9 @@ def grad(seed: int) -> Array:
 def prepare(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
     step = engine.step if step is None else step
     scratch = engine.scratch()
-    return tuple(engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].bounds)))
+    return tuple(
+        engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].chunks.bounds))
+    )
 
 
 def frame_bytes(engine: ShardEngine) -> float:
@@ -57,7 +59,7 @@ def test_prepared_frames_are_those_the_commit_makes(param: DType) -> None:
         for made in (speculative, plain):
             made.commit([ADAMW])
         assert engine.frames(0, 0, N) == prepared == plain.engines[0].frames(0, 0, N)
-        np.testing.assert_array_equal(engine.slices[0].master, plain.engines[0].slices[0].master)
+        np.testing.assert_array_equal(engine.slices[0].master.values, plain.engines[0].slices[0].master.values)
         assert {decode_chunk(f)[0].version for f in prepared if f} == {step + 1}
         assert prepare(engine, step=engine.step - 1) == prepared  # who asks late gets the same
 
@@ -103,7 +105,7 @@ def test_leases_on_speculative_frames_stay_valid_when_they_are_committed(as_expe
     made = servers()
     (engine,) = made.engines
     frame_before = engine.frames(0, 0, N)[0]
-    before = engine.slices[0].leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
+    before = engine.slices[0].wire.leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
     made.push(0, 0, grad(0))
     made.push(0, 1, grad(1))
     owned, frames = engine.slices[0], [f for f in prepare(engine) if f is not None]

@@ -31,7 +31,7 @@ def push(engine: ShardEngine, offset: int = 0, *, unit: int = 0, replica: int = 
 def push_all(engine: ShardEngine, replicas: int = 1, step: int = 1) -> None:
     for unit in (0, 1):
         for replica in range(replicas):
-            for offset, _ in engine.slices[unit].bounds:
+            for offset, _ in engine.slices[unit].chunks.bounds:
                 assert push(engine, offset, unit=unit, replica=replica, step=step) is Push.SUMMED
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_chunk_is_refused_and_changes_nothing(change: dict[str, object],
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=words):
         engine.push(**{**values, **change})  # type: ignore[arg-type]
-    assert engine.slices[0].summed == [0, 0, 0, 0]
+    assert engine.slices[0].accumulators[0].summed == [0, 0, 0, 0]
     assert engine.push(**values) is Push.SUMMED  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def test_first_values_may_come_in_any_order_and_twice() -> None:
     assert engine.upload(1, 0, np.zeros(32, np.float32))
     assert engine.initialized
     assert engine.upload(0, 0, np.zeros(32, np.float32))  # a retry: acknowledged, not stored
-    assert engine.slices[0].master.tobytes() == values.tobytes()
+    assert engine.slices[0].master.values.tobytes() == values.tobytes()
 
 
 def test_first_values_after_a_step_are_refused() -> None:
@@ -212,8 +212,8 @@ def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     assert not engine.available(0, 1)
     assert engine.available(0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
-        engine.apply(0, index, index + 1, engine.scratch())
-    engine.finish(0)
+        engine.slices[0].apply(index, index + 1, engine.scratch())
+    engine.slices[0].finish()
     assert engine.available(0, 1)
     assert not engine.available(1, 1)
     assert engine.available(2, 1)  # frozen: at every version
@@ -236,8 +236,8 @@ def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply()
     engine.decide(commit_of(engine))
     assert push(engine, step=2) is Push.WAIT
     for index in range(4):
-        engine.apply(0, index, index + 1, engine.scratch())
-    engine.finish(0)
+        engine.slices[0].apply(index, index + 1, engine.scratch())
+    engine.slices[0].finish()
     assert push(engine, step=2) is Push.SUMMED
     assert push(engine, unit=1, step=2) is Push.WAIT
 
@@ -325,7 +325,7 @@ def test_a_new_generation_drops_what_was_summed() -> None:
     push(engine)
     push(engine, 32)
     engine.membership(2, 2, 0, 1)
-    assert engine.slices[0].summed == [0, 0, 0, 0]
+    assert engine.slices[0].accumulators[0].summed == [0, 0, 0, 0]
     assert push(engine, step=2) is Push.SUMMED
     with pytest.raises(StepAborted):
         push(engine, step=1)
@@ -335,7 +335,7 @@ def test_a_new_generation_drops_what_was_summed() -> None:
 
 def push_rest(engine: ShardEngine) -> None:
     for unit in (0, 1):
-        for offset, _ in engine.slices[unit].bounds:
+        for offset, _ in engine.slices[unit].chunks.bounds:
             push(engine, offset, unit=unit, step=engine.step)
 
 
@@ -343,7 +343,7 @@ def test_the_same_generation_again_changes_nothing() -> None:
     (engine,) = servers().engines
     push(engine)
     engine.membership(1, 1, 0, 1)
-    assert engine.slices[0].summed == [1, 0, 0, 0]
+    assert engine.slices[0].accumulators[0].summed == [1, 0, 0, 0]
 
 
 def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> None:
@@ -354,9 +354,9 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     engine.membership(2, 3, 1, 1)
     assert push(engine, step=3) is Push.WAIT
     for unit in units:
-        for index in range(len(engine.slices[unit].bounds)):
-            engine.apply(unit, index, index + 1, engine.scratch())
-        engine.finish(unit)
+        for index in range(len(engine.slices[unit].chunks.bounds)):
+            engine.slices[unit].apply(index, index + 1, engine.scratch())
+        engine.slices[unit].finish()
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)
 
@@ -402,8 +402,8 @@ def test_a_unit_that_is_absent_everywhere_is_not_touched_and_says_its_old_versio
             assert owned.changed == (1 if unit == 1 else 0)
             assert engine.available(unit, 1)
             if unit == 0:
-                assert owned.updates == 0
-                assert not any(s.any() for s in owned.state.values())
+                assert owned.master.updates == 0
+                assert not any(s.any() for s in owned.master.state.values())
     assert np.array_equal(made.values(0), ONES[0])
     assert not np.array_equal(made.values(1), ONES[1])
 
@@ -412,10 +412,10 @@ def test_absence_in_one_range_only_counts_as_zero() -> None:
     (engine,) = servers().engines
     for offset, grad in ((0, np.ones(32, np.float32)), (32, None), (64, np.ones(32, np.float32)), (96, None)):
         engine.push(1, 0, offset, 0, DType.F32, grad)
-    for offset, _ in engine.slices[1].bounds:
+    for offset, _ in engine.slices[1].chunks.bounds:
         engine.push(1, 1, offset, 0, DType.F32, None)
     apply(engine, commit_of(engine))
-    got = engine.slices[0].master
+    got = engine.slices[0].master.values
     assert np.allclose(got[:32], 0.9)
     assert np.array_equal(got[32:64], np.ones(32, np.float32))
 
