@@ -266,7 +266,7 @@ def test_owners_that_disagree_are_asked_again_for_the_later_version() -> None:
             await j.push(0, 0, GRADS[0][0])
             await j.push(0, 1, GRADS[0][1])
             j.decide(servers=[0])
-            await until(lambda: j.shells[0].engine.available(0, 1))
+            await until(lambda: j.shells[0].engine.parameters.available(0, 1))
             gathering = asyncio.create_task(j.gather(0, 0))
             await until(lambda: j.groups[0].statistics()["retries"] > 0)
             j.decide(servers=[1])

@@ -15,14 +15,17 @@ Note: [Memory of a slice]
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host.leases import ReadLeases
 from axon_ps.shard.core.accumulator import Accumulator
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.shard.core.speculative import SpeculativeUpdate
 from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
+from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, WirePrecision
@@ -253,3 +256,43 @@ class OwnedSlice:
             self.master.updates += 1
         self.applying = False
         self._publish_mapped()
+
+
+class OwnedSlices(dict[int, OwnedSlice]):
+    """The slices of one model that a server owns, by unit.
+
+    Attributes:
+        num_units: of the layout; None before `make`.
+    """
+
+    num_units: int | None = None
+
+    def make(self, spec: JobSpec, server: int, num_servers: int) -> None:
+        """Make those that `server` of `num_servers` owns."""
+        units = spec.layout.units
+        self.num_units = len(units)
+        first_parameter = [0, *accumulate(len(unit.parameters) for unit in units)]
+        for s in spec.plan(num_servers).by_server[server]:
+            self[s.unit] = OwnedSlice(
+                s, units[s.unit], first_parameter[s.unit], spec.options.chunk_numel, spec.precision
+            )
+
+    def of(self, unit: int) -> OwnedSlice:
+        """The slice of `unit`.
+
+        Raises:
+            Misuse: the layout is not known yet.
+            InvalidRequest: there is no such unit, or none of it is here.
+        """
+        owned = self.get(unit)
+        if owned is not None:
+            return owned
+        if self.num_units is None:
+            raise Misuse("this shard server has no layout yet; register the job's spec first")
+        if not 0 <= unit < self.num_units:
+            raise InvalidRequest(f"there is no unit {unit}; the layout has {self.num_units}")
+        raise InvalidRequest(f"this shard server owns nothing of unit {unit}; ask the owner that the plan names")
+
+    def masters(self) -> list[Master]:
+        """Those of trainable slices."""
+        return [owned.master for owned in self.values() if owned.trainable]

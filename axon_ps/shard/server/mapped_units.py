@@ -18,10 +18,10 @@ def map_unit(engine: ShardEngine, unit: int) -> MappedMemory | None:
 
     Only while the unit is `available` and no step is applied to it.
     """
-    owned = engine.slice_of(unit)
+    owned = engine.slices.of(unit)
     assert not owned.applying, "values that are being changed cannot move to other memory"
     mapped = sum(s.wire.mapped is not None for s in engine.slices.values())
     if owned.wire.mapped is None and mapped < MAX_MAPPED_UNITS and engine.mappable(unit):
         with contextlib.suppress(Busy):
-            owned.map(SharedCopy(owned.chunks.numel, engine.param_dtype))
+            owned.map(SharedCopy(owned.chunks.numel, engine.precision.param))
     return owned.wire.mapped

@@ -26,7 +26,8 @@ from axon_ps.compress import cast
 from axon_ps.compress.registry import compressor_of
 from axon_ps.coordinator.core.events import UPLOADED, Event, JobState, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
-from axon_ps.shard.core.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
 from axon_ps.shard.server.waiters import Waiters
@@ -167,7 +168,7 @@ class ModelShell:
         Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
         report on its next attempt; a copy needs every worker's vote.
         """
-        if self._applying and (self.engine.asynchronous or self._events or isinstance(event, Copying)):
+        if self._applying and (self.engine.gradients.asynchronous or self._events or isinstance(event, Copying)):
             self._events.append(event)
         else:
             self._take(event)
@@ -210,7 +211,7 @@ class ModelShell:
             elif isinstance(event, Copying):
                 self._on_copying(event)
             elif isinstance(event, RestoreOrder):
-                self.engine.begin_restore(uploaded=event.uri == UPLOADED)
+                self.engine.parameters.begin_restore(uploaded=event.uri == UPLOADED)
                 self._ordered = event.epoch
                 self._server.start(self._replace(event) if event.uri == UPLOADED else self._restore(event))
         except AxonError as error:
@@ -238,11 +239,13 @@ class ModelShell:
             self.engine.configure(job.spec, reports.rank, reports.num_shards)
             self._renumber(job.spec.replica_is_node)
             self._server.start(self._warm_up(partial(warm_up, job.spec)))
-            if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
+            if (
+                self.engine.parameters.initialized and self._epoch == 0
+            ):  # nothing is owned here, and no restore is on its way
                 reports.initialized(version=job.version, epoch=self._epoch, model=self.number)
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
-            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
+            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.precision.param)))
         self._wake_all()
 
     def _renumber(self, by_node: bool) -> None:
@@ -306,9 +309,9 @@ class ModelShell:
 
     def _report_ready(self) -> None:
         engine = self.engine
-        for replica, step in engine.complete():
+        for replica, step in engine.gradients.complete():
             name = (engine.generation, step)
-            if self._reported.get(replica) == name or (total := engine.ready(replica)) is None:
+            if self._reported.get(replica) == name or (total := engine.gradients.ready(replica)) is None:
                 continue
             reports = self._server.reports
             assert reports is not None
@@ -317,7 +320,7 @@ class ModelShell:
                 generation=engine.generation,
                 step=step,
                 sum_of_squares=total,
-                replica=replica if engine.asynchronous else None,
+                replica=replica if engine.gradients.asynchronous else None,
                 model=self.number,
             )
 
@@ -354,11 +357,11 @@ class ModelShell:
         try:
             prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section)
             restore = await self._server.in_files_thread(prepare)
-            engine.withdraw()
+            engine.parameters.withdraw()
             await self._server.in_files_thread(lambda: snapshot.load(engine, restore))
         except AxonError as error:
             _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
-            engine.cancel_restore()
+            engine.parameters.cancel_restore()
             self._served = order.epoch  # what is left, if anything is, is all that this epoch has
             reports.restore_report(order.epoch, error, model=self.number)
         else:
@@ -370,16 +373,16 @@ class ModelShell:
     async def _replace(self, order: RestoreOrder) -> None:
         """Make room for the values that a worker is about to upload."""
         await self._idle.wait()
-        self.engine.withdraw()
+        self.engine.parameters.withdraw()
         self._withdrawn = order.epoch
         self._waiters.wake_all()
-        if self.engine.initialized:  # nothing is owned here
+        if self.engine.parameters.initialized:  # nothing is owned here
             self._values_replaced()
 
     def _values_replaced(self) -> None:
         reports = self._server.reports
         assert reports is not None
-        self.engine.replaced()
+        self.engine.parameters.restored()
         self._served = self._withdrawn
         reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
         self._waiters.wake_all()
@@ -447,22 +450,22 @@ class ModelShell:
             self._pushing.discard(task)
 
     async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
-        """Add a gradient chunk when its turn comes; False for a duplicate. See `ShardEngine.push`."""
-        engine = self.engine
-        while (done := engine.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+        """Add a gradient chunk when its turn comes; False for a duplicate. See `Gradients.push`."""
+        gradients = self.engine.gradients
+        while (done := gradients.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
             await self._waiters.wait(unit, offset, replica)
         if done is Push.DUPLICATE:
             return False
         self._waiters.wake_turn(unit, offset, replica + 1)
-        if engine.is_last(replica):
+        if gradients.is_last(replica):
             self._report_ready()
         return True
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
         """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
-        chunks = self.engine.slice_of(unit).chunks
+        chunks = self.engine.slices.of(unit).chunks
         first, last = chunks.range_of(offset, offset + numel)
-        dtype = self.engine.grad_dtype
+        dtype = self.engine.gradients.dtype
         return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in chunks.bounds[first:last]])
 
     async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
@@ -479,7 +482,7 @@ class ModelShell:
                 raise StepAborted(
                     f"the model was restored: the parameters are of epoch {self._served}, no longer {epoch}"
                 )
-            if epoch == self._served and self.engine.available(unit, min_version):
+            if epoch == self._served and self.engine.parameters.available(unit, min_version):
                 return
             await self._waiters.wait(unit)
             self.check_generation(generation)
@@ -493,7 +496,9 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
-            await self._waiters.wait(unit, engine.slice_of(unit).chunks.bounds[index][0], engine.num_replicas)
+            await self._waiters.wait(
+                unit, engine.slices.of(unit).chunks.bounds[index][0], engine.gradients.num_replicas
+            )
             self.check_generation(generation)
         return frame
 
@@ -504,7 +509,7 @@ class ModelShell:
             GenerationChanged: while it waited.
         """
         await self.unchanging(unit, generation)
-        return self.engine.encode(unit, index, dtype)
+        return self.engine.parameters.encode(unit, index, dtype)
 
     async def unchanging(self, unit: int, generation: int) -> None:
         """Wait until the unit has values and no step is being applied to it; frames may be served before.
@@ -512,22 +517,22 @@ class ModelShell:
         Raises:
             GenerationChanged: while it waited.
         """
-        while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
+        while self.engine.slices[unit].applying or not self.engine.parameters.available(unit, 0):
             await self._waiters.wait(unit)
             self.check_generation(generation)
 
     def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
         """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
         if epoch < self._ordered:
-            return self.engine.initialized
-        before, replacing = self.engine.initialized, self.engine.replacing
-        complete = self.engine.upload(unit, offset, values)
+            return self.engine.parameters.initialized
+        before, replacing = self.engine.parameters.initialized, self.engine.parameters.replacing
+        complete = self.engine.parameters.upload(unit, offset, values, self.engine.version)
         if complete and replacing:
             self._values_replaced()
         elif complete and not before:
             reports = self._server.reports
             assert reports is not None
             reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
-        if complete or self.engine.available(unit, 0):
+        if complete or self.engine.parameters.available(unit, 0):
             self._waiters.wake_unit(unit)
         return complete

@@ -64,7 +64,7 @@ def write(
         StorageFull: no space left; nothing of the file remains.
         CheckpointError: it could not be written; nothing of the file remains.
     """
-    if not engine.initialized:
+    if not engine.parameters.initialized:
         raise Misuse("this shard server holds no parameters yet; there is nothing to save")
     states = {unit: owned.master.state for unit, owned in engine.slices.items()}
     tensors = [t for unit, owned in engine.slices.items() for t in _tensors(unit, owned, list(states[unit]))]

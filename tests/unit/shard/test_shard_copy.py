@@ -13,7 +13,7 @@ import pytest
 
 from axon_ps.coordinator.core.events import JobState, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
-from axon_ps.shard.core.engine import Push
+from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
@@ -80,8 +80,8 @@ def test_values_are_mixed_on_every_server_and_served_at_the_next_version(
             if owned is not None:
                 np.testing.assert_array_equal(owned.master.values, wanted[owned.chunks.begin : owned.chunks.end])
                 assert (owned.reached, owned.changed, owned.copied) == (1, 1, 1)
-                assert engine.available(unit, 1)
-                assert not engine.available(unit, 2)
+                assert engine.parameters.available(unit, 1)
+                assert not engine.parameters.available(unit, 2)
         if param is DType.F32:
             np.testing.assert_array_equal(target.values(unit), wanted)
 
@@ -102,7 +102,7 @@ def test_moments_and_update_counts_stay_and_what_was_summed_is_dropped() -> None
         assert a.slices[unit].master.parameter_updates() == b.slices[unit].master.parameter_updates()
         for name, state in b.slices[unit].master.state.items():
             np.testing.assert_array_equal(a.slices[unit].master.state[name], state)
-    assert a.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].chunks.bounds[0][1]]) is Push.SUMMED
+    assert a.gradients.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].chunks.bounds[0][1]]) is Push.SUMMED
     assert a.statistics()["copies"] == 1
 
 

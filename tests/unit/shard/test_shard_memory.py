@@ -43,7 +43,7 @@ def test_every_chunk_is_encoded_once_a_version() -> None:
     assert engine.statistics()["encodings"] == 10 + 6
     servers.train_step([[np.ones(TRAINABLE, np.float32), None]])
     for _ in range(4):
-        engine.frames(0, 0, TRAINABLE)
+        engine.parameters.frames(0, 0, TRAINABLE)
     assert engine.statistics()["encodings"] == 10 + 6 + 10
 
 

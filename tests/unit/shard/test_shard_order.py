@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.compress import cast
-from axon_ps.shard.core.engine import Push
+from axon_ps.shard.core.gradients import Push
 from axon_ps.types import Array, DType
 from engine_driver import Servers, cast_to, commit_of, job_of, layout_of, one_group
 
@@ -61,16 +61,16 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
         engine = servers.engines[server]
         wire = cast_to(grads[replica][unit], dtype)[begin:end]
         before = engine.slices[unit].accumulators[0].summed[engine.slices[unit].chunks.index_of(begin)]
-        done = engine.push(1, unit, begin, replica, dtype, wire)
+        done = engine.gradients.push(1, unit, begin, replica, dtype, wire)
         assert done is (Push.SUMMED if before == replica else Push.WAIT)
         if done is Push.SUMMED:
             if random.random() < 0.3:
-                assert engine.push(1, unit, begin, replica, dtype, wire) is Push.DUPLICATE
+                assert engine.gradients.push(1, unit, begin, replica, dtype, wire) is Push.DUPLICATE
             chunks.pop(0)
             if not chunks:
                 streams.remove(stream)
         elif random.random() < 0.5:
-            assert engine.resume_offset(1, unit, begin, replica) == begin
+            assert engine.gradients.resume_offset(1, unit, begin, replica) == begin
 
     total = 0.0
     for unit in range(len(units)):
@@ -80,7 +80,7 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
             assert got is not None
             assert got.tobytes() == expected[s.begin : s.end].tobytes()
         total += float(np.sum(expected.astype(np.float64) ** 2))
-    sums = [e.ready() for e in servers.engines]
+    sums = [e.gradients.ready() for e in servers.engines]
     owners = {s.server for slices in servers.plan.slices for s in slices}
     assert [x is not None for x in sums] == [rank in owners for rank in range(len(sums))]
     assert np.isclose(sum(x or 0.0 for x in sums), total, rtol=1e-12)

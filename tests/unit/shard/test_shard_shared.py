@@ -33,7 +33,7 @@ def servers(param: DType = DType.F32, num_servers: int = 1) -> Servers:
 def mapped(engine: ShardEngine, unit: int = 0) -> MappedCopy:
     shared = map_unit(engine, unit)
     assert shared is not None
-    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.param_dtype)
+    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.precision.param)
 
 
 def grad(seed: int) -> Array:
@@ -122,7 +122,7 @@ def test_prepared_frames_are_served_beside_it() -> None:
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
-    assert prepared == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert prepared == engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
     np.testing.assert_array_equal(copy.values, plain.values(0))
 
 
@@ -136,7 +136,7 @@ def test_a_commit_before_every_frame_was_prepared_serves_no_half_of_them() -> No
     assert engine.prepare_chunk(engine.step, 0, 0, hyper, engine.scratch())
     for one in (made, plain):
         one.commit(hyper)
-    assert engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
 
 
 def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
@@ -176,7 +176,7 @@ def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mapped_units, "SharedCopy", no_room)
     full = servers()
     assert map_unit(full.engines[0], 0) is None
-    assert len(full.engines[0].frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)
+    assert len(full.engines[0].parameters.frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)
 
 
 def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:

@@ -43,9 +43,9 @@ def save(servers: Servers, uri: str, optimizer: OptimizerSpec | None) -> None:
 
 
 def restore(engine: ShardEngine, uri: str, version: int) -> None:
-    engine.begin_restore()
+    engine.parameters.begin_restore()
     prepared = snapshot.prepare(engine, uri, version)
-    engine.withdraw()
+    engine.parameters.withdraw()
     snapshot.load(engine, prepared)
     engine.restored(version, prepared.optimizer)
 
@@ -53,7 +53,7 @@ def restore(engine: ShardEngine, uri: str, version: int) -> None:
 def restored(spec_servers: Servers, uri: str, version: int) -> Servers:
     for engine in spec_servers.engines:
         restore(engine, uri, version)
-        assert engine.initialized
+        assert engine.parameters.initialized
     return spec_servers
 
 
@@ -236,10 +236,10 @@ def test_what_does_not_fit_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=f"{damaged.name} has SHA-256"):
         snapshot.prepare(servers.engines[1], str(tmp_path), 1)
     snapshot.prepare(servers.engines[0], str(tmp_path), 1)  # needs the other file only
-    servers.engines[1].begin_restore()
-    assert not servers.engines[1].available(0, 1)
-    servers.engines[1].cancel_restore()
-    assert servers.engines[1].available(0, 1)
+    servers.engines[1].parameters.begin_restore()
+    assert not servers.engines[1].parameters.available(0, 1)
+    servers.engines[1].parameters.cancel_restore()
+    assert servers.engines[1].parameters.available(0, 1)
 
 
 def test_nothing_is_saved_before_there_are_values(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def save(
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
     for flat in runtime.flats:
-        owned = engine.slice_of(flat.index)
+        owned = engine.slices.of(flat.index)
         owned.master.values[:] = flat.master.detach().to("cpu", torch.float32).numpy()
         owned.publish(version)
         if flat.trainable and moments.spec is not None:
@@ -166,7 +166,7 @@ def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, 
     snapshot.load(engine, restore)
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
     for flat in runtime.flats:
-        owned = engine.slice_of(flat.index)
+        owned = engine.slices.of(flat.index)
         with torch.no_grad():
             flat.master.copy_(torch.from_numpy(owned.master.values))
         if flat.trainable and ours:
