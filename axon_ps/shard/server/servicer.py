@@ -79,7 +79,8 @@ class ShardServicer:
                 await self._serve(engine, context, request, some, engine.slices.of(request.unit).wire.leases)
         else:
             for index in range(*engine.slices.of(request.unit).chunks.range_of(request.begin, request.end)):
-                frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
+                await shell.unchanging(request.unit, request.context.generation)
+                frame = engine.parameters.encode(request.unit, index, dtype)
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
@@ -191,7 +192,7 @@ class ShardServicer:
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
             _count(engine, "in", len(message))
-            complete = shell.upload(epoch, unit, position, _first_values(header, payload))
+            complete = shell.restores.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
         return shard_pb2.UploadReply(complete=complete)

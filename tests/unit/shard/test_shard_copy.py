@@ -187,7 +187,7 @@ class Job:
             self.shell.on_event(state)
             for unit, whole in enumerate(values):
                 for begin, end in self.slices(number)[unit].chunks.bounds:
-                    self.shell.model(number).upload(0, unit, begin, whole[begin:end])
+                    self.shell.model(number).restores.upload(0, unit, begin, whole[begin:end])
         self.steps = {0: 1, 1: 1}
 
     def slices(self, number: int) -> Any:
@@ -253,12 +253,12 @@ def test_copies_take_the_version_decided_before_them_whatever_is_being_applied()
 def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
     async def body(job: Job) -> None:
         # a snapshot of the target: nothing is copied to it before that has passed
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         await job.train(1.0)
         np.testing.assert_array_equal(job.values(0), OTHERS[0])
         assert not job.shell.model(0)._idle.is_set()
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         await job.settled()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         np.testing.assert_array_equal(job.values(0), OTHERS[0] - np.float32(1.0))
@@ -268,13 +268,13 @@ def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
 
 def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> None:
     async def body(job: Job) -> None:
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         job.decide(1, CopyFrom(source=0, weight=0.5, version=0))
         order = SnapshotOrder(id=1, uri=str(tmp_path), version=0, models=(ModelProgress(model=1, step=0, version=2),))
         job.shell.on_event(order)
         job.decide(1, CopyFrom(source=0, weight=0.25, version=0))
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         files, error = await job.reports.snapshots.get()
         assert error is None
         assert [f.model for f in files] == [0, 1]
@@ -286,13 +286,13 @@ def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> Non
 
 def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_then() -> None:
     async def body(job: Job) -> None:
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         source = job.shell.model(0)
         job.shell.on_event(JobState(model=0, name="m0", released=True))
         await asyncio.sleep(0)
         assert source.engine.slices, "the copy still reads it"
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         await job.shell.model(1)._idle.wait()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")
