@@ -104,7 +104,18 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
 @pytest.mark.parametrize("name", CORES)
 def test_sans_io_cores_have_no_threads_sockets_or_clocks(name: str) -> None:
     found = set(imports(ast.parse((ROOT / "axon_ps" / name).read_text(encoding="utf-8"))))
-    assert not found & {"asyncio", "threading", "socket", "time", "datetime", "grpc", "concurrent", "random", "os"}
+    assert not found & {
+        "asyncio",
+        "threading",
+        "socket",
+        "time",
+        "datetime",
+        "grpc",
+        "concurrent",
+        "random",
+        "os",
+        "mmap",
+    }
 
 
 def test_pure_rooms_do_not_wait_or_talk() -> None:
