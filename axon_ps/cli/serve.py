@@ -55,6 +55,7 @@ def coordinator(
     resume: Annotated[
         str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
     ] = "",
+    plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
     tls_ca: o.TlsCa = None,
@@ -69,8 +70,8 @@ def coordinator(
 ) -> None:
     """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
-        config, job=job, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        config, job=job, plugins=plugins, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert,
+        tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -88,6 +89,7 @@ def coordinator(
     )
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
+    settings.load_plugins()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop)
@@ -107,6 +109,7 @@ def shard(
     rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
     job: o.Job = None,
+    plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
     tls_ca: o.TlsCa = None,
@@ -121,8 +124,9 @@ def shard(
 ) -> None:
     """Serve one shard server: slices of the parameters and of the optimizer's state."""
     settings = _settings(
-        config, coordinator=coordinator, node=node, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
+        log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     if not settings.coordinator:
@@ -141,6 +145,7 @@ def shard(
         security=security,
     )
     _configure_logging(settings, "shard")
+    settings.load_plugins()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop)

@@ -68,7 +68,7 @@ class ServerOptimizer(ABC):
     """One optimizer, as a set of pure functions.
 
     Attributes:
-        name: registry name ("adamw").
+        name: what it is registered as ("adamw"); `optim.register` sets it.
         defaults: every hyperparameter with its default, torch's where torch has it. Flags are 0.0 or 1.0; the pair
             `betas` is "beta1" and "beta2".
         ranges: the values allowed for each of them.
