@@ -30,7 +30,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.attempts import Attempt, Attempts
 from axon_ps.shard.core.slices import OwnedSlice
@@ -129,8 +128,7 @@ class ShardEngine:
                 spec.precision,
             )
         self.spec = spec
-        grads = spec.precision.grad_compression
-        self._grad_compressor = None if grads is None else compressor_of(grads)
+        self._grad_compressor = spec.precision.grad_compression
         self._begin_attempts()
         self._lacking = sum(s.lacking for s in self.slices.values())
 

@@ -47,7 +47,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.host.leases import ReadLeases
 from axon_ps.optim.base import ServerOptimizer
@@ -56,7 +55,8 @@ from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
-from axon_ps.types import Array, DType, Hyper, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
@@ -118,10 +118,8 @@ class OwnedSlice:
         self._first_parameter = first_parameter
         self._param_dtype = precision.param
         self._grad_dtype = precision.grad
-        params, grads = precision.param_compression, precision.grad_compression
-        self._param_compressor = None if params is None else compressor_of(params)
-        self._grad_compressor = None if grads is None else compressor_of(grads)
-        has_residual = params is not None and unit.trainable
+        self._param_compressor, self._grad_compressor = precision.param_compression, precision.grad_compression
+        has_residual = self._param_compressor is not None and unit.trainable
         self.residual: Array | None = np.zeros(plan_slice.numel, np.float32) if has_residual else None
         self._updates_before = [0] * len(unit.parameters)
         self._ranges: tuple[KernelRange, ...] = ()

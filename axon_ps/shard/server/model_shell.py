@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor_of
 from axon_ps.coordinator.core.events import UPLOADED, Event, JobState, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
 from axon_ps.shard.core.engine import Push, ShardEngine
@@ -43,7 +42,7 @@ def warm_up(spec: JobSpec) -> None:
         cast.warm_up(dtype)
     for compression in (precision.param_compression, precision.grad_compression):
         if compression is not None:
-            compressor_of(compression).warm_up()
+            compression.warm_up()
 
 
 class Reports(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from axon_ps.compress import Int8
 from axon_ps.errors import Busy, Unreachable
 from axon_ps.host.shared_memory import PAGE_BYTES
 from axon_ps.shard.core import engine as engine_module
@@ -14,7 +15,8 @@ from axon_ps.shard.core import slices
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
 from axon_ps.sharding.policy import BoundedStaleness
-from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.v1 import memory_pb2
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 
