@@ -31,14 +31,16 @@ class _Float(Compressor):
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
         from axon_ps.compress import cast
-        from axon_ps.kernels import casts
+        from axon_ps.kernels import rounding
 
         target = out.view(self.dtype.numpy)
         residual = self._in_place(residual, residual_out)
         if residual is None:
             cast.encode(values, target, self.dtype)
         else:
-            casts.convert_with_residual(values, target.view(np.int16) if self.dtype is DType.F16 else target, residual)
+            rounding.convert_with_residual(
+                values, target.view(np.int16) if self.dtype is DType.F16 else target, residual
+            )
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
         from axon_ps.compress import cast
