@@ -73,7 +73,9 @@ def run(
     resume: Annotated[
         str, typer.Option(help="Checkpoint to start from; 'auto' = newest in --checkpoint-dir.", show_default=False)
     ] = "",
-    state: Annotated[str, typer.Option(help="State of the coordinator: sqlite file, or 'memory'.")] = "memory",
+    state: Annotated[
+        str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
+    ] = "memory",
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,

@@ -50,7 +50,10 @@ def coordinator(
     step_timeout_s: o.StepTimeout = None,
     state: Annotated[
         str | None,
-        typer.Option(help="sqlite file that survives a restart, or 'memory'.", show_default="under ~/.local/state"),
+        typer.Option(
+            help="sqlite file that survives a restart, 'memory', or NAME:ADDRESS of another store.",
+            show_default="under ~/.local/state",
+        ),
     ] = None,
     resume: Annotated[
         str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
@@ -87,9 +90,9 @@ def coordinator(
         step_timeout_s=math.inf if step_timeout_s is None else step_timeout_s,
         resume=resume,
     )
+    settings.load_plugins()
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
-    settings.load_plugins()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop)
@@ -172,10 +175,11 @@ def _security(settings: Settings, host: str) -> Security:
 
 
 def _state_store(state: str | None, job: str) -> StateStore:
-    from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
+    from axon_ps.storage.state_store import SqliteStateStore, open_store
 
-    if state == MEMORY:
-        return MemoryStateStore()
+    name, colon, address = (state or "").partition(":")
+    if state == MEMORY or (colon and name.isidentifier()):
+        return open_store(name, address)
     path = Path(state) if state else Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
