@@ -307,63 +307,6 @@ class OptimizerSpec:
     group_of: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Int8:
-    """Blocks of int8 with one f32 scale each: what a number loses is at most 1/254 of the largest in its block.
-
-    Attributes:
-        block_numel: numbers that share a scale, 16 to 65536.
-    """
-
-    block_numel: int = 256
-
-    def __post_init__(self) -> None:
-        if not 16 <= self.block_numel <= 1 << 16:
-            raise InvalidRequest(f"block_numel is {self.block_numel}; it must be from 16 to 65536")
-
-    def __str__(self) -> str:
-        return f"int8 in blocks of {self.block_numel}"
-
-
-@dataclass(frozen=True)
-class TopK:
-    """The largest magnitudes of every chunk and where they are; gradients only, since the rest is sent later.
-
-    Attributes:
-        fraction: share of the numbers that is sent, above 0 and at most 1.
-    """
-
-    fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
-            raise InvalidRequest(f"fraction is {self.fraction}; it must be above 0 and at most 1")
-
-    def __str__(self) -> str:
-        return f"top {self.fraction:g} of the elements"
-
-
-Compression = Int8 | TopK
-"""How f32 numbers are made smaller than a dtype can."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WirePrecision:
-    """What travels between workers and servers: `param` outwards, `grad` inwards.
-
-    Attributes:
-        param: dtype of parameters; F32 when they are compressed.
-        grad: dtype of gradients; F32 when they are compressed.
-        param_compression: how parameters are compressed; None = they are not.
-        grad_compression: how gradients are compressed; None = they are not.
-    """
-
-    param: DType = DType.F32
-    grad: DType = DType.F32
-    param_compression: Int8 | None = None
-    grad_compression: Compression | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What `optimizer.step()` returns.

@@ -35,8 +35,9 @@ import _report
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import DEFAULT_CHUNK_NUMEL, PlanOptions
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.testing.cluster import LocalCluster
-from axon_ps.types import DType, OptimizerSpec, WirePrecision
+from axon_ps.types import DType, OptimizerSpec
 from axon_ps.worker.environment import worker_config
 from axon_ps.worker.world import World
 from cluster import free_port

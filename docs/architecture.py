@@ -34,6 +34,7 @@ SAYS = {
     "host": "shared memory, processes",
     "data": "who trains on which sample",
     "observe": "logs, reminders",
+    "plugins": "classes by name",
     "types": "values that all share",
     "errors": "the error tree",
 }

@@ -64,6 +64,13 @@ ReadyFd = Annotated[
     int | None,
     typer.Option(help="File descriptor that gets a line with the address as soon as the service listens.", hidden=True),
 ]
+Plugins = Annotated[
+    str | None,
+    typer.Option(
+        help="Modules of your own optimizers and compressors, with commas between them [env: AXON_PS_PLUGINS].",
+        show_default=False,
+    ),
+]
 StepTimeout = Annotated[
     float | None,
     typer.Option(

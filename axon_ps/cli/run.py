@@ -73,8 +73,11 @@ def run(
     resume: Annotated[
         str, typer.Option(help="Checkpoint to start from; 'auto' = newest in --checkpoint-dir.", show_default=False)
     ] = "",
-    state: Annotated[str, typer.Option(help="State of the coordinator: sqlite file, or 'memory'.")] = "memory",
+    state: Annotated[
+        str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
+    ] = "memory",
     job: o.Job = None,
+    plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
     tls_ca: o.TlsCa = None,
@@ -90,8 +93,9 @@ def run(
     from axon_ps.cli.settings import load
 
     settings = load(
-        config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, token=token, token_file=token_file,
-        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log, log_level=log_level,
+        config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
+        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log,
+        log_level=log_level,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:

@@ -50,11 +50,15 @@ def coordinator(
     step_timeout_s: o.StepTimeout = None,
     state: Annotated[
         str | None,
-        typer.Option(help="sqlite file that survives a restart, or 'memory'.", show_default="under ~/.local/state"),
+        typer.Option(
+            help="sqlite file that survives a restart, 'memory', or NAME:ADDRESS of another store.",
+            show_default="under ~/.local/state",
+        ),
     ] = None,
     resume: Annotated[
         str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
     ] = "",
+    plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
     tls_ca: o.TlsCa = None,
@@ -69,8 +73,8 @@ def coordinator(
 ) -> None:
     """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
-        config, job=job, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        config, job=job, plugins=plugins, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert,
+        tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     from axon_ps.coordinator.core.config import CoordinatorConfig
@@ -86,6 +90,7 @@ def coordinator(
         step_timeout_s=math.inf if step_timeout_s is None else step_timeout_s,
         resume=resume,
     )
+    settings.load_plugins()
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
 
@@ -107,6 +112,7 @@ def shard(
     rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
     job: o.Job = None,
+    plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
     tls_ca: o.TlsCa = None,
@@ -121,8 +127,9 @@ def shard(
 ) -> None:
     """Serve one shard server: slices of the parameters and of the optimizer's state."""
     settings = _settings(
-        config, coordinator=coordinator, node=node, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
+        log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     if not settings.coordinator:
@@ -141,6 +148,7 @@ def shard(
         security=security,
     )
     _configure_logging(settings, "shard")
+    settings.load_plugins()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop)
@@ -167,10 +175,11 @@ def _security(settings: Settings, host: str) -> Security:
 
 
 def _state_store(state: str | None, job: str) -> StateStore:
-    from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
+    from axon_ps.storage.state_store import SqliteStateStore, open_store
 
-    if state == MEMORY:
-        return MemoryStateStore()
+    name, colon, address = (state or "").partition(":")
+    if state == MEMORY or (colon and name.isidentifier()):
+        return open_store(name, address)
     path = Path(state) if state else Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

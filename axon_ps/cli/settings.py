@@ -47,6 +47,7 @@ class Settings(BaseSettings):
         insecure: bind beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
         checkpoint_dir: the directory of the job's checkpoints.
+        plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
     """
@@ -64,6 +65,7 @@ class Settings(BaseSettings):
     insecure: bool = False
     node: str = ""
     checkpoint_dir: str = ""
+    plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
 
@@ -112,6 +114,16 @@ class Settings(BaseSettings):
             raise ConfigurationError(f"the token file {self.token_file} is empty")
         return token
 
+    def load_plugins(self) -> None:
+        """Import the plugins, and those of installed packages.
+
+        Raises:
+            ConfigurationError: one cannot be imported.
+        """
+        from axon_ps import plugins  # not needed by `run`, which only passes the names on
+
+        plugins.load(name.strip() for name in self.plugins.split(",") if name.strip())
+
     def security(self) -> Security:
         """Token and certificates, as `rpc` takes them.
 
@@ -138,6 +150,7 @@ class Settings(BaseSettings):
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
             "CHECKPOINT_DIR": self.checkpoint_dir,
+            "PLUGINS": self.plugins,
             "NODE": self.node,
         }
         return {f"{PREFIX}{name}": value for name, value in values.items() if value}

@@ -1,4 +1,14 @@
-"""How numbers are made smaller for the wire. Import the module you need: `axon_ps.compress.cast`, and so on.
+"""How numbers are made smaller for the wire. Importing a compressor's module here is what registers it.
 
-This package stays light on purpose: the modules that need numba import it, this one does not.
+This package stays light on purpose: `cast` and `int8_block` need numba, so whoever needs them imports them.
 """
+
+from __future__ import annotations
+
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.floats import BF16, FP16
+from axon_ps.compress.int8 import Int8
+from axon_ps.compress.registry import names, register
+from axon_ps.compress.top_k import TopK
+
+__all__ = ["BF16", "FP16", "Compressor", "Int8", "TopK", "names", "register"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.kernels import casts
+from axon_ps.kernels import rounding
 from axon_ps.kernels.arrays import readonly
 from axon_ps.types import WIRE_DTYPES, Array, DType
 
@@ -34,7 +34,7 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
-    casts.convert(readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
+    rounding.convert(readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
 
 
 def decode(src: Array, dst: Array, dtype: DType) -> None:
@@ -48,7 +48,7 @@ def decode(src: Array, dst: Array, dtype: DType) -> None:
     Raises:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
-    casts.convert(readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
+    rounding.convert(readonly(_checked("src", src, dtype, src.size)), _checked("dst", dst, DType.F32, src.size))
 
 
 def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
@@ -64,7 +64,7 @@ def accumulate(acc: Array, chunk: Array, dtype: DType, first: bool) -> None:
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
-    casts.accumulate(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first)
+    rounding.accumulate(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first)
 
 
 def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> float:
@@ -83,7 +83,7 @@ def accumulate_last(acc: Array, chunk: Array, dtype: DType, first: bool) -> floa
         InvalidRequest: `dtype` is not a wire dtype, or an array has another element type, shape or layout than stated.
     """
     acc = _checked("acc", acc, DType.F32, acc.size)
-    return float(casts.accumulate_last(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first))
+    return float(rounding.accumulate_last(acc, readonly(_checked("chunk", chunk, dtype, acc.size)), first))
 
 
 def sum_of_squares(acc: Array) -> float:
@@ -102,7 +102,7 @@ def sum_of_squares(acc: Array) -> float:
     Raises:
         InvalidRequest: `acc` is not a contiguous 1-D f32 array.
     """
-    return float(casts.sum_of_squares(_checked("acc", acc, DType.F32, acc.size)))
+    return float(rounding.sum_of_squares(_checked("acc", acc, DType.F32, acc.size)))
 
 
 def warm_up(dtype: DType) -> None:

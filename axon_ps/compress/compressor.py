@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,14 +34,29 @@ from axon_ps.types import Array
 _F32, _U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 
+@dataclass(frozen=True)
 class Compressor(ABC):
     """A way to make f32 arrays smaller. Thread-safe; the GIL is released in every loop.
 
+    A subclass is a frozen dataclass whose fields, all numbers, are its options (without options it need not be one). It
+    is registered by a name; name and options are what travels of it.
+
     Attributes:
-        name: "int8", "top_k", "bf16" or "fp16".
+        name: what it is registered as ("int8"); `registry.register` sets it.
+        gradients_only: whether it leaves elements out, to send them later. Then parameters cannot travel like this.
     """
 
-    name: str
+    name: ClassVar[str]
+    gradients_only: ClassVar[bool] = False
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The options by name."""
+        return {field.name: float(getattr(self, field.name)) for field in fields(self)}
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value:g}" for name, value in self.options.items())
+        return f"{self.name}({options})" if options else self.name
 
     @abstractmethod
     def compressed_bytes(self, numel: int) -> int:

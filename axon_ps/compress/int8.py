@@ -14,25 +14,38 @@ numbers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from axon_ps.compress.compressor import Compressor, blocks_of
+from axon_ps.compress.registry import register
+from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
 _SCALE_BYTES = 4
 
 
-class Int8Compressor(Compressor):
-    """See the module's docstring.
+@register("int8")
+@dataclass(frozen=True)
+class Int8(Compressor):
+    """Blocks of int8 with one f32 scale each: what a number loses is at most 1/254 of the largest in its block.
 
-    Args:
-        block_numel: numbers that share one scale.
+    Attributes:
+        block_numel: numbers that share a scale, 16 to 65536.
+
+    Raises:
+        InvalidRequest: there are fewer or more.
     """
 
-    name = "int8"
+    block_numel: int = 256
 
-    def __init__(self, block_numel: int = 256) -> None:
-        self.block_numel = block_numel
+    def __post_init__(self) -> None:
+        if not 16 <= self.block_numel <= 1 << 16:
+            raise InvalidRequest(f"block_numel is {self.block_numel}; it must be from 16 to 65536")
+
+    def __str__(self) -> str:
+        return f"int8 in blocks of {self.block_numel}"
 
     def compressed_bytes(self, numel: int) -> int:
         """One byte a number and four a block."""

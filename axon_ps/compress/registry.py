@@ -1,44 +1,44 @@
-"""Compressors by name, and by the compression that a job is registered with. Importing this imports no numba."""
+"""Compressors by name. Importing this imports no numba."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
-from axon_ps.compress.casts import CastCompressor
 from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.int8 import Int8Compressor
-from axon_ps.compress.top_k import TopKCompressor
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import Compression, DType, Int8, TopK
+from axon_ps.plugins import Registry
+
+_REGISTRY: Registry[Compressor] = Registry("compressor")
+
+register = _REGISTRY.register
+names = _REGISTRY.names
 
 
-def compressor(name: str, **options: Any) -> Compressor:
+def compressor(name: str, **options: float) -> Compressor:
     """The compressor of that name.
 
     Args:
-        name: "int8" (option `block_numel`), "top_k" (option `fraction`), "bf16" or "fp16".
-        options: see `types.Int8` and `types.TopK`.
+        name: "int8" (option `block_numel`), "top_k" (option `fraction`), "bf16", "fp16", or one of a plugin.
+        options: its dataclass's fields; what is not given has its default.
 
     Raises:
         InvalidRequest: there is no such compressor, or it has no such option, or the value cannot be.
     """
-    kinds: dict[str, Any] = {
-        "int8": lambda **given: compressor_of(Int8(**given)),
-        "top_k": lambda **given: compressor_of(TopK(**given)),
-        "bf16": lambda: CastCompressor(DType.BF16),
-        "fp16": lambda: CastCompressor(DType.F16),
-    }
-    if name not in kinds:
-        raise InvalidRequest(f"compressor {name!r} is unknown; use one of {', '.join(kinds)}")
-    try:
-        made: Compressor = kinds[name](**options)
-    except TypeError as error:
-        raise InvalidRequest(f"compressor {name!r} does not take {', '.join(options)}: {error}") from error
-    return made
+    kind = _REGISTRY.find(name)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(options.keys() - fields):
+        raise InvalidRequest(
+            f"compressor {name!r} does not take {', '.join(unknown)}; its options are {', '.join(fields) or 'none'}"
+        )
+    return kind(**{option: _number(name, fields[option], value) for option, value in options.items()})
 
 
-def compressor_of(compression: Compression) -> Compressor:
-    """The compressor for `compression`."""
-    if isinstance(compression, Int8):
-        return Int8Compressor(compression.block_numel)
-    return TopKCompressor(compression.fraction)
+def _number(name: str, field: dataclasses.Field[object], value: float) -> float:
+    """The value of an option; one of an integer comes as a float from the wire."""
+    if not isinstance(value, (int, float)):
+        raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value!r}; it must be a number")
+    if field.type not in (int, "int"):
+        return float(value)
+    if value != int(value):
+        raise InvalidRequest(f"option {field.name} of compressor {name!r} is {value}; it must be an integer")
+    return int(value)

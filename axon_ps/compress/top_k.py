@@ -13,26 +13,41 @@ selected would be enough for the receiver, but the numbers are of no use then.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
 from axon_ps.compress.compressor import Compressor, selected_numel
+from axon_ps.compress.registry import register
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import Array
 
 _PAIR_BYTES = 8
 
 
-class TopKCompressor(Compressor):
-    """See the module's docstring.
+@register("top_k")
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The largest magnitudes of every array and where they are; gradients only, since the rest is sent later.
 
-    Args:
+    Attributes:
         fraction: fraction of the numbers that is sent, above 0 and at most 1; k is rounded up.
+
+    Raises:
+        InvalidRequest: the fraction is out of range.
     """
 
-    name = "top_k"
+    gradients_only: ClassVar[bool] = True
 
-    def __init__(self, fraction: float = 0.01) -> None:
-        self.fraction = fraction
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise InvalidRequest(f"fraction is {self.fraction}; it must be above 0 and at most 1")
+
+    def __str__(self) -> str:
+        return f"a top-k of {self.fraction:g} of the elements"
 
     def compressed_bytes(self, numel: int) -> int:
         """Eight bytes for each selected number."""

@@ -1,8 +1,4 @@
-"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these do not.
-
-See `kernels.casts` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
-reordering, so every machine computes the same bits.
-"""
+"""The compiled loops of `compress.int8` and `compress.int8_block`, which check arguments; these do not."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.kernels.casts import compiled
+from axon_ps.kernels.compiled import compiled
 
 F32 = np.float32
 MAGNITUDE = np.uint32(0x7FFF_FFFF)

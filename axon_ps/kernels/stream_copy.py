@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from axon_ps.kernels.casts import compiled
+from axon_ps.kernels.compiled import compiled
 from axon_ps.types import Array
 
 _LINE = 64

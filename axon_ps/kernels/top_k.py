@@ -1,8 +1,4 @@
-"""The compiled loops of `compress.top_k`. Arguments are checked there, not here.
-
-See `kernels.casts` for the rules: nothing inlined from another file, one thread, GIL released, no contraction and no
-reordering, so every machine computes the same bits.
-"""
+"""The compiled loops of `compress.top_k`. Arguments are checked there, not here."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.kernels.casts import compiled
+from axon_ps.kernels.compiled import compiled
 
 MAGNITUDE, INFINITY = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000)
 U0, U10, U20 = np.uint32(0), np.uint32(10), np.uint32(20)

@@ -1,12 +1,31 @@
 """The optimizers that run on shard servers, gradient clipping and learning rate schedules. Pure arithmetic.
 
-`create("adamw")` gives an optimizer; describing and validating one needs no numba, only `apply` does.
+`create("adamw")` gives an optimizer; describing and validating one needs no numba, only `apply` does. Importing an
+optimizer's module here is what registers it.
 """
 
 from __future__ import annotations
 
+from axon_ps.optim.adagrad import Adagrad
+from axon_ps.optim.adam import Adam, AdamW
 from axon_ps.optim.base import ServerOptimizer
 from axon_ps.optim.clipping import clip_factor, global_norm
-from axon_ps.optim.registry import create, names
+from axon_ps.optim.lion import Lion
+from axon_ps.optim.registry import create, names, register
+from axon_ps.optim.rmsprop import RMSprop
+from axon_ps.optim.sgd import SGD
 
-__all__ = ["ServerOptimizer", "clip_factor", "create", "global_norm", "names"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "RMSprop",
+    "ServerOptimizer",
+    "clip_factor",
+    "create",
+    "global_norm",
+    "names",
+    "register",
+]

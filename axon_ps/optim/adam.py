@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from axon_ps.optim.base import AT_LEAST_0, BELOW_1, FLAG, Range, ServerOptimizer
+from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
+@register("adam")
 class Adam(ServerOptimizer):
     """Adam (Kingma & Ba 2015), with weight decay as an L2 term of the gradient, in torch's form.
 
@@ -19,7 +21,6 @@ class Adam(ServerOptimizer):
     p -= lr / (1 - beta1^t) · m / (√v / √(1 - beta2^t) + eps). With amsgrad (Reddi et al. 2018) v is its own maximum.
     """
 
-    name: ClassVar[str] = "adam"
     defaults: ClassVar[Mapping[str, float]] = {
         "lr": 1e-3,
         "beta1": 0.9,
@@ -76,9 +77,9 @@ class Adam(ServerOptimizer):
         )
 
 
+@register("adamw")
 class AdamW(Adam):
     """AdamW (Loshchilov & Hutter 2019): p *= 1 - lr · weight_decay before Adam's step; the gradient is left alone."""
 
-    name: ClassVar[str] = "adamw"
     defaults: ClassVar[Mapping[str, float]] = {**Adam.defaults, "weight_decay": 1e-2}
     decoupled: ClassVar[bool] = True

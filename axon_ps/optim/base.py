@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.kernels.arrays import readonly
 from axon_ps.types import WIRE_DTYPES, Array, DType, Hyper
 
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -68,7 +69,7 @@ class ServerOptimizer(ABC):
     """One optimizer, as a set of pure functions.
 
     Attributes:
-        name: registry name ("adamw").
+        name: what it is registered as ("adamw"); `optim.register` sets it.
         defaults: every hyperparameter with its default, torch's where torch has it. Flags are 0.0 or 1.0; the pair
             `betas` is "beta1" and "beta2".
         ranges: the values allowed for each of them.
@@ -199,12 +200,17 @@ class ServerOptimizer(ABC):
     ) -> None:
         """`apply` after the checks; `hyper` is complete, and an f16 `wire` comes as int16 bits."""
 
+    def _write(self, param: Array, wire: Array | None) -> None:
+        """Writes the wire copy, rounded: for an `_update` whose arithmetic does not do so in its one pass."""
+        if wire is not None:
+            self._kernels.convert(readonly(param), wire)
+
     @cached_property
     def _kernels(self) -> Any:
         """The compiled loops. Imported at the first update, because describing an optimizer needs no numba."""
-        from axon_ps.kernels import optimizers
+        from axon_ps.kernels import rounding
 
-        return optimizers
+        return rounding
 
     def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
         """Whether a hyperparameter is other than 0 in some group."""

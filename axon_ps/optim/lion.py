@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from axon_ps.optim.base import AT_LEAST_0, BELOW_1, Range, ServerOptimizer
+from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
+@register("lion")
 class Lion(ServerOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
@@ -19,7 +21,6 @@ class Lion(ServerOptimizer):
     The paper advises a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
     """
 
-    name: ClassVar[str] = "lion"
     defaults: ClassVar[Mapping[str, float]] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
     ranges: ClassVar[Mapping[str, Range]] = {
         "lr": AT_LEAST_0,

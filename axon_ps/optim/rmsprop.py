@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from axon_ps.optim.base import AT_LEAST_0, FLAG, Range, ServerOptimizer
+from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
+@register("rmsprop")
 class RMSprop(ServerOptimizer):
     """RMSprop (Hinton 2012; centered: Graves 2013), in torch's form.
 
@@ -19,7 +21,6 @@ class RMSprop(ServerOptimizer):
     d = g / (√s + eps); p -= lr · d, or with momentum b = momentum · b + d, p -= lr · b.
     """
 
-    name: ClassVar[str] = "rmsprop"
     defaults: ClassVar[Mapping[str, float]] = {
         "lr": 1e-2,
         "alpha": 0.99,

@@ -10,9 +10,11 @@ from typing import ClassVar
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim.base import ANY, AT_LEAST_0, FLAG, Range, ServerOptimizer
+from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
+@register("sgd")
 class SGD(ServerOptimizer):
     """p -= lr · b, where b = momentum · b + (1 - dampening) · g and g includes weight_decay · p.
 
@@ -20,7 +22,6 @@ class SGD(ServerOptimizer):
     in torch's form.
     """
 
-    name: ClassVar[str] = "sgd"
     defaults: ClassVar[Mapping[str, float]] = {
         "lr": 1e-3,
         "momentum": 0.0,

@@ -12,6 +12,7 @@ except ModuleNotFoundError as _error:
         "axon_ps.parallel needs PyTorch, which is not installed: pip install 'axon-ps[torch]'", name="torch"
     ) from None
 
+from axon_ps.compress import Int8, TopK
 from axon_ps.data import DistributedSampler
 from axon_ps.parallel.c10d.register import register as _register
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
@@ -31,7 +32,6 @@ from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Ser
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous
-from axon_ps.types import Int8, TopK
 
 DDP = DistributedDataParallel
 FSDP = FullyShardedDataParallel

@@ -38,7 +38,8 @@ from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
-from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.step_client import StepClient
 from axon_ps.worker.world import World, world_of
 

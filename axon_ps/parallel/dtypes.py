@@ -8,8 +8,11 @@ from typing import Any, Self
 import torch
 
 from axon_ps.collectives import cuda
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
-from axon_ps.types import WIRE_DTYPES, Compression, DType, Int8, TopK, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import WIRE_DTYPES, DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.F32: torch.float32,
@@ -21,8 +24,6 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.U8: torch.uint8,
     DType.BOOL: torch.bool,
 }
-
-_COMPRESSIONS: dict[str, Compression] = {"int8": Int8(), "top_k": TopK()}
 
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 
@@ -44,7 +45,7 @@ class MixedPrecision:
     """In which dtypes a wrapped model computes and its bytes travel. Masters and optimizer state are always f32.
 
     What travels may also be compressed, with error feedback: `Int8()` (or "int8") both ways, `TopK(0.01)` (or "top_k")
-    for gradients. See docs/compression.md.
+    for gradients, or any other compressor or its name. See docs/compression.md.
 
     Attributes:
         param_dtype: parameters during forward and backward; None = the dtype the model was built with.
@@ -56,8 +57,8 @@ class MixedPrecision:
     """
 
     param_dtype: torch.dtype | None = None
-    wire_dtype: torch.dtype | Int8 | str | None = None
-    reduce_dtype: torch.dtype | Compression | str | None = None
+    wire_dtype: torch.dtype | Compressor | str | None = None
+    reduce_dtype: torch.dtype | Compressor | str | None = None
     output_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
@@ -88,19 +89,16 @@ class MixedPrecision:
             InvalidRequest: a dtype cannot travel, or there is no such compression.
         """
         param, packed_param = _travels(self.wire_dtype or self.compute(built), "wire_dtype")
-        if packed_param is not None and not isinstance(packed_param, Int8):
-            raise InvalidRequest(
-                f"wire_dtype is {self.wire_dtype!r}; parameters cannot travel as a top-k, use a dtype or Int8()"
-            )
         grad, packed_grad = _travels(self.reduce_dtype, "reduce_dtype") if self.reduce_dtype else (param, packed_param)
         return WirePrecision(param=param, grad=grad, param_compression=packed_param, grad_compression=packed_grad)
 
 
-def _travels(choice: torch.dtype | Compression | str, what: str) -> tuple[DType, Compression | None]:
+def _travels(choice: torch.dtype | Compressor | str, what: str) -> tuple[DType, Compressor | None]:
     if isinstance(choice, str):
-        if choice not in _COMPRESSIONS:
-            raise InvalidRequest(f"{what} is {choice!r}; use a torch dtype, {' or '.join(map(repr, _COMPRESSIONS))}")
-        choice = _COMPRESSIONS[choice]
+        try:
+            choice = compressor(choice)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{what} is {choice!r}; use a torch dtype, 'int8' or 'top_k': {error}") from error
     return (dtype_from_torch(choice, what), None) if isinstance(choice, torch.dtype) else (DType.F32, choice)
 
 

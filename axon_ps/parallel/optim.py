@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,27 +30,30 @@ _zero_grad = uncompiled(inspect.unwrap(torch.optim.Optimizer.zero_grad))
 
 
 class ServerOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers that run on the servers; under NO_SHARD the same kernels run here, in host memory.
+    """An optimizer that runs on the servers, by name; under NO_SHARD the same kernels run here, in host memory.
+
+    `ServerOptimizer(model.parameters(), "adamw", lr=3e-4)`. The names are those of `axon_ps.optim`; docs/extending.md
+    says how to add one.
 
     Args:
         params: a wrapped model, or its parameters, or parameter groups of them (dicts with "params").
-        defaults: hyperparameters of groups that do not name their own.
+        name: the optimizer's name.
+        hyper: its hyperparameters, for groups that do not name their own; `betas` is the pair of beta1 and beta2. What
+            is not given has the optimizer's default.
 
     Raises:
-        InvalidRequest: a parameter is not of a wrapped model, a trainable one is in no group, or a hyperparameter is
-            out of range.
+        InvalidRequest: there is no optimizer of that name, a parameter is not of a wrapped model, a trainable one is in
+            no group, or a hyperparameter is unknown or out of range.
         LayoutMismatch: another worker made another optimizer.
     """
 
-    kind: ClassVar[str]
-
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, name: str, **hyper: Any) -> None:
         self._runtime: Runtime | None = None
+        self._rules = create(name)
         groups = params.sharded_parameters() if isinstance(params, FullyShardedDataParallel) else params
-        super().__init__(groups, defaults)
+        super().__init__(groups, _as_in_torch(self._rules.defaults) | hyper)
         owner = _owner_of(params, self.param_groups)
-        self._rules = create(self.kind)
-        spec = OptimizerSpec(name=self.kind, groups=self._hyper(), group_of=self._group_of(owner))
+        spec = OptimizerSpec(name=name, groups=self._hyper(), group_of=self._group_of(owner))
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
         # asynchronous: others commit in between, so what a step will make cannot be known before
@@ -144,6 +147,14 @@ def _owner_of(params: Params, groups: list[dict[str, Any]]) -> FullyShardedDataP
     )
 
 
+def _as_in_torch(values: Hyper) -> dict[str, Any]:
+    """Our hyperparameters by torch's names: beta1 and beta2 are the pair `betas`, which schedulers look for."""
+    if "beta1" not in values or "beta2" not in values:
+        return dict(values)
+    others = {name: value for name, value in values.items() if name not in ("beta1", "beta2")}
+    return {**others, "betas": (values["beta1"], values["beta2"])}
+
+
 def _flatten(group: dict[str, Any]) -> dict[str, float]:
     """torch's hyperparameters by our names: betas become beta1 and beta2, flags 0 and 1."""
     values: dict[str, float] = {}
@@ -158,8 +169,6 @@ def _flatten(group: dict[str, Any]) -> dict[str, float]:
 class SGD(ServerOptimizer):
     """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
 
-    kind = "sgd"
-
     def __init__(
         self,
         params: Params,
@@ -170,21 +179,12 @@ class SGD(ServerOptimizer):
         nesterov: bool = False,
     ) -> None:
         super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-            },
+            params, "sgd", lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
         )
 
 
 class Adam(ServerOptimizer):
     """Adam (Kingma and Ba, 2015) with L2 weight decay, as `torch.optim.Adam`."""
-
-    kind = "adam"
 
     def __init__(
         self,
@@ -194,13 +194,11 @@ class Adam(ServerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, "adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class AdamW(ServerOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `torch.optim.AdamW`."""
-
-    kind = "adamw"
 
     def __init__(
         self,
@@ -210,13 +208,11 @@ class AdamW(ServerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, "adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class Adagrad(ServerOptimizer):
     """Adagrad (Duchi et al., 2011), as `torch.optim.Adagrad`."""
-
-    kind = "adagrad"
 
     def __init__(
         self,
@@ -229,20 +225,17 @@ class Adagrad(ServerOptimizer):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "lr_decay": lr_decay,
-                "weight_decay": weight_decay,
-                "initial_accumulator_value": initial_accumulator_value,
-                "eps": eps,
-            },
+            "adagrad",
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
         )
 
 
 class RMSprop(ServerOptimizer):
     """RMSprop (Tieleman and Hinton, 2012), as `torch.optim.RMSprop`."""
-
-    kind = "rmsprop"
 
     def __init__(
         self,
@@ -256,21 +249,18 @@ class RMSprop(ServerOptimizer):
     ) -> None:
         super().__init__(
             params,
-            {
-                "lr": lr,
-                "alpha": alpha,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "centered": centered,
-            },
+            "rmsprop",
+            lr=lr,
+            alpha=alpha,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            centered=centered,
         )
 
 
 class Lion(ServerOptimizer):
     """Lion (Chen et al., 2023) with decoupled weight decay."""
-
-    kind = "lion"
 
     def __init__(
         self,
@@ -279,7 +269,7 @@ class Lion(ServerOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, "lion", lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "ServerOptimizer"]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from axon_ps.compress.registry import compressor_of
+from axon_ps.compress.int8 import Int8
 from axon_ps.shard.client import transfers
-from axon_ps.types import Int8
 
 
 def warm_up() -> None:
@@ -19,5 +18,5 @@ def warm_up() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.0)
     torch.nn.functional.linear(torch.ones(1, 1), weight).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    compressor_of(Int8()).warm_up()
+    Int8().warm_up()
     transfers.warm_up()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout, first_difference
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.sharding.policy import Policy, Synchronous
-from axon_ps.types import WIRE_DTYPES, DType, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +30,6 @@ class JobSpec:
     replica_is_node: bool = False
     policy: Policy = field(default_factory=Synchronous)
     model: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        p = self.precision
-        for what, dtype, compression in (
-            ("parameters", p.param, p.param_compression),
-            ("gradients", p.grad, p.grad_compression),
-        ):
-            if dtype not in WIRE_DTYPES:
-                raise InvalidRequest(
-                    f"{what} cannot travel as {dtype.value}; use one of {', '.join(d.value for d in WIRE_DTYPES)}"
-                )
-            if compression is not None and dtype is not DType.F32:
-                raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
 
     @property
     def described(self) -> str:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout
-from axon_ps.types import WirePrecision
+from axon_ps.sharding.precision import WirePrecision
 
 ALIGN_NUMEL = 64
 """Slices begin at multiples of this many elements: a cache line of bf16 and two of f32."""

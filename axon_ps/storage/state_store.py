@@ -1,6 +1,7 @@
 """The coordinator's durable state: records by key, written in atomic batches.
 
-A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time.
+A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time. The
+kinds of stores have names, so that a coordinator can be told which: `--state NAME:ADDRESS`.
 
 Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
 of the batch is visible to a later `load`.
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import ClassVar, Final, TypeVar
 
 from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
+from axon_ps.plugins import Registry
 
 SCHEMA_VERSION: Final = 1
 """Schema of the sqlite file; stored in its `user_version`."""
@@ -40,10 +42,17 @@ class StateStore(ABC):
     """Durable records. Methods are called one at a time, from one thread at a time.
 
     Attributes:
+        name: what it is registered as; `register` sets it.
         blocks: whether `apply` may block for long; then an event loop calls it in a thread.
     """
 
+    name: ClassVar[str]
     blocks: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, address: str) -> StateStore:
+        """The store at an address: what follows the name in `--state NAME:ADDRESS`."""
+        return cls(address)  # type: ignore[call-arg]
 
     @abstractmethod
     def load(self) -> Mapping[str, bytes]:
@@ -74,6 +83,26 @@ class StateStore(ABC):
         self.close()
 
 
+_REGISTRY: Registry[StateStore] = Registry("state store")
+
+register = _REGISTRY.register
+
+
+def open_store(name: str, address: str) -> StateStore:
+    """The store of a kind at an address.
+
+    Args:
+        name: "sqlite" (the address is a path), "memory" (it has none), or what a plugin has registered.
+        address: where it is.
+
+    Raises:
+        InvalidRequest: there is no such kind of store.
+        ConfigurationError: it cannot be opened.
+    """
+    return _REGISTRY.find(name).open(address)
+
+
+@register("memory")
 class MemoryStateStore(StateStore):
     """Records in memory: a coordinator with this store has no state after a restart."""
 
@@ -82,6 +111,11 @@ class MemoryStateStore(StateStore):
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
         self._closed = False
+
+    @classmethod
+    def open(cls, address: str) -> MemoryStateStore:
+        """A new one; it has no address."""
+        return cls()
 
     def load(self) -> Mapping[str, bytes]:
         """Everything stored."""
@@ -106,6 +140,7 @@ class MemoryStateStore(StateStore):
             raise Closed("this state store was closed")
 
 
+@register("sqlite")
 class SqliteStateStore(StateStore):
     """Records in a sqlite file, on a local disk.
 

@@ -46,6 +46,7 @@ class LocalCluster:
         step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
         durable: store the coordinator's state in a file, so that it can be restarted.
         resume: checkpoint to start from.
+        plugins: modules that the services import, found as this process finds them; see docs/extending.md.
         environment: further variables for every process.
         start_timeout_s: seconds that starting may take.
 
@@ -66,6 +67,7 @@ class LocalCluster:
         step_timeout_s: float | None = None,
         durable: bool = False,
         resume: str = "",
+        plugins: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 30.0,
     ) -> None:
@@ -89,6 +91,7 @@ class LocalCluster:
         if resume:
             self._coordinator_options += ["--resume", resume]
         self._durable = durable
+        self._plugins = tuple(plugins)
         self._environment = dict(environment or {})
         self._start_timeout_s = start_timeout_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -352,7 +355,15 @@ class LocalCluster:
         return {name: value for name, value in values.items() if value} | self._environment
 
     def _service_environment(self) -> dict[str, str]:
-        return {"AXON_PS_LOG": "plain", **({"AXON_PS_TLS_MUTUAL": "1"} if self._security.mutual else {})}
+        values = {"AXON_PS_LOG": "plain"}
+        if self._security.mutual:
+            values["AXON_PS_TLS_MUTUAL"] = "1"
+        if self._plugins:
+            values |= {
+                "AXON_PS_PLUGINS": ",".join(self._plugins),
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            }
+        return values
 
     def _process_environment(self, values: Mapping[str, str]) -> dict[str, str]:
         """This process's environment without the variables of a launcher or another cluster, and `values`."""

@@ -235,3 +235,4 @@ def _become_child(server: int, environment: Mapping[str, str], log: int) -> None
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path += [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]

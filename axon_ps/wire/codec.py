@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
@@ -23,23 +25,20 @@ from axon_ps.sharding.policy import (
     policy_from_json,
     policy_to_json,
 )
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     NUMBERS,
-    Compression,
     CopyFrom,
     Decision,
     DType,
     Hyper,
-    Int8,
     Member,
     Membership,
     ModelProgress,
     OptimizerSpec,
     Outcome,
     Role,
-    TopK,
     Turn,
-    WirePrecision,
 )
 from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
 
@@ -346,25 +345,19 @@ def policy_from_proto(message: common_pb2.Policy) -> Policy:
     return policy_from_json({"kind": kind, **({name: getattr(message, name)} if name else {})})
 
 
-def compression_to_proto(compression: Compression) -> common_pb2.Compression:
+def compression_to_proto(compression: Compressor) -> common_pb2.Compression:
     """A compression as a message."""
-    if isinstance(compression, Int8):
-        return common_pb2.Compression(int8_block_numel=compression.block_numel)
-    return common_pb2.Compression(top_k_fraction=compression.fraction)
+    return common_pb2.Compression(name=compression.name, options=compression.options)
 
 
-def compression_from_proto(message: common_pb2.Compression) -> Compression:
+def compression_from_proto(message: common_pb2.Compression) -> Compressor:
     """A compression from a message.
 
     Raises:
-        InvalidRequest: it is unknown, or an option is out of range.
+        InvalidRequest: no compressor has its name, or it has no such option, or the option is out of range.
     """
-    kind = message.WhichOneof("kind")
-    if kind == "int8_block_numel":
-        return Int8(message.int8_block_numel)
-    if kind == "top_k_fraction":
-        return TopK(message.top_k_fraction)
-    raise InvalidRequest("a compression is of no kind that this version knows; it knows int8 and top_k")
+    name = name_from_proto(message.name, "a compression's name")
+    return compressor(name, **{name_from_proto(o, "an option's name"): message.options[o] for o in message.options})
 
 
 def job_spec_to_proto(spec: JobSpec) -> common_pb2.JobSpec:
@@ -461,8 +454,6 @@ def _known(values: dict[int, _T], number: int, what: str) -> _T:
 def _precision(message: common_pb2.JobSpec) -> WirePrecision:
     param = compression_from_proto(message.param_compression) if message.HasField("param_compression") else None
     grad = compression_from_proto(message.grad_compression) if message.HasField("grad_compression") else None
-    if param is not None and not isinstance(param, Int8):
-        raise InvalidRequest(f"parameters cannot travel as the {param}; use int8, which sends all of them")
     return WirePrecision(
         param=dtype_from_proto(message.param_dtype),
         grad=dtype_from_proto(message.grad_dtype),

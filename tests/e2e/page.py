@@ -1,7 +1,8 @@
 """What a page of the documentation tells its reader to type, taken from its fenced blocks.
 
-The Python blocks of a page, up to a shell block that names a .py file, are that file. So a reader who saves them under
-the name, in an empty directory, and types the shell block has what the test has.
+The Python blocks of a page, up to a shell block that names a .py file, are that file; one that begins with `# NAME.py`
+is a file of its own. So a reader who saves them under the names, in an empty directory, and types the shell block has
+what the test has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("python", "sh", "toml", "dockerfile", "text")
+_FILE = re.compile(r"# (\w+\.py)\n")
 _SCRIPT = re.compile(r"(?<![\w/])\w+\.py\b")
 
 
@@ -52,19 +54,24 @@ def blocks(page: str) -> list[Block]:
     Raises:
         AssertionError: a language is unknown, a code block has no fence, or Python that no shell block runs is left.
     """
-    found, python = [], ""
+    found: list[Block] = []
+    files: list[tuple[str, str]] = []
+    python = ""
     for match in FENCED.finditer(page):
         language, text = match["language"], match["text"]
         assert language in LANGUAGES, f"a block is of {language!r}; known are {', '.join(LANGUAGES)}"
         scripts: tuple[tuple[str, str], ...] = ()
-        if language == "python":
+        if language == "python" and (own := _FILE.match(text)):
+            files.append((own[1], text))
+        elif language == "python":
             python += text + "\n"
-        elif language == "sh" and python:
+        elif language == "sh" and (python or files):
             name = _SCRIPT.search(text)
             assert name is not None, f"the shell block after Python runs no script: {text}"
-            scripts, python = ((name[0], python),), ""
+            scripts, python, files = (*files, *([(name[0], python)] if python else [])), "", []
         found.append(Block(language, text, scripts))
-    assert not python, f"no shell block runs {python}"
+    left = [*files, python] if python else files
+    assert not left, f"no shell block runs {left}"
     unfenced = re.findall(r"^(?! *[-*\d]).*\n\n {4}\S.*", FENCED.sub("", page), flags=re.MULTILINE)
     assert not unfenced, f"a code block has no fence: {unfenced}"
     return found

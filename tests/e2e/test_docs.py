@@ -129,3 +129,11 @@ def test_python_blocks_are_one_script_up_to_the_command_that_runs_it() -> None:
     assert one.scripts == (("one.py", "a\n\nb\n\n"),)
     assert one.commands == [["axon-ps", "run", "one.py", "--more"]]
     assert two.scripts == (("two.py", "c\n\n"),)
+
+
+def test_a_block_that_begins_with_a_files_name_is_that_file() -> None:
+    page = "```python\n# a.py\nx = 1\n```\n\n```python\nb\n```\n\n```sh\npython b.py\n```\n"
+    *_, block = blocks(page)
+    assert block.scripts == (("a.py", "# a.py\nx = 1\n"), ("b.py", "b\n\n"))
+    with pytest.raises(AssertionError, match=r"no shell block runs .*a\.py"):
+        blocks("```python\n# a.py\n```\n")

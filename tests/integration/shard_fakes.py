@@ -21,6 +21,7 @@ from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     Array,
     Decision,
@@ -30,7 +31,6 @@ from axon_ps.types import (
     OptimizerSpec,
     Outcome,
     Role,
-    WirePrecision,
 )
 from axon_ps.wire.v1 import common_pb2, shard_pb2
 

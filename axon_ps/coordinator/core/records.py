@@ -24,27 +24,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_ps.compress.compressor import Compressor
+from axon_ps.compress.registry import compressor
 from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import layout_from_json, layout_to_json
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import policy_from_json, policy_to_json
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.storage.state_store import Record
 from axon_ps.types import (
-    Compression,
     CopyFrom,
     Decision,
     DType,
-    Int8,
     Member,
     Membership,
     OptimizerSpec,
     Outcome,
     Role,
-    TopK,
     Turn,
-    WirePrecision,
 )
 
 HISTORY = 16
@@ -335,14 +334,12 @@ def _decision(value: dict[str, Any], model: int) -> Decision:
     )
 
 
-def _compression_to_json(compression: Compression | None) -> dict[str, Any] | None:
-    return None if compression is None else vars(compression)
+def _compression_to_json(compression: Compressor | None) -> dict[str, Any] | None:
+    return None if compression is None else {"name": compression.name, "options": compression.options}
 
 
-def _compression(value: dict[str, Any] | None) -> Any:
-    if value is None:
-        return None
-    return Int8(**value) if "block_numel" in value else TopK(**value)
+def _compression(value: dict[str, Any] | None) -> Compressor | None:
+    return None if value is None else compressor(value["name"], **value["options"])
 
 
 def _parameters(value: dict[str, Any], model: int) -> Parameters:

@@ -18,20 +18,21 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
     """A hook by its name.
 
     Args:
-        name: "all_reduce", "bf16", "fp16", "int8" or "top_k".
-        error_feedback: whether the compression error is added to the next gradient; None = the hook's default: int8 and
-            top_k do, bf16 and fp16 do not.
-        options: of top_k: `fraction=0.01`.
+        name: "all_reduce", "bf16", "fp16", "int8", "top_k" or the name of any other compressor.
+        error_feedback: whether the compression error is added to the next gradient; None = the hook's default: bf16 and
+            fp16 do not, all others do.
+        options: of the compressor, such as `fraction=0.01` of top_k; int8, bf16 and fp16 take none here.
 
     Raises:
         InvalidRequest: there is no hook of that name, or it does not take such an option.
     """
     casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    names = ("all_reduce", *casts, "int8", "top_k")
-    if name not in names:
-        raise InvalidRequest(f"there is no hook {name!r}; use one of {', '.join(names)}")
-    if name == "top_k":
-        return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
+    own = ("all_reduce", *casts, "int8")
+    if name not in own:
+        try:
+            return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"hook {name!r} cannot be made; use all_reduce, or a compressor: {error}") from error
     if options:
         raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
     if name == "int8":

@@ -43,7 +43,8 @@ from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
-from axon_ps.types import DType, StepResult, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import DType, StepResult
 from axon_ps.worker.world import World, world_of
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -23,9 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext, Peers
-from axon_ps.compress.compressor import Compressor
 from axon_ps.compress.feedback import Feedback
-from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.deadlines import Deadline
@@ -38,7 +35,7 @@ from axon_ps.shard.same_host.shared_buffers import shared_buffer
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
-from axon_ps.types import Array, Compression, DType, Hyper, Membership
+from axon_ps.types import Array, DType, Hyper, Membership
 from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
@@ -116,7 +113,7 @@ class ShardGroup:
     def warm_up(spec: JobSpec) -> None:
         """Compile what this worker needs for the job's compressions. Any thread but the loop's: it may take seconds."""
         p = spec.precision
-        for how in (_compressor(p.param_compression), _compressor(p.grad_compression)):
+        for how in (p.param_compression, p.grad_compression):
             if how is not None:
                 how.warm_up()
         if p.param_compression is not None:
@@ -173,7 +170,7 @@ class ShardGroup:
         begin, end = _range(spec, unit, begin, end, out)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
-        how = _compressor(spec.precision.param_compression) if compressed else None
+        how = spec.precision.param_compression if compressed else None
         while True:
             transfer = Transfer(
                 begin=begin,
@@ -312,7 +309,7 @@ class ShardGroup:
             deadline=deadline,
             step=step,
             expected=hyper,
-            compressor=_compressor(spec.precision.param_compression),
+            compressor=spec.precision.param_compression,
             same_host=self._same_host,
         )
         wanted = (spec.precision.param.numpy,) if transfer.compressor is None else tuple(transfers.DTYPE_OF)
@@ -368,7 +365,7 @@ class ShardGroup:
             raise InvalidRequest(
                 f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
             )
-        how = _compressor(spec.precision.grad_compression)
+        how = spec.precision.grad_compression
         transfer = Transfer(
             begin=begin,
             end=end,
@@ -494,11 +491,6 @@ class ShardGroup:
             return transfer
         self._same_host.forget(s.server)
         return dataclasses.replace(transfer, socket_only=True)
-
-
-@functools.cache
-def _compressor(compression: Compression | None) -> Compressor | None:
-    return None if compression is None else compressor_of(compression)
 
 
 def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import InvalidRequest
 from axon_ps.shard.core.chunks import Chunks
-from axon_ps.types import Array, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array
 
 
 class Accumulator:
@@ -37,7 +37,7 @@ class Accumulator:
         self._chunks = chunks
         self._count = len(chunks.bounds) if trainable else 0
         self._dtype = precision.grad
-        self._compressor = None if precision.grad_compression is None else compressor_of(precision.grad_compression)
+        self._compressor = precision.grad_compression
         self._array: Array | None = None
         self.restart()
 

@@ -31,7 +31,8 @@ from axon_ps.shard.core.parameters import Parameters
 from axon_ps.shard.core.slices import OwnedSlices
 from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
 
 
 class ShardEngine:

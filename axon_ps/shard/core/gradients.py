@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.registry import compressor_of
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.slices import OwnedSlices
 from axon_ps.sharding.job import JobSpec
@@ -84,7 +83,7 @@ class Gradients:
         self.asynchronous = spec.policy.asynchronous
         self.dtype = spec.precision.grad
         if spec.precision.grad_compression is not None:
-            self.dtype, self.compressor = DType.U8, compressor_of(spec.precision.grad_compression)
+            self.dtype, self.compressor = DType.U8, spec.precision.grad_compression
 
     def begin(self, generation: int, step: int, num_replicas: int) -> None:
         """Empty all accumulators: the attempts of a generation begin.

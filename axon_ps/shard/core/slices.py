@@ -28,7 +28,8 @@ from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.sharding.plan import Slice
-from axon_ps.types import Array, DType, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType
 
 
 class OwnedSlice:

@@ -29,10 +29,10 @@ from typing import Protocol
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor_of
 from axon_ps.host.leases import ReadLeases
 from axon_ps.shard.core.chunks import Chunks
-from axon_ps.types import Array, DType, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, memory_pb2
@@ -94,7 +94,7 @@ class WireCopy:
         self.is_cast = compression is None and precision.param is not DType.F32
         self._chunks = chunks
         self._dtype = precision.param
-        self._compressor = None if compression is None else compressor_of(compression)
+        self._compressor = compression
         self._next: list[bytes] = []
 
     # ------------------------------------------------------------------ frames

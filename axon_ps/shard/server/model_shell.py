@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.compress.registry import compressor_of
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
 from axon_ps.shard.core.engine import ShardEngine
@@ -43,7 +42,7 @@ def warm_up(spec: JobSpec) -> None:
         cast.warm_up(dtype)
     for compression in (precision.param_compression, precision.grad_compression):
         if compression is not None:
-            compressor_of(compression).warm_up()
+            compression.warm_up()
 
 
 @dataclass(frozen=True)

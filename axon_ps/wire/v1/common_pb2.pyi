@@ -116,12 +116,19 @@ class Turn(_message.Message):
     def __init__(self, replica: _Optional[int] = ..., clock: _Optional[int] = ..., slowest_clock: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("int8_block_numel", "top_k_fraction")
-    INT8_BLOCK_NUMEL_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FRACTION_FIELD_NUMBER: _ClassVar[int]
-    int8_block_numel: int
-    top_k_fraction: float
-    def __init__(self, int8_block_numel: _Optional[int] = ..., top_k_fraction: _Optional[float] = ...) -> None: ...
+    __slots__ = ("name", "options")
+    class OptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    options: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., options: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class JobSpec(_message.Message):
     __slots__ = ("layout", "param_dtype", "grad_dtype", "chunk_numel", "min_slice_numel", "replica_is_node", "param_compression", "grad_compression", "policy", "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,19 @@ def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigurationError, match="is empty"):
         _ = load(token_file=tmp_path / "empty").resolved_token
+
+
+def test_plugins_are_modules_that_services_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    for name in ("plugin_one", "plugin_two"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.setenv("AXON_PS_PLUGINS", "plugin_one, plugin_two")
+    assert load().environment(token="")["AXON_PS_PLUGINS"] == "plugin_one, plugin_two"
+    load().load_plugins()
+    assert sys.modules.pop("plugin_one")
+    assert sys.modules.pop("plugin_two")
+    load(plugins="").load_plugins()  # the flag wins
+    assert "plugin_one" not in sys.modules
+    with pytest.raises(ConfigurationError, match="plugin 'plugin_three' cannot be imported"):
+        load(plugins="plugin_three").load_plugins()

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from axon_ps.compress import BF16, Int8
 from axon_ps.compress.compressor import Compressor, selected_numel
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
@@ -212,6 +213,19 @@ def test_options_are_checked() -> None:
         compressor("zip")
     with pytest.raises(InvalidRequest, match="does not take"):
         compressor("bf16", fraction=0.1)
+
+
+def test_a_compressor_is_its_name_and_options() -> None:
+    for c in ALL:
+        assert compressor(c.name, **c.options) == c
+        assert hash(compressor(c.name, **c.options)) == hash(c)
+    assert compressor("int8") != compressor("int8", block_numel=64) != compressor("top_k")
+    assert compressor("int8", block_numel=64.0) == Int8(64)
+    assert (str(Int8(64)), str(BF16()), BF16().options) == ("int8 in blocks of 64", "bf16", {})
+    with pytest.raises(InvalidRequest, match="option block_numel of compressor 'int8' is 64.5; it must be an integer"):
+        compressor("int8", block_numel=64.5)
+    with pytest.raises(InvalidRequest, match="option fraction of compressor 'top_k' is 'half'; it must be a number"):
+        compressor("top_k", fraction="half")  # type: ignore[arg-type]
 
 
 def test_importing_compressors_imports_no_numba() -> None:

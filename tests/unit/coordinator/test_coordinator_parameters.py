@@ -33,7 +33,8 @@ from axon_ps.errors import (
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
 from coordinator_driver import LAYOUT, OPTIMIZER, SPEC, Driver, Peer
 
 OPERATOR = Caller(job="job")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.optim import create, names
+from axon_ps.optim import SGD, create, names, register
 
 TORCH = {
     "sgd": torch.optim.SGD,
@@ -41,7 +41,9 @@ def test_defaults_are_torchs(name: str) -> None:
 
 
 def test_unknown_optimizer() -> None:
-    with pytest.raises(InvalidRequest, match="'adamx' is unknown; use one of sgd, adam, adamw"):
+    with pytest.raises(
+        InvalidRequest, match="'adamx' is unknown; use one of adagrad, adam, adamw, lion, rmsprop, sgd, or load"
+    ):
         create("adamx")
 
 
@@ -84,3 +86,15 @@ def test_numbers_of_any_kind_are_floats_afterwards() -> None:
 def test_unknown_state() -> None:
     with pytest.raises(InvalidRequest, match="no state 'momentum_buffer' with these groups; it has none"):
         create("sgd").initial_state("momentum_buffer", [{}])
+
+
+def test_a_users_optimizer_is_known_by_its_name() -> None:
+    @register("sgd_of_a_user")
+    class Mine(SGD):
+        pass
+
+    mine = create("sgd_of_a_user")
+    assert type(mine) is Mine
+    assert (mine.name, SGD.name) == ("sgd_of_a_user", "sgd")
+    with pytest.raises(InvalidRequest, match="sgd_of_a_user has no hyperparameter 'rate'"):
+        mine.validate({"rate": 1.0})

@@ -9,7 +9,8 @@ import torch
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel import Int8, MixedPrecision, TopK
-from axon_ps.types import DType, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import DType
 
 F32, BF16 = DType.F32, DType.BF16
 

@@ -12,7 +12,8 @@ from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 from axon_ps.wire.frames import decode_chunk, payload_array
 
 

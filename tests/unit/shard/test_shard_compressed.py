@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.registry import compressor_of
+from axon_ps.compress import Compressor, Int8, TopK
 from axon_ps.coordinator.core.records import (
     Parameters,
     job_record,
@@ -22,7 +21,8 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.types import Array, Compression, DType, Int8, Membership, Outcome, TopK, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType, Membership, Outcome
 from axon_ps.wire.codec import job_spec_from_proto, job_spec_to_proto
 from axon_ps.wire.frames import decode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2
@@ -36,7 +36,7 @@ def normals(numel: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(numel, dtype=np.float32)
 
 
-def job(param: Int8 | None = PARAMS, grad: Compression | None = None) -> JobSpec:
+def job(param: Int8 | None = PARAMS, grad: Compressor | None = None) -> JobSpec:
     return JobSpec(
         layout=LAYOUT,
         precision=WirePrecision(param_compression=param, grad_compression=grad),
@@ -56,7 +56,7 @@ def master(made: Servers, unit: int) -> Array:
 
 def gathered(made: Servers, unit: int) -> Array:
     """What a worker makes of the unit's frames."""
-    c = compressor_of(PARAMS)
+    c = PARAMS
     out = np.empty(LAYOUT.units[unit].numel, np.float32)
     for s in made.plan.slices[unit]:
         for frame in made.engines[s.server].parameters.frames(unit, s.begin, s.end):
@@ -83,8 +83,8 @@ def quantum(values: Array) -> float:
 
 
 @pytest.mark.parametrize("grad", [Int8(16), TopK(0.2)], ids=["int8", "top_k"])
-def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compression) -> None:
-    made, c = servers(job(None, grad), replicas=3), compressor_of(grad)
+def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compressor) -> None:
+    made, c = servers(job(None, grad), replicas=3), grad
     before = [master(made, unit) for unit in (0, 1)]
     totals = []
     for unit in (0, 1):
@@ -103,8 +103,8 @@ def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compressi
 
 
 @pytest.mark.parametrize("grad", [Int8(16), TopK(0.05)], ids=["int8", "top_k"])
-def test_a_nan_reaches_the_vote(grad: Compression) -> None:
-    made, c = servers(job(None, grad)), compressor_of(grad)
+def test_a_nan_reaches_the_vote(grad: Compressor) -> None:
+    made, c = servers(job(None, grad)), grad
     bad = normals(341)
     bad[17] = math.nan
     push(made, 0, 0, bad, c)
@@ -206,7 +206,7 @@ def test_what_does_not_fit_the_job_is_refused() -> None:
     ):
         with pytest.raises(InvalidRequest):
             engine.gradients.push(engine.step, 0, begin, 0, dtype, grad)
-    c = compressor_of(Int8(16))
+    c = Int8(16)
     header = common_pb2.Chunk(numel=1 << 40, dtype=common_pb2.D_TYPE_F32, compressed=True)
     for numel, size, sizes in ((1 << 40, 100, c.compressed_bytes), (64, 79, c.compressed_bytes), (64, 80, None)):
         header.numel = numel
@@ -218,7 +218,7 @@ def test_what_does_not_fit_the_job_is_refused() -> None:
 
 
 @pytest.mark.parametrize("grad", [None, Int8(64), TopK(0.25)])
-def test_the_spec_travels_and_differs_in_words(grad: Compression | None) -> None:
+def test_the_spec_travels_and_differs_in_words(grad: Compressor | None) -> None:
     spec = job(PARAMS, grad)
     assert job_spec_from_proto(job_spec_to_proto(spec)) == spec
     assert "compression of parameters is int8 in blocks of 16 here" in spec.difference(job(None, grad))
@@ -229,19 +229,30 @@ def test_specs_that_cannot_work_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="bf16 was given beside"):
         JobSpec(layout=LAYOUT, precision=WirePrecision(param=DType.BF16, param_compression=Int8()))
     message = job_spec_to_proto(job())
-    message.param_compression.top_k_fraction = 0.5
+    message.param_compression.Clear()
+    message.param_compression.name = "top_k"
     with pytest.raises(InvalidRequest, match="parameters cannot travel"):
         job_spec_from_proto(message)
-    message.param_compression.int8_block_numel = 3
+    message.param_compression.name = "int8"
+    message.param_compression.options["block_numel"] = 3
     with pytest.raises(InvalidRequest, match="from 16 to 65536"):
         job_spec_from_proto(message)
+    message.param_compression.options["block_numel"] = 16.5
+    with pytest.raises(InvalidRequest, match="must be an integer"):
+        job_spec_from_proto(message)
+    message.param_compression.options["blocks"] = 16
+    with pytest.raises(InvalidRequest, match="'int8' does not take blocks; its options are block_numel"):
+        job_spec_from_proto(message)
+    message.param_compression.name = "zip"
+    with pytest.raises(InvalidRequest, match="compressor 'zip' is unknown; use one of .*int8, .* --plugins MODULE"):
+        job_spec_from_proto(message)
     message.param_compression.Clear()
-    with pytest.raises(InvalidRequest, match="no kind"):
+    with pytest.raises(InvalidRequest, match="a compression's name is empty"):
         job_spec_from_proto(message)
 
 
 @pytest.mark.parametrize("grad", [None, Int8(64), TopK(0.25)])
-def test_a_restarted_coordinator_knows_the_compression(grad: Compression | None) -> None:
+def test_a_restarted_coordinator_knows_the_compression(grad: Compressor | None) -> None:
     spec = job(PARAMS, grad)
     nobody = Membership(generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)
     records = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from axon_ps.compress import Int8
 from axon_ps.coordinator.core.events import JobState, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.gradients import Push
@@ -18,18 +19,17 @@ from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     Array,
     CopyFrom,
     Decision,
     DType,
-    Int8,
     Member,
     Membership,
     ModelProgress,
     Outcome,
     Role,
-    WirePrecision,
 )
 from axon_ps.wire.v1.common_pb2 import CallContext
 from engine_driver import Servers, job_of, layout_of, one_group

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from axon_ps.compress import Int8
 from axon_ps.errors import Busy, Unreachable
 from axon_ps.host.shared_memory import PAGE_BYTES
 from axon_ps.shard.core.engine import ShardEngine
@@ -14,7 +15,8 @@ from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
 from axon_ps.shard.server import mapped_units
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.sharding.policy import BoundedStaleness
-from axon_ps.types import Array, DType, Int8, Outcome, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.v1 import memory_pb2
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 

@@ -11,7 +11,8 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Unit, build_unit
 from axon_ps.sharding.plan import ALIGN_NUMEL, PlanOptions, Slice, make_plan, moves_into
-from axon_ps.types import DType, WirePrecision
+from axon_ps.sharding.precision import WirePrecision
+from axon_ps.types import DType
 
 F32 = DType.F32
 

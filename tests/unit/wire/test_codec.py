@@ -14,6 +14,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit, build_unit
 from axon_ps.sharding.plan import PlanOptions
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     NUMBERS,
     WIRE_DTYPES,
@@ -24,7 +25,6 @@ from axon_ps.types import (
     OptimizerSpec,
     Outcome,
     Role,
-    WirePrecision,
 )
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2

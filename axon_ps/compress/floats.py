@@ -7,30 +7,23 @@ A number that is not finite, or too large for fp16, arrives as NaN or infinity; 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import InvalidRequest
+from axon_ps.compress.registry import register
 from axon_ps.types import Array, DType
 
-_NAMES = {DType.BF16: "bf16", DType.F16: "fp16"}
 
+class _Float(Compressor):
+    """A cast to a smaller float.
 
-class CastCompressor(Compressor):
-    """See the module's docstring.
-
-    Args:
+    Attributes:
         dtype: BF16 or F16.
-
-    Raises:
-        InvalidRequest: another dtype.
     """
 
-    def __init__(self, dtype: DType) -> None:
-        if dtype not in _NAMES:
-            raise InvalidRequest(f"{dtype.value} is no smaller float than f32; use bf16 or f16")
-        self.dtype = dtype
-        self.name = _NAMES[dtype]
+    dtype: ClassVar[DType]
 
     def compressed_bytes(self, numel: int) -> int:
         """Two bytes a number."""
@@ -38,16 +31,32 @@ class CastCompressor(Compressor):
 
     def _compress(self, values: Array, out: Array, residual: Array | None, residual_out: Array | None) -> None:
         from axon_ps.compress import cast
-        from axon_ps.kernels import casts
+        from axon_ps.kernels import rounding
 
         target = out.view(self.dtype.numpy)
         residual = self._in_place(residual, residual_out)
         if residual is None:
             cast.encode(values, target, self.dtype)
         else:
-            casts.convert_with_residual(values, target.view(np.int16) if self.dtype is DType.F16 else target, residual)
+            rounding.convert_with_residual(
+                values, target.view(np.int16) if self.dtype is DType.F16 else target, residual
+            )
 
     def _decompress(self, data: Array, acc: Array, first: bool) -> None:
         from axon_ps.compress import cast
 
         cast.accumulate(acc, data.view(self.dtype.numpy), self.dtype, first)
+
+
+@register("bf16")
+class BF16(_Float):
+    """The range of f32, and 8 bits of each number."""
+
+    dtype: ClassVar[DType] = DType.BF16
+
+
+@register("fp16")
+class FP16(_Float):
+    """Numbers up to 65504, and 11 bits of each."""
+
+    dtype: ClassVar[DType] = DType.F16

@@ -1,0 +1,121 @@
+"""Classes by name, and the modules of users that add to them.
+
+A name is what travels: a job is registered with "adamw", and every process of it makes the optimizer of that name. So
+the module that registers a class is loaded in every process that needs it: users' own processes import it, servers are
+told its name (`--plugins`), and what an installed package declares as an entry point of `axon_ps.plugins` is loaded
+wherever a name is not known yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, TypeVar
+
+from axon_ps.errors import ConfigurationError, InvalidRequest
+
+ENTRY_POINTS: Final = "axon_ps.plugins"
+"""The group of entry points in which a package declares its module."""
+
+_T = TypeVar("_T")
+_ClassT = TypeVar("_ClassT", bound=type)
+
+
+class Registry(Generic[_T]):
+    """The classes of one kind by name.
+
+    Args:
+        kind: what they are, as in messages: "optimizer".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._classes: dict[str, type[_T]] = {}
+
+    def register(self, name: str) -> Callable[[_ClassT], _ClassT]:
+        """A class decorator: makes the class known as `name`, and sets its attribute `name`.
+
+        A class that is defined again, in a notebook say, replaces the one before.
+
+        Raises:
+            ConfigurationError: another class has that name, or it cannot travel.
+        """
+        if not (name and name.isprintable()):
+            raise ConfigurationError(f"{name!r} cannot be the name of the {self._kind}; a name must be printable")
+
+        def add(added: _ClassT) -> _ClassT:
+            there = self._classes.get(name)
+            if there is not None and _path(there) != _path(added):
+                raise ConfigurationError(
+                    f"{self._kind} {name!r} is {_path(there)} already, so it cannot be {_path(added)}; "
+                    "choose another name"
+                )
+            added.name = name  # type: ignore[attr-defined]
+            self._classes[name] = added
+            return added
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """The names registered so far."""
+        return tuple(self._classes)
+
+    def find(self, name: str) -> type[_T]:
+        """The class of a name; what is installed is loaded before a name counts as unknown.
+
+        Raises:
+            InvalidRequest: there is none.
+            ConfigurationError: an installed plugin cannot be loaded.
+        """
+        if name not in self._classes:
+            load_installed()
+        if name not in self._classes:
+            raise InvalidRequest(
+                f"{self._kind} {name!r} is unknown; use one of {', '.join(self._classes)}, or load the module that "
+                "registers it in every process of the job: coordinator and shard servers with --plugins MODULE (or "
+                "AXON_PS_PLUGINS), workers by importing it"
+            )
+        return self._classes[name]
+
+
+def load(modules: Iterable[str]) -> None:
+    """Import modules by name, also from the directory where this process was started, and what is installed.
+
+    Raises:
+        ConfigurationError: one cannot be imported.
+    """
+    for name in modules:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
+        _load(name, functools.partial(importlib.import_module, name))
+    load_installed()
+
+
+@functools.cache
+def load_installed() -> None:
+    """Load the plugins of installed packages, once.
+
+    Raises:
+        ConfigurationError: one cannot be imported.
+    """
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=ENTRY_POINTS):
+        _load(entry.value, entry.load)
+
+
+def _load(name: str, load_it: Callable[[], object]) -> None:
+    try:
+        load_it()
+    except Exception as error:
+        raise ConfigurationError(
+            f"plugin {name!r} cannot be imported ({type(error).__name__}: {error}); give the name of a module that is "
+            "installed, on PYTHONPATH, or in the directory where this process is started"
+        ) from error
+
+
+def _path(named: type) -> str:
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,46 @@
+"""In what form parameters and gradients travel between workers and servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from axon_ps.compress.compressor import Compressor
+from axon_ps.errors import InvalidRequest
+from axon_ps.types import WIRE_DTYPES, DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class WirePrecision:
+    """What travels between workers and servers: `param` outwards, `grad` inwards.
+
+    Attributes:
+        param: dtype of parameters; F32 when they are compressed.
+        grad: dtype of gradients; F32 when they are compressed.
+        param_compression: how parameters are compressed; None = they are not.
+        grad_compression: how gradients are compressed; None = they are not.
+
+    Raises:
+        InvalidRequest: a dtype is none that travels or is given beside a compression, or the compression of parameters
+            is for gradients only.
+    """
+
+    param: DType = DType.F32
+    grad: DType = DType.F32
+    param_compression: Compressor | None = None
+    grad_compression: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        for what, dtype, compression in (
+            ("parameters", self.param, self.param_compression),
+            ("gradients", self.grad, self.grad_compression),
+        ):
+            if dtype not in WIRE_DTYPES:
+                raise InvalidRequest(
+                    f"{what} cannot travel as {dtype.value}; use one of {', '.join(d.value for d in WIRE_DTYPES)}"
+                )
+            if compression is not None and dtype is not DType.F32:
+                raise InvalidRequest(f"{what} travel as {compression}, made of f32; {dtype.value} was given beside it")
+        if self.param_compression is not None and self.param_compression.gradients_only:
+            raise InvalidRequest(
+                f"parameters cannot travel as {self.param_compression}, which leaves elements out; use int8 or a dtype"
+            )

@@ -1,0 +1,138 @@
+"""docs/extending.md: what it builds works, beside somebody else's code, and takes as many files as it says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from axon_ps import World
+from axon_ps.compress.registry import compressor
+from axon_ps.errors import AxonError, Closed
+from axon_ps.optim import create
+from axon_ps.storage.state_store import Record, open_store
+from axon_ps.testing import LocalCluster
+from axon_ps.types import DType
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where every file of the page is, and nothing else; on the path."""
+    path = tmp_path_factory.mktemp("extending")
+    for name, content in FILES.items():
+        (path / name).write_text(content)
+    sys.path.append(str(path))
+    yield path
+    sys.path.remove(str(path))
+
+
+@pytest.fixture
+def adamax() -> ModuleType:
+    return importlib.import_module("adamax")
+
+
+@pytest.fixture
+def sign() -> ModuleType:
+    return importlib.import_module("sign")
+
+
+def section(title: str) -> list[str]:
+    """The files that a section of the page makes."""
+    text = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert text is not None
+    return re.findall(r"^# (\w+\.py)$", text[1], flags=re.MULTILINE)
+
+
+def test_an_optimizer_and_a_compressor_take_two_files_each() -> None:
+    assert section("An optimizer") == ["adamax.py", "train_adamax.py"]
+    assert section("A compressor") == ["sign.py", "train_sign.py"]
+
+
+def run_script(path: str, world_size: int) -> None:
+    runpy.run_path(path)
+
+
+@pytest.mark.parametrize(("plugin", "script"), [("adamax", "train_adamax.py"), ("sign", "train_sign.py")])
+def test_a_real_cluster_trains_with_it(directory: Path, plugin: str, script: str) -> None:
+    with LocalCluster(shards=2, world_size=2, plugins=[plugin]) as cluster:
+        cluster.run_workers(run_script, args=(str(directory / script), 2))
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, 0.3])
+def test_the_optimizer_is_torchs_adamax(adamax: ModuleType, grad_scale: float) -> None:
+    rng = np.random.default_rng(0)
+    hyper = {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+    ours, param = create("adamax"), rng.standard_normal(1000, dtype=np.float32)
+    assert type(ours) is adamax.Adamax
+    theirs = torch.nn.Parameter(torch.from_numpy(param.copy()))
+    optimizer = torch.optim.Adamax([theirs], lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    state, wire = (np.zeros(1000, np.float32), np.zeros(1000, np.float32)), np.empty(1000, np.uint16)
+    for update in range(1, 6):
+        grad = rng.standard_normal(1000, dtype=np.float32)
+        theirs.grad = torch.from_numpy(grad * np.float32(grad_scale))
+        optimizer.step()
+        ours.apply(param, grad, state, wire, DType.BF16, ours.validate(hyper), update, grad_scale)
+        np.testing.assert_allclose(param, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+    assert wire.tobytes() == torch.from_numpy(param).to(torch.bfloat16).view(torch.uint16).numpy().tobytes()
+    ours.warm_up([hyper], DType.F16)
+
+
+def test_the_compressor_sends_signs_and_loses_nothing_over_time(sign: ModuleType) -> None:
+    values = np.random.default_rng(0).standard_normal(37, dtype=np.float32)
+    c = compressor("sign", block_numel=16)
+    assert c == sign.Sign(16)
+    c.warm_up()
+    data, out, residual = np.empty(c.compressed_bytes(37), np.uint8), np.empty(37, np.float32), np.zeros(37, np.float32)
+    c.compress(values, data, residual)
+    c.decompress(data, out)
+    blocks = torch.from_numpy(values).split(16)
+    expected = torch.cat([block.abs().mean() * block.sign() for block in blocks]).numpy()
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert residual.tobytes() == (values - out).tobytes()
+    acc = out.copy()
+    c.accumulate(data, acc)
+    assert acc.tobytes() == (out + out).tobytes()
+    c.compress(np.full(37, np.nan, np.float32), data, residual)
+    assert np.isfinite(residual).all()
+    c.decompress(data, out)
+    assert np.isnan(out).all()
+
+
+def test_the_state_store_survives_and_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
+    importlib.import_module("json_store")
+    path = tmp_path / "state.json"
+    with open_store("json", str(path)) as store:
+        store.apply([Record("a", b"1"), Record("b", b"\x00"), Record("a", b"2")])
+        (tmp_path / "state.json.new").mkdir()
+        with pytest.raises(AxonError, match=r"cannot be written"):
+            store.apply([Record("c", b"3")])
+        (tmp_path / "state.json.new").rmdir()
+        store.apply([Record("b", None), Record("absent", None)])
+    with pytest.raises(Closed):
+        store.load()
+    assert open_store("json", str(path)).load() == {"a": b"2"}
+    path.write_text("{")
+    with pytest.raises(AxonError, match="cannot be read"):
+        open_store("json", str(path))
+
+
+def test_a_world_in_this_process_has_what_this_process_has_imported(adamax: ModuleType) -> None:
+    from axon_ps.parallel import FSDP, ServerOptimizer
+
+    with World.mock() as world:
+        model = FSDP(torch.nn.Linear(4, 4), world)
+        optimizer = ServerOptimizer(model.parameters(), adamax.Adamax.name, lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        assert optimizer.step().committed
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
