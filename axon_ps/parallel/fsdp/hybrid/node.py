@@ -42,9 +42,9 @@ from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.work import Awaited, LoopWork, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.flat_unit import array_of
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
+from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
