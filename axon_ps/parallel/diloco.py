@@ -33,8 +33,8 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES, dtype_from_torch
 from axon_ps.parallel.fsdp import materialize, wrap
-from axon_ps.parallel.fsdp.flat_unit import array_of
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
