@@ -43,7 +43,7 @@ from axon_ps.worker.models import Models
 from axon_ps.worker.progress import KEY as PROGRESS
 from axon_ps.worker.progress import Progress
 from axon_ps.worker.refusal import explain
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
@@ -98,7 +98,7 @@ class World:
         self._collectives = CollectiveClient(config.security, self._coordinator.context)
         loop, coordinator = self._loop, self._coordinator  # not `self`: no reference cycle
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)
-        self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
+        self.models = Models(self._loop, self._coordinator, self._shards, self.view)
         self.recorder = Recorder()
         self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         self._groups = Groups(
@@ -213,7 +213,7 @@ class World:
         Raises:
             Misuse: there are several models; each has its own version.
         """
-        return self.steps.latest_version
+        return self.steps.view.latest_version
 
     @property
     def steps(self) -> StepClient:
@@ -560,13 +560,13 @@ class World:
         restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
         info = self._loop.run(restoring)
         for client, epoch in before:
-            client.wait_epoch(epoch + 1, deadline.remaining())
+            client.view.wait_epoch(epoch + 1, deadline.remaining())
         return info_of(info)
 
     def _epochs(self, models: Sequence[str] = ()) -> list[tuple[StepClient, int]]:
         """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
         clients = [self.models.named(name) for name in models] if models else self.models.wrapped
-        return [(client, client.epoch) for client in clients or [self.models.client(0)]]
+        return [(client, client.view.epoch) for client in clients or [self.models.client(0)]]
 
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
         """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
@@ -587,9 +587,9 @@ class World:
             if self.is_main_process:
                 self.restore_checkpoint(uri, timeout_s=deadline.remaining())
             else:  # or restore instead of it, if it dies
-                waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
+                waited[0].view.wait_epoch_or_generation(1, now + 1, deadline.remaining())
         for client, _ in self._epochs():
-            client.wait_epoch(1, deadline.remaining())
+            client.view.wait_epoch(1, deadline.remaining())
 
     def replace_parameters(
         self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
@@ -609,20 +609,20 @@ class World:
         """
         limit_s = self._limit(timeout_s)
         steps = self.models.named(model) if model else self.models.only()
-        epoch = steps.epoch
+        epoch = steps.view.epoch
         self.barrier("axon_ps/replace_parameters", limit_s)
         if self.is_main_process:
-            names = [steps.name] if steps.name else []
+            names = [steps.view.name] if steps.view.name else []
             replaced = LoopWork(
                 self._loop,
                 self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s, models=names),
                 "replacing the parameters",
             )
-            steps.wait_epoch(epoch + 1, limit_s, initialized=False)
+            steps.view.wait_epoch(epoch + 1, limit_s, initialized=False)
             for unit, values in units:
-                steps.upload(unit, values, epoch=epoch + 1)
+                steps.parameters.upload(unit, values, epoch=epoch + 1)
             replaced.wait(limit_s)
-        steps.wait_epoch(epoch + 1, limit_s)
+        steps.view.wait_epoch(epoch + 1, limit_s)
 
     # ------------------------------------------------------------------ events, close
 

@@ -42,7 +42,7 @@ from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_gr
 from axon_ps.parallel.fsdp.steps import Mapped, Mapping, Pending, Speculation, Steps
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 _STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
 
@@ -184,7 +184,7 @@ class FlatUnit:
 
     def wanted(self, steps: Steps) -> tuple[int, int]:
         """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
-        return steps.epoch, steps.version if self.trainable else steps.copied
+        return steps.view.epoch, steps.view.version if self.trainable else steps.view.copied
 
     def is_current(self, steps: Steps) -> bool:
         """Whether the values in `flat` are current."""
@@ -225,7 +225,7 @@ class FlatUnit:
         else:
             self._buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
             out = self._buffer if self._on_device else array_of(self._buffer, self.wire)
-        self._work = steps.gather(self.index, out)
+        self._work = steps.parameters.gather(self.index, out)
 
     def start_speculative(self, steps: Speculation, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
         """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""

@@ -196,7 +196,7 @@ class FullyShardedDataParallel(ShardedValues):
             self._steps, registered = world_of(self._group).models.register(self._spec, self._name)
             if registered.upload:
                 materialize.upload(module, wrapped_units, self._steps, init)
-            initialized = self._steps.wait_initialized(registered)
+            initialized = self._steps.view.wait_initialized(registered)
         return []
 
     def _broadcast_values(
@@ -350,7 +350,8 @@ class FullyShardedDataParallel(ShardedValues):
     @property
     def version(self) -> int:
         """Committed steps of the model, copies from others included, as this worker knows it."""
-        return self._runtime.version if isinstance(self._runtime, ReplicatedRuntime) else self._steps.latest_version
+        runtime = self._runtime
+        return runtime.version if isinstance(runtime, ReplicatedRuntime) else self._steps.view.latest_version
 
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
         """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.
@@ -520,7 +521,7 @@ class FullyShardedDataParallel(ShardedValues):
             runtime.reset()
         elif isinstance(runtime.steps, NodeSteps):
             runtime.steps.agree()
-            runtime.steps.wait_pulled()
+            runtime.steps.parameters.wait_pulled()
 
     # ------------------------------------------------------------------ what it costs
 
@@ -550,7 +551,7 @@ class FullyShardedDataParallel(ShardedValues):
             wire_bytes=self._wire_of(self._precision.compute(self._built)).itemsize,
             grad_bytes=self._spec.precision.grad.itemsize,
             built_bytes=self._built.itemsize,
-            shard_numel=sum(map(steps.shard_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
+            shard_numel=sum(s.values.numel() for s in steps.parameters.shards) if isinstance(steps, NodeSteps) else 0,
             state_bytes=2 * self._built.itemsize if optimizer is None else optimizer.nbytes() // trainable,
             copied=any(f.swapped for f in self._replicated_units()),
             world_size=self._group.world_size,

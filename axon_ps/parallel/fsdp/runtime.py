@@ -55,9 +55,9 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, array_of
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.steps import Expecting, Mapping, OnDevice, Pending, Speculation, Steps
+from axon_ps.parallel.fsdp.steps import Expecting, Mapping, OnDevice, Pending, SharedBuffers, Speculation, Steps
 from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 _MAX_FORWARDS = 8
 """How often a forward is run before it raises; see Note: [One version a step]."""
@@ -153,7 +153,7 @@ class Runtime:
         prefetch: bool = True,
     ) -> None:
         self.steps = self._steps = steps
-        self._speculation = steps if isinstance(steps, Speculation) else None
+        self._speculation = steps.parameters if isinstance(steps.parameters, Speculation) else None
         self.units = tuple(units)
         self._grad_wire = grad_wire
         self.meter = meter
@@ -165,11 +165,10 @@ class Runtime:
         largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._budget_bytes = _BUFFERS * largest
         flats = [f for u in self.units for f in u.flats]
-        make = None
-        if isinstance(steps, Mapping):
-            make = None if pinned else steps.buffer
+        make = steps.gradients.buffer if isinstance(steps.gradients, SharedBuffers) and not pinned else None
+        if isinstance(steps.parameters, Mapping):
             for flat in flats:
-                flat.may_map(steps)
+                flat.may_map(steps.parameters)
         self._device = steps.device if isinstance(steps, OnDevice) else None
         if self._device is not None:
             for flat in flats:
@@ -247,12 +246,12 @@ class Runtime:
     @property
     def _now(self) -> tuple[int, int]:
         """(epoch, version) that this worker computes with."""
-        return self._steps.epoch, self._steps.version
+        return self._steps.view.epoch, self._steps.view.version
 
     @property
     def _replaced_by_us(self) -> bool:
         """Whether, since the step began, this worker itself asked for the parameters that it now computes with."""
-        return self._began is not None and self._began[0] < self._read[0] == self._steps.asked_epoch
+        return self._began is not None and self._began[0] < self._read[0] == self._steps.view.asked_epoch
 
     @property
     def torn(self) -> bool:
@@ -452,7 +451,7 @@ class Runtime:
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
-        self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
+        self._pushes[flat.index] = self._steps.gradients.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
@@ -506,18 +505,18 @@ class Runtime:
                     self._push(flat)
                     self._gather_speculative(unit, flat)
                 else:
-                    self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
+                    self._pushes[flat.index] = self._steps.gradients.push(flat.index, None, ticket)
             decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=max_norm, hyper=hyper)
             norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
+                self._steps.view.job.wait_complete()
         except BaseException:
             self._settle_speculative(as_expected=False)
             raise
         finally:
             self._unclipped = max_norm == 0.0
             self.sent.decided(norm)
-            self._ticket, self._began, self._has_gradients = None, self._steps.latest, False
+            self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
             self._pushes = {}
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
@@ -544,9 +543,9 @@ class Runtime:
         try:
             decision = decide()
             if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
+                self._steps.view.job.wait_complete()
         finally:
-            self._began = self._steps.latest
+            self._began = self._steps.view.latest
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
         self.counters.steps_committed += committed

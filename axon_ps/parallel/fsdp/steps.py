@@ -9,7 +9,7 @@ import torch
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 
 class Pending(Awaited, Protocol):
@@ -19,8 +19,19 @@ class Pending(Awaited, Protocol):
         """Stop it; its memory is not touched afterwards."""
 
 
-class Steps(Protocol):
-    """Where parameters come from, where gradients go, and who decides; see `StepClient`."""
+class Members(Protocol):
+    """The job's members; see `JobView`."""
+
+    def wait_complete(self) -> object:
+        """Block until a step can be made."""
+
+
+class View(Protocol):
+    """What is known of the model; see `ModelView`."""
+
+    @property
+    def job(self) -> Members:
+        """The job's members."""
 
     @property
     def epoch(self) -> int:
@@ -38,28 +49,49 @@ class Steps(Protocol):
     def copied(self) -> int:
         """The newest version that took another model's values, which frozen units are of; 0 = none."""
 
-    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Give the job its optimizer."""
-
-    def gather(self, unit: int, out: Any) -> Pending:
-        """Fill `out` with a unit: an array; a tensor in device memory where the steps are `OnDevice`."""
-
     @property
     def latest(self) -> tuple[int, int]:
         """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
 
-    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
-        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
+
+class Parameters(Protocol):
+    """Where parameters come from."""
+
+    def gather(self, unit: int, out: Any) -> Pending:
+        """Fill `out` with a unit: an array; a tensor in device memory where the steps are `OnDevice`."""
+
+
+class Gradients(Protocol):
+    """Where gradients go."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
         device memory where the steps are `OnDevice`."""
 
+
+class Steps(Protocol):
+    """The steps of a model: what they are made of, and who decides; see `StepClient`."""
+
+    @property
+    def view(self) -> View:
+        """What is known of the model."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """Where parameters come from."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """Where gradients go."""
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the job its optimizer."""
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
+
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Vote: all gradients were pushed; wait for the decision."""
-
-    def wait_complete(self, timeout_s: float | None = None) -> object:
-        """Block until a step can be made."""
 
 
 @runtime_checkable
@@ -94,22 +126,27 @@ class Mapped(Protocol):
 
 
 @runtime_checkable
-class Mapping(Steps, Protocol):
-    """Steps whose parameters may be in memory that can be mapped. Nobody reads it beyond the next vote."""
+class Mapping(Parameters, Protocol):
+    """Parameters that may be in memory that can be mapped. Nobody reads it beyond the next vote."""
 
     def mapped(self, unit: int) -> Mapped | None:
         """A unit's current values, if they are mapped and there."""
-
-    def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient that will be pushed."""
 
     def map(self, unit: int, dtype: DType) -> Pending:
         """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 
 
 @runtime_checkable
-class Speculation(Steps, Protocol):
-    """Steps whose expected result can be gathered before they are decided."""
+class SharedBuffers(Gradients, Protocol):
+    """Gradients that may be pushed from memory that servers of this host map."""
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed."""
+
+
+@runtime_checkable
+class Speculation(Parameters, Protocol):
+    """Parameters that can be gathered as an undecided step is expected to leave them."""
 
     def gather_speculative(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
         """Fill `out` with a unit as an unclipped step with `hyper` would make it."""

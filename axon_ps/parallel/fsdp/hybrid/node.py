@@ -24,77 +24,28 @@ Note: [On GPUs]
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import itertools
-import logging
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from axon_ps.collectives import arrays
-from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.staging import Staging
-from axon_ps.collectives.work import Awaited, LoopWork, WorkQueue
-from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
-from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.flat_unit import array_of
+from axon_ps.collectives.work import Awaited
+from axon_ps.errors import Disagreement
+from axon_ps.parallel.fsdp.hybrid.calls import NodeCalls
+from axon_ps.parallel.fsdp.hybrid.gradients import NodeGradients
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
-from axon_ps.parallel.fsdp.memory import Meter, host_empty
-from axon_ps.parallel.work import QueuedWork
+from axon_ps.parallel.fsdp.hybrid.parameters import NodeParameters
+from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
+from axon_ps.parallel.fsdp.hybrid.view import NodeView
+from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.partitions import partition_bounds
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
-from axon_ps.worker.step_client import NO_GENERATION, StepClient, Ticket
-
-T = TypeVar("T")
-_logger = logging.getLogger(__name__)
-
-_CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeTicket(Ticket):
-    """A ticket that the workers of a node share.
-
-    Attributes:
-        num_replicas: gradients that are averaged: those of all workers of all nodes.
-        shared: the ticket of the node's pushes.
-    """
-
-    shared: Ticket
-
-    def void(self, why: str) -> Self:
-        """See `Ticket.void`."""
-        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why, shared=self.shared.void(why))
-
-
-class _LocalShard:
-    """This worker's shard of a unit: wire[end - begin], and of which version it is."""
-
-    def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self.begin, self.end = bounds[rank], bounds[rank + 1]
-        self.counts = [b - a for a, b in itertools.pairwise(bounds)]
-        self.values = host_empty(self.end - self.begin, dtype, pinned=pinned)
-        self.uploaded: torch.Tensor | None = None  # the same in device memory, once it was needed there
-        self.values_at: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
-        self.work: LoopWork[int] | None = None
-        self.speculative = False  # whether what is under way is of a step that is not decided
-        self.was_speculative = False  # whether it was begun so, and the step was decided as expected
-
-    def drop(self) -> None:
-        """Drop the values and cancel the pull."""
-        if self.work is not None:
-            self.work.cancel()
-        self.values_at, self.work, self.speculative, self.was_speculative = None, None, False, False
+from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome
+from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.steps.ticket import Ticket
 
 
 class NodeSteps:
-    """A `StepClient` for a worker that shares its units with the other workers of its node.
+    """The steps of a worker that shares its units with the other workers of its node.
 
     Args:
         steps: the worker's own.
@@ -105,6 +56,12 @@ class NodeSteps:
         device: where the node's collectives are; None = in host memory. See Note: [On GPUs].
         retain_on_device: retain shards in device memory too, once they were needed there.
         meter: counts their memory.
+
+    Attributes:
+        view: what the node's workers agreed on.
+        parameters: gathered inside the node.
+        gradients: averaged inside the node.
+        device: as given.
     """
 
     def __init__(
@@ -120,71 +77,30 @@ class NodeSteps:
         meter: Meter,
     ) -> None:
         self.device = None if device is None else torch.empty(0, device=device).device  # with its number
-        self._retain_on_device = retain_on_device
-        self._staging = Staging()
         self._steps = steps
-        self._groups = groups
-        self._work_queue = WorkQueue("axon-ps-node-units")
-        self._units = spec.layout.units
-        self._grad = spec.precision.grad
-        self._wire = wire
-        size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
-        self._bounds = [partition_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
-        self._meter = meter
-        self._rank = -1
-        self._shards: list[_LocalShard] = []
-        self._make_shards()
-        self._call_digest = hashlib.sha256()
-        self._failure: AxonError | None = None  # what no further step can be made after
-        self._group_error: AxonError | None = None  # what ended the node's groups, until they are formed again
-        self._expected: Sequence[Hyper] | None = None
-        self._pulling = threading.RLock()  # speculative pulls begin on the queue's thread, others on the caller's
-        self._agreed = steps.latest
+        self._staging = Staging()
+        self._size = groups.data.world_size
+        self._calls = NodeCalls(groups)
+        self.view = NodeView(steps.view, self._calls)
+        self.parameters = NodeParameters(
+            steps.parameters,
+            self.view,
+            self._calls,
+            spec,
+            wire,
+            num_servers,
+            device=self.device,
+            retain_on_device=retain_on_device,
+            staging=self._staging,
+            meter=meter,
+        )
+        self.gradients = NodeGradients(
+            steps.gradients, self._calls, self.parameters, spec.precision.grad, self._staging
+        )
 
-    def _make_shards(self) -> None:
-        """Make this worker's shards, empty; others than before if its rank in the node has changed."""
-        for shard in self._shards:
-            shard.drop()
-            self._free_on_device(shard)
-        if self._rank != self._groups.data.rank:
-            self._meter.add(-self.shard_bytes)
-            self._rank = self._groups.data.rank
-            dtype = TORCH_DTYPES[self._wire]
-            self._shards = [
-                _LocalShard(bounds, self._rank, dtype, pinned=self.device is not None) for bounds in self._bounds
-            ]
-            self._meter.add(self.shard_bytes)
-
-    @property
-    def epoch(self) -> int:
-        """How often the parameters were replaced, as the node's workers agreed."""
-        return self._agreed[0] if self._group_error is None else self._steps.epoch
-
-    @property
-    def asked_epoch(self) -> int:
-        """The newest epoch that this worker asked for, or waited for."""
-        return self._steps.asked_epoch
-
-    @property
-    def version(self) -> int:
-        """Committed steps, as the node's workers agreed."""
-        return self._agreed[1] if self._group_error is None else self._steps.version
-
-    @property
-    def copied(self) -> int:
-        """See `StepClient.copied`; a worker was notified of nothing newer than the node agreed on."""
-        return self._steps.copied
-
-    @property
-    def shard_bytes(self) -> int:
-        """Memory of all shards of this worker."""
-        return sum(p.values.nbytes for p in self._shards)
-
-    def shard_numel(self, unit: int) -> int:
-        """Elements of this worker's shard of a unit."""
-        return self._shards[unit].values.numel()
-
-    # ------------------------------------------------------------------ what the node agrees on
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """As `StepClient.register_optimizer`."""
+        self._steps.register_optimizer(optimizer)
 
     def agree(self) -> None:
         """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
@@ -196,24 +112,13 @@ class NodeSteps:
 
         After an error: the workers of the node do not agree; build the model again.
         """
-        while (rows := self._exchange(self._steps.latest)) is None:
-            self._form_again()
-        self._agreed = max((int(e), int(v)) for e, v in rows)
-        self._steps.wait_latest(self._agreed)  # pulls are of versions that this worker was notified of
-
-    def _form_again(self) -> None:
-        """Make the node's groups anew. What the queue still has to do is of the old ones, and does nothing."""
-        self._work_queue.submit(lambda: None).result(self._steps.timeout_s)
-        _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._group_error)
-        self._groups.form(self._group_error)
-        self._make_shards()
-        self._call_digest, self._expected = hashlib.sha256(), None
-        self._group_error = None
-
-    @property
-    def latest(self) -> tuple[int, int]:
-        """The newest (epoch, version) that this worker was notified of; the node may not have agreed on it yet."""
-        return self._steps.latest
+        own = self._steps.view
+        while (rows := self._calls.exchange(own.latest)) is None:
+            self._calls.form_again(own.job.timeout_s)
+            self.parameters.make_shards()
+            self.parameters.expected = None
+        self.view.agreed = max((int(e), int(v)) for e, v in rows)
+        own.wait_latest(self.view.agreed)  # pulls are of versions that this worker was notified of
 
     def ticket(self, began: tuple[int, int] | None = None) -> NodeTicket:
         """The ticket of the node's first worker: whether it is valid is the same for all of them.
@@ -221,18 +126,18 @@ class NodeSteps:
         It is void if any of them began at something else than the node agreed on, or than is there now.
         """
         mine = self._steps.ticket(began)
-        stale = mine.is_void or began not in (None, self._agreed)
-        rows = self._exchange([mine.generation, mine.step, mine.num_replicas, stale])
+        stale = mine.is_void or began not in (None, self.view.agreed)
+        rows = self._calls.exchange([mine.generation, mine.step, mine.num_replicas, stale])
         if rows is None:
-            return self._node_ticket(mine).void(f"the node's groups ended: {self._group_error}")
+            return self._node_ticket(mine).void(f"the node's groups ended: {self._calls.group_error}")
         if any(row[3] for row in rows):
             return self._node_ticket(mine).void(
                 mine.why_void or "the parameters changed since a worker of the node began its step"
             )
         generation, step, replicas = map(int, rows[0][:3])
         if mine.generation < generation:
-            self._steps.wait_generation(generation, self._steps.timeout_s)
-        replica = self._steps.me.replica
+            self.view.job.wait_generation(generation, self.view.job.timeout_s)
+        replica = self._steps.view.me.replica
         return self._node_ticket(Ticket(generation=generation, step=step, replica=replica, num_replicas=replicas))
 
     def _node_ticket(self, shared: Ticket) -> NodeTicket:
@@ -240,237 +145,9 @@ class NodeSteps:
             generation=shared.generation,
             step=shared.step,
             replica=shared.replica,
-            num_replicas=shared.num_replicas * len(self._bounds[0][1:]),
+            num_replicas=shared.num_replicas * self._size,
             shared=shared,
         )
-
-    def _exchange(self, values: Sequence[int]) -> Array | None:
-        """Every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
-        mine = np.array([values], np.int64)
-        return self._within(lambda: self._groups.control.all_gather(mine))
-
-    def _within(self, call: Callable[[], T]) -> T | None:
-        """What a collective of the node gives; None, and from then on at once, if a worker of the node was lost."""
-        if self._group_error is not None:
-            return None
-        try:
-            return call()
-        except (Broken, Closed) as error:
-            self._group_error = error
-            return None
-
-    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """As `StepClient.register_optimizer`."""
-        self._steps.register_optimizer(optimizer)
-
-    # ------------------------------------------------------------------ parameters
-
-    def gather(self, unit: int, out: Array | torch.Tensor) -> QueuedWork[int]:
-        """Fill `out` from the node's workers, each of which first pulls its shard if that is not current.
-
-        Args:
-            unit: its number.
-            out: wire[unit_numel], in device memory if `device` is given and else in host memory; must stay untouched
-                until the work is done.
-        """
-        self._record(b"g", unit)
-        target = bytes_of(out)
-        if self._group_error is None:
-            self._pull(unit)
-
-        def run() -> int:
-            version = self._within(lambda: self._gather_within(unit, target))
-            return self._gather_from_servers(unit, target) if version is None else version
-
-        return self._in_order(run, f"gathering unit {unit} inside the node")
-
-    def _gather_within(self, unit: int, target: Flat) -> int:
-        shard = self._shards[unit]
-        with self._pulling:
-            if shard.speculative:  # used once more after its push, which went through this queue before us
-                self._pull(unit)
-        self._wait(unit)
-        counts = [n * self._wire.itemsize for n in shard.counts]
-        mine = dataclasses.replace(bytes_of(self._shard_values(shard)), stream=target.stream)
-        self._groups.data.all_gather(mine, out=target, counts=counts)
-        return self.version
-
-    def _gather_from_servers(self, unit: int, target: Flat) -> int:
-        """Fill `target`, u8[nbytes], from the servers alone."""
-        host = self._staging.allocate(target.array) if target.device else target.array
-        work = self._steps.gather(unit, host.view(self._wire.numpy))
-        if not target.device:
-            return work.wait()
-        try:
-            version = work.wait()
-            with arrays.on_stream(target):
-                self._staging.upload(host, target.array)
-            return version
-        finally:
-            self._staging.free(host)
-
-    def _shard_values(self, shard: _LocalShard) -> torch.Tensor:
-        """This worker's shard in the memory of the node's collectives."""
-        if self.device is None:
-            return shard.values
-        values_at, uploaded = shard.values_at, shard.uploaded
-        if uploaded is not None:
-            return uploaded
-        uploaded = torch.empty_like(shard.values, device=self.device)
-        self._staging.upload(array_of(shard.values, self._wire), arrays.flatten(uploaded).array)
-        with self._pulling:
-            # else another version is being pulled
-            if self._retain_on_device and shard.values_at == values_at and not shard.speculative:
-                shard.uploaded = uploaded
-                self._meter.add(uploaded.nbytes)
-        return uploaded
-
-    def _free_on_device(self, shard: _LocalShard) -> None:
-        """Free a shard's memory on the device."""
-        with self._pulling:
-            if shard.uploaded is not None:
-                self._meter.add(-shard.uploaded.nbytes)
-                shard.uploaded = None
-
-    def pull(self) -> None:
-        """Begin to pull this worker's shard of every unit that has changed, in forward order."""
-        for unit in range(len(self._shards)):
-            self._pull(unit)
-
-    def wait_pulled(self) -> None:
-        """Block until this worker's shards are those of the current version."""
-        self.pull()
-        for unit in range(len(self._shards)):
-            self._wait(unit)
-
-    def _wanted(self, unit: int) -> tuple[int, int]:
-        return self.epoch, self.version if self._units[unit].trainable else self.copied
-
-    def _pull(self, unit: int) -> None:
-        shard = self._shards[unit]
-        with self._pulling:
-            if shard.values_at != self._wanted(unit):
-                shard.drop()
-                shard.values_at = self._wanted(unit)
-                self._begin_pull(unit)
-
-    def _begin_pull(self, unit: int) -> None:
-        shard = self._shards[unit]
-        shard.was_speculative = False
-        self._free_on_device(shard)
-        if shard.end > shard.begin:
-            out = array_of(shard.values, self._wire)
-            shard.work = self._steps.gather(unit, out, begin=shard.begin, end=shard.end)
-
-    def _pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values."""
-        shard = self._shards[unit]
-        with self._pulling:
-            if self._expected is not None and shard.end > shard.begin:
-                shard.drop()
-                self._free_on_device(shard)
-                shard.speculative = True
-                out = array_of(shard.values, self._wire)
-                shard.work = self._steps.gather_speculative(
-                    unit, out, ticket.shared, self._expected, begin=shard.begin, end=shard.end
-                )
-
-    def _settle(self, decision: Decision | None) -> None:
-        """Commit the speculative pulls if the step was decided as expected, and discard them if not."""
-        as_expected = (
-            decision is not None
-            and decision.outcome is Outcome.COMMIT
-            and (decision.clip_factor, decision.hyper) == (1.0, self._expected)
-        )
-        with self._pulling:
-            for shard in self._shards:
-                if shard.speculative and decision is not None and as_expected:
-                    shard.values_at, shard.speculative, shard.was_speculative = (
-                        (self.epoch, decision.version),
-                        False,
-                        True,
-                    )
-                elif shard.speculative:
-                    shard.drop()
-            self._expected = None
-
-    def _wait(self, unit: int) -> None:
-        shard = self._shards[unit]
-        while (work := shard.work) is not None:
-            try:
-                work.wait()
-            except Closed:
-                if shard.work is work:
-                    raise
-                continue  # cancelled for a newer one
-            except AxonError as error:
-                # restored to an older version meanwhile, or the pull was speculative: pull in the ordinary way
-                if not (shard.was_speculative or isinstance(error, StepAborted)):
-                    raise
-                if shard.work is work:
-                    self._begin_pull(unit)
-                continue
-            if shard.work is work:
-                shard.work = None
-
-    # ------------------------------------------------------------------ gradients
-
-    def push(
-        self, unit: int, grad: Array | torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
-    ) -> QueuedWork[None]:
-        """Add up the node's gradients of a unit, and push this worker's shard of the sum.
-
-        Args:
-            unit: its number.
-            grad: wire[unit_numel], in device memory if `device` is given; overwritten. None when no worker of the node
-                has one.
-            ticket: from `ticket()`.
-            done: called when the buffer is free again.
-        """
-        assert isinstance(ticket, NodeTicket)
-        self._record(b"a" if grad is None else b"p", unit)
-        shard = self._shards[unit]
-        full = None if grad is None else arrays.flatten(typed(grad, self._grad))
-
-        def run() -> LoopWork[None] | None:
-            started = False
-            try:
-                mine = None if full is None else self._within(lambda: self._reduced(shard, full))
-                if shard.end == shard.begin or self._group_error is not None:
-                    return None
-                sent, free = (None, done) if mine is None else self._on_host(mine, done)
-                started = True
-                pushing = self._steps.push(unit, sent, ticket.shared, free, begin=shard.begin, end=shard.end)
-                self._pull_speculative(unit, ticket)
-                return pushing
-            finally:
-                if not started and done is not None:
-                    done()
-
-        return self._in_order(run, f"pushing unit {unit} of the node", lambda: done() if done is not None else None)
-
-    def _reduced(self, shard: _LocalShard, full: Flat) -> Flat:
-        """This worker's shard of the node's sum, a view of `full`."""
-        mine = dataclasses.replace(full, array=full.array[shard.begin : shard.end], shape=(shard.end - shard.begin,))
-        self._groups.data.reduce_scatter(full, out=mine, counts=shard.counts)
-        return mine
-
-    def _on_host(self, mine: Flat, done: Callable[[], None] | None) -> tuple[Array, Callable[[], None] | None]:
-        """The shard in host memory to push from (page-locked if it was on the device), and what to call afterwards."""
-        if not mine.device:
-            return mine.array, done
-        host = self._staging.allocate(mine.array)
-        with arrays.on_stream(mine):
-            self._staging.download(mine.array, host)
-
-        def free() -> None:
-            self._staging.free(host)
-            if done is not None:
-                done()
-
-        return host, free
-
-    # ------------------------------------------------------------------ the step
 
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
@@ -483,20 +160,18 @@ class NodeSteps:
         try:
             decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper)
         finally:
-            self._settle(decision)
+            self.parameters.settle(decision)
         if decision.outcome is Outcome.COMMIT:
-            self._agreed = self._agreed[0], decision.version
-            self.pull()
+            self.view.agreed = self.view.agreed[0], decision.version
+            self.parameters.pull()
         return decision
 
     def _vote(
         self, ticket: NodeTicket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]
     ) -> Decision:
-        digest, self._call_digest = self._call_digest.digest(), hashlib.sha256()
-        number = int.from_bytes(digest[:8], "little", signed=True)
-        rows = self._exchange([number])
+        rows = self._calls.exchange([self._calls.take_digest()])
         if rows is None:
-            void = ticket.shared.void(f"the node's groups ended: {self._group_error}")
+            void = ticket.shared.void(f"the node's groups ended: {self._calls.group_error}")
             return self._steps.vote(void, (), max_norm=max_norm, hyper=hyper)
         if len({int(row[0]) for row in rows}) > 1:
             raise Disagreement(
@@ -508,55 +183,15 @@ class NodeSteps:
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """As `StepClient.copy_from`: every worker of the node votes for it."""
         decision = self._steps.copy_from(source, weight)
-        if decision.outcome is Outcome.COMMIT and self._group_error is None:
-            self._agreed = self._agreed[0], decision.version
-            self.pull()
+        if decision.outcome is Outcome.COMMIT and self._calls.group_error is None:
+            self.view.agreed = self.view.agreed[0], decision.version
+            self.parameters.pull()
         return decision
 
     def expect(self, hyper: Sequence[Hyper] | None) -> None:
         """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
-        self._expected = None if hyper is None else tuple(hyper)
-
-    def wait_complete(self, timeout_s: float | None = None) -> object:
-        """As `StepClient.wait_complete`."""
-        return self._steps.wait_complete(timeout_s)
-
-    def statistics(self) -> dict[str, float]:
-        """As `StepClient.statistics`, and bytes that were copied between the device and the host."""
-        return {**self._steps.statistics(), **self._staging.statistics()}
+        self.parameters.expected = None if hyper is None else tuple(hyper)
 
     def close(self) -> None:
-        """End the queue; the groups are the world's."""
-        self._work_queue.close(_CLOSE_TIMEOUT_S)
-
-    def _in_order(
-        self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
-    ) -> QueuedWork[Any]:
-        """A call on the queue; after one has failed none is made any more, since the workers have lost step."""
-
-        def guarded() -> Any:
-            if self._failure is not None:
-                given_up()
-                raise self._failure
-            try:
-                return run()
-            except AxonError as error:
-                self._failure = error
-                raise
-
-        return QueuedWork(self._work_queue.submit(guarded), what)
-
-    def _record(self, what: bytes, unit: int) -> None:
-        self._call_digest.update(what + unit.to_bytes(4, "little"))
-
-
-def bytes_of(data: Array | torch.Tensor) -> Flat:
-    """u8[nbytes]: the same memory."""
-    return arrays.flatten(data.view(torch.uint8) if isinstance(data, torch.Tensor) else data.view(np.uint8))
-
-
-def typed(grad: Array | torch.Tensor, dtype: DType) -> Any:
-    """A gradient in its own dtype: numpy has no bf16, for which it is uint16."""
-    if isinstance(grad, torch.Tensor):
-        return grad
-    return torch.from_numpy(grad).view(TORCH_DTYPES[dtype]) if dtype is DType.BF16 else grad
+        """End the calls inside the node; the groups are the world's."""
+        self._calls.close()

@@ -31,7 +31,7 @@ from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime
 from axon_ps.parallel.fsdp.steps import Steps
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, StepResult
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 
 class ReplicatedUnit(FlatUnit):
@@ -116,23 +116,42 @@ class ReplicatedUnit(FlatUnit):
             param.grad = grad if param.grad is None else param.grad + grad
 
 
+class _LocalView:
+    """The version of a model whose parameters are all local."""
+
+    epoch = asked_epoch = copied = version = 0
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        return self.epoch, self.version
+
+    @property
+    def job(self) -> _LocalView:
+        return self
+
+    def wait_complete(self) -> None:
+        """There is nobody to wait for."""
+
+
 class _Local:
     """The `Steps` of a model whose parameters are all local."""
 
-    epoch = asked_epoch = copied = 0
-
     def __init__(self) -> None:
-        self.version = 0
+        self.view = _LocalView()
+
+    @property
+    def parameters(self) -> _Local:
+        return self
+
+    @property
+    def gradients(self) -> _Local:
+        return self
 
     def gather(self, unit: int, out: Array) -> Any:
         raise AssertionError("nothing is gathered under NO_SHARD")
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         raise AssertionError("an optimizer is local under NO_SHARD")
-
-    @property
-    def latest(self) -> tuple[int, int]:
-        return self.epoch, self.version
 
     def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
         raise AssertionError("there are no tickets under NO_SHARD")
@@ -142,9 +161,6 @@ class _Local:
 
     def vote(self, *_: Any, **__: Any) -> Decision:
         raise AssertionError("there are no votes under NO_SHARD")
-
-    def wait_complete(self, timeout_s: float | None = None) -> None:
-        """There is nobody to wait for."""
 
 
 class ReplicatedRuntime(Runtime):
@@ -176,7 +192,7 @@ class ReplicatedRuntime(Runtime):
     @property
     def version(self) -> int:
         """Steps of our optimizer."""
-        return self._local.version
+        return self._local.view.version
 
     # ------------------------------------------------------------------ gradients
 
@@ -233,7 +249,7 @@ class ReplicatedRuntime(Runtime):
         with torch.no_grad():
             for mine, theirs in zip(self.flats, other.flats, strict=True):
                 mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
-        self._local.version += 1
+        self._local.view.version += 1
         self.counters.steps_committed += 1
         return StepResult(committed=True, version=self.version, grad_norm=0.0)
 
@@ -269,7 +285,7 @@ class ReplicatedRuntime(Runtime):
         self._optimizer.apply(hyper)
         for p in (p for f in self._launch_order for p in f.params):
             p.grad = None
-        self._local.version += 1
+        self._local.view.version += 1
         self.counters.steps_committed += 1
         return StepResult(committed=True, version=self.version, grad_norm=norm)
 
@@ -280,7 +296,7 @@ class ReplicatedRuntime(Runtime):
 
     def restored(self, version: int) -> None:
         """The masters were replaced by those of a checkpoint."""
-        self._local.version = version
+        self._local.view.version = version
 
 
 class LocalOptimizer:
