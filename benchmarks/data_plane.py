@@ -62,34 +62,33 @@ class Ours:
 
     def __init__(self, world: World, numel: int, dtype: DType, chunk_numel: int = DEFAULT_CHUNK_NUMEL) -> None:
         self.world = world
-        self.steps = self.world.steps
         unit = build_unit("bulk", [("weight", (numel,), DType.F32)])
         spec = JobSpec(
             layout=Layout(units=(unit,)),
             precision=WirePrecision(param=dtype, grad=dtype),
             options=PlanOptions(chunk_numel=chunk_numel),
         )
-        registered = self.steps.register(spec)
+        self.steps, registered = self.world.models.register(spec)
         if registered.upload:
-            self.steps.upload(0, np.ones(numel, np.float32))
+            self.steps.parameters.upload(0, np.ones(numel, np.float32))
         self.hyper = ({"lr": 0.0},)
         self.steps.register_optimizer(OptimizerSpec(name="sgd", groups=self.hyper, group_of=(0,)))
-        self.steps.wait_initialized(registered)
+        self.steps.view.wait_initialized(registered)
         self.values = np.zeros(numel, dtype.numpy)
 
     def gather(self) -> float:
         """Seconds of an AllGather of the whole unit."""
-        return timed(lambda: self.steps.gather(0, self.values).wait())
+        return timed(lambda: self.steps.parameters.gather(0, self.values).wait())
 
     def push(self) -> float:
         """Seconds of a ReduceScatter of the whole unit; the vote and the update that follow are not counted."""
         ticket = self.steps.ticket()
         begin_s = time.perf_counter()
-        work = self.steps.push(0, self.values, ticket)
+        work = self.steps.gradients.push(0, self.values, ticket)
         work.wait()
         spent_s = time.perf_counter() - begin_s
         self.steps.vote(ticket, [work], max_norm=0.0, hyper=self.hyper)
-        self.steps.gather(0, self.values).wait()  # the update is over once the new version can be had
+        self.steps.parameters.gather(0, self.values).wait()  # the update is over once the new version can be had
         return spent_s
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from axon_ps.collectives.work import LoopWork, Work
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.job_view import JobView
 
 Span = tuple[float, float]
 KINDS = {"gathering": "gather", "pushing": "push"}
@@ -34,7 +34,7 @@ class Trace:
         self._main = threading.get_ident()
         self._watch_transfers()
         self._watch_waiting(Work, "wait", lambda work: KINDS.get(work.what.split()[0], "other"))
-        self._watch_waiting(StepClient, "_wait", lambda _: "decision")
+        self._watch_waiting(JobView, "wait_until", lambda _: "decision")
         self._watch_waiting(BufferPool, "wait_for_room", lambda _: "push")  # of what earlier pushes take
 
     def _watch_transfers(self) -> None:

@@ -40,7 +40,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import DType, Hyper, OptimizerSpec, Outcome, StepResult
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import World, world_of
 
 _BUFFERS = 2
@@ -138,7 +138,7 @@ class DiLoCo:
             steps, registered = world_of(self._group).models.register(self._spec, self.name)
             if registered.upload:
                 materialize.upload(model, self._wrapped_units, steps, None)
-            initialized = steps.wait_initialized(registered)
+            initialized = steps.view.wait_initialized(registered)
         group_of = tuple(
             0 if self._wrapped_units[unit].unit.trainable else -1 for unit, _ in self._spec.layout.parameters()
         )
@@ -200,12 +200,12 @@ class DiLoCo:
                 buffer = self._out.take(wrapped.unit.numel, TORCH_DTYPES[self._wire])
                 finite &= self._progress_into(index, buffer, 1.0 / ticket.num_replicas)
                 done = partial(self._out.give, buffer)
-                pushes.append(self._steps.push(index, array_of(buffer, self._wire), ticket, done))
+                pushes.append(self._steps.gradients.push(index, array_of(buffer, self._wire), ticket, done))
         decision = self._steps.vote(ticket, pushes, max_norm=0.0, hyper=[self._hyper()])
         if decision.outcome is Outcome.COMMIT:
             self.pull()
         elif decision.outcome is Outcome.ABORT:
-            self._steps.wait_complete()
+            self._steps.view.job.wait_complete()
         elif not finite:
             self._to_anchor()
             self.inner_optimizer.state.clear()
@@ -226,7 +226,7 @@ class DiLoCo:
         self._synced = (-1, -1)
         now = self._now()
         while self._synced != now:
-            gathers = [self._steps.gather(i, anchor.numpy()) for i, anchor in enumerate(self._anchor)]
+            gathers = [self._steps.parameters.gather(i, anchor.numpy()) for i, anchor in enumerate(self._anchor)]
             try:
                 for work in gathers:
                     work.wait()
@@ -241,7 +241,7 @@ class DiLoCo:
         self._counters["pulls"] += 1
 
     def _now(self) -> tuple[int, int]:
-        return self._steps.epoch, self._steps.version
+        return self._steps.view.epoch, self._steps.view.version
 
     def _progress_into(self, index: int, out: torch.Tensor, scale: float) -> bool:
         """out = scale · (anchor - parameters), of one unit; whether all of it is finite."""
@@ -291,7 +291,7 @@ class DiLoCo:
     @property
     def version(self) -> int:
         """Committed outer steps, as this worker knows it."""
-        return self._steps.latest_version
+        return self._steps.view.latest_version
 
     def release(self) -> None:
         """As `FullyShardedDataParallel.release`; the module retains its values, and is a module like any other."""

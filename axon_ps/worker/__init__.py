@@ -1,7 +1,7 @@
 """A worker of a job, without PyTorch: its world, the groups in it, and its half of the training steps.
 
-world         joining, leaving, groups, barriers, values        step_client   gather, push, vote, learn the decision
-job_view      what it knows of the members · models             staleness     who waits for whom
+world         joining, leaving, groups, barriers, values        steps         gather, push, vote, learn the decision
+job_view      what it knows of the members · models
 environment   which rank it is, and where the coordinator is    bootstrap     a job formed by its workers
-mock_world    worlds of threads, over mock_job: a job in this process
+worker        a worker that is a process · mock_job            one that is a thread, and its job in this process
 """

@@ -1,11 +1,23 @@
-"""Information on a checkpoint, for a worker's program."""
+"""Saving, restoring and replacing the parameters of a job's models, and information on a checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from axon_ps.collectives.work import LoopWork
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.coordinator.core.events import UPLOADED
+from axon_ps.errors import InvalidRequest
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.types import Array
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.models import Models
+from axon_ps.worker.rendezvous import Rendezvous
+from axon_ps.worker.steps.view import ModelView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +48,91 @@ def info_of(reply: Any) -> CheckpointInfo:
         extra=json.loads(reply.extra_json) if reply.extra_json else {},
         versions=dict(reply.versions),
     )
+
+
+class Checkpoints:
+    """One worker's orders to save and restore; its methods are those of `World`.
+
+    Args:
+        loop: the background loop.
+        coordinator: the session.
+        view: the members.
+        models: those of the job in this process.
+        rendezvous: where the workers wait for each other.
+    """
+
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        coordinator: CoordinatorClient,
+        view: JobView,
+        models: Models,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._view = view
+        self._models = models
+        self._rendezvous = rendezvous
+
+    def save(self, uri: str, extra: Mapping[str, Any] | None, timeout_s: float) -> Coroutine[Any, Any, CheckpointInfo]:
+        """See `World.save_checkpoint`; to be run on the loop."""
+        try:
+            extra_json = json.dumps(dict(extra or {}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"extra must be JSON values: {error}") from error
+
+        async def save() -> CheckpointInfo:
+            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s))
+
+        return save()
+
+    def restore(self, uri: str, models: Sequence[str], timeout_s: float) -> CheckpointInfo:
+        """See `World.restore_checkpoint`."""
+        deadline = Deadline(timeout_s)
+        before = self._epochs(models)
+        restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
+        info = self._loop.run(restoring)
+        for model, epoch in before:
+            model.wait_epoch(epoch + 1, deadline.remaining())
+        return info_of(info)
+
+    def _epochs(self, models: Sequence[str] = ()) -> list[tuple[ModelView, int]]:
+        """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
+        clients = [self._models.named(name) for name in models] if models else self._models.wrapped
+        return [(client.view, client.view.epoch) for client in clients or [self._models.client(0)]]
+
+    def resume(self, uri: str, timeout_s: float) -> None:
+        """See `World.resume_checkpoint`."""
+        deadline = Deadline(timeout_s)
+        while waited := [model for model, epoch in self._epochs() if epoch == 0]:
+            now = self._view.membership.generation
+            if self._is_first:
+                self.restore(uri, (), deadline.remaining())
+            else:  # or restore instead of it, if it dies
+                waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
+        for model, _ in self._epochs():
+            model.wait_epoch(1, deadline.remaining())
+
+    def replace(self, units: Iterable[tuple[int, Array]], model: str, timeout_s: float) -> None:
+        """See `World.replace_parameters`."""
+        steps = self._models.named(model) if model else self._models.only()
+        view, epoch = steps.view, steps.view.epoch
+        self._rendezvous.barrier("axon_ps/replace_parameters", timeout_s)
+        if self._is_first:
+            names = [view.name] if view.name else []
+            replaced = LoopWork(
+                self._loop,
+                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=timeout_s, models=names),
+                "replacing the parameters",
+            )
+            view.wait_epoch(epoch + 1, timeout_s, initialized=False)
+            for unit, values in units:
+                steps.parameters.upload(unit, values, epoch=epoch + 1)
+            replaced.wait(timeout_s)
+        view.wait_epoch(epoch + 1, timeout_s)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the worker of lowest rank."""
+        return self._coordinator.rank == self._view.membership.workers[0].rank

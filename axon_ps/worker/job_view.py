@@ -1,4 +1,4 @@
-"""A worker's view of its job's members: one per process, shared by the `StepClient`s of all models.
+"""A worker's view of its job's members: one per process, shared by all models.
 
 Owns the condition variable that all of them wait on, so that an event is seen by all or by none. Refuses: models,
 steps, data.

@@ -1,7 +1,10 @@
 """A job inside this process: the coordinator, the shard servers and their clients on one event loop.
 
-They are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`. There are
-no sockets, no ports and no other processes, and any number of such jobs may exist at once.
+Each worker is a thread (`ThreadWorker`) with a real `World`, so parameters, steps, checkpoints and the key-value store
+do what they do in a real job. Only collectives are other ones: those of `MockBackend`, by default.
+
+The services are the ones that real jobs run (`coordinator.server`, `shard.server`), reached through `rpc.in_process`.
+There are no sockets, no ports and no other processes, and any number of such jobs may exist at once.
 
 Owns: the loop, the services and their end, once every worker has left. Refuses: to know what the workers do.
 """
@@ -10,18 +13,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
+from axon_ps.collectives.backends.base import Store
+from axon_ps.collectives.backends.mock import NODE, MockBackend
 from axon_ps.collectives.store import MemoryStore
+from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server import server as coordinator_server
+from axon_ps.errors import InvalidRequest
+from axon_ps.host import fork
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.in_process import PORT, new_network
 from axon_ps.rpc.security import Security
+from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.server import server as shard_server
+from axon_ps.shard.server.model_shell import warm_up
 from axon_ps.shard.server.server import ShardConfig
+from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.state_store import MemoryStateStore
+from axon_ps.worker.environment import WorkerConfig
+from axon_ps.worker.worker import Worker
 
 JOB: Final = "mock"
 START_S: Final = 30.0
@@ -117,3 +130,78 @@ class MockJob:
 
     def _host(self, name: str) -> str:
         return name + self._network
+
+
+class ThreadWorker(Worker):
+    """A worker that is a thread. The job ends when the last one is closed, or freed.
+
+    Args:
+        job: the job.
+        rank: its rank.
+        world_size: threads of the job.
+        node: the node that it appears to be on.
+    """
+
+    threads = True
+
+    def __init__(self, job: MockJob, rank: int, world_size: int, node: str) -> None:
+        self._job = job
+        self.loop = job.loop
+        self.config = WorkerConfig(
+            coordinator=job.coordinator,
+            job=JOB,
+            rank=rank,
+            world_size=world_size,
+            node=node,
+            backend=MockBackend.name,
+            direct_memory=False,
+        )
+        self._on_freed = fork.finalize(self, job.lost)
+
+    def make_shards(self) -> ShardGroup:
+        """See `Worker.make_shards`."""
+        return _Shards(self.config.security)
+
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+        """See `Worker.make_store`."""
+        return self._job.store
+
+    async def wait_for_others(self) -> None:
+        """The services end with the last worker."""
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        if self._on_freed.detach() is not None:
+            self._job.leave()
+
+
+class _Shards(ShardGroup):
+    """The servers of this process."""
+
+    @staticmethod
+    def warm_up(spec: JobSpec) -> None:
+        """Compile what the servers need, too: here, since on the shared event loop everybody would wait for it."""
+        ShardGroup.warm_up(spec)
+        warm_up(spec)
+
+
+def thread_workers(world_size: int, *, shards: int = 1, nodes: int | Sequence[str] = 1) -> list[ThreadWorker]:
+    """The workers of a new job in this process, by rank.
+
+    Args:
+        world_size: how many.
+        shards: shard servers of their job.
+        nodes: how many nodes they appear to be on, each with as many; or the node of each, by rank.
+
+    Raises:
+        InvalidRequest: there is less than one, or not the same number for every node.
+        ConfigurationError: there is less than one server.
+    """
+    if world_size < 1:
+        raise InvalidRequest(f"a world was asked for with {world_size} ranks; it needs at least 1")
+    if isinstance(nodes, int):
+        if nodes < 1 or world_size % nodes:
+            raise InvalidRequest(f"{world_size} ranks cannot be on {nodes} nodes; every node needs the same number")
+        nodes = [f"{NODE}-{rank * nodes // world_size}" for rank in range(world_size)]
+    job = MockJob(world_size, shards)
+    return [ThreadWorker(job, rank, world_size, node) for rank, node in enumerate(nodes)]

@@ -17,7 +17,7 @@ from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Membership
 from axon_ps.worker.job_view import JobView
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 
 
 class Names:
@@ -83,7 +83,6 @@ class Models:
         coordinator: the session.
         shards: the shard servers, for the first model; the others use its connections.
         view: the members.
-        timeout_s: default deadline of every operation, in seconds.
 
     Attributes:
         names: those of the models that this process has wrapped.
@@ -95,14 +94,11 @@ class Models:
         coordinator: CoordinatorClient,
         shards: ShardGroup,
         view: JobView,
-        *,
-        timeout_s: float,
     ) -> None:
         self._loop = loop
         self._coordinator = coordinator
         self._shards = shards
         self._view = view
-        self._timeout_s = timeout_s
         self._clients: dict[int, StepClient] = {}
         self._by_name: dict[str, StepClient] = {}
         self.names = Names()
@@ -117,8 +113,7 @@ class Models:
                     self._coordinator,
                     self._shards.for_another_model() if number else self._shards,
                     self._view,
-                    model=number,
-                    timeout_s=self._timeout_s,
+                    number,
                 )
             return self._clients[number]
 
@@ -126,7 +121,7 @@ class Models:
     def wrapped(self) -> list[StepClient]:
         """The models that this process has registered and not released, by number."""
         with self._view.changed:
-            return sorted(self._by_name.values(), key=lambda client: client.model)
+            return sorted(self._by_name.values(), key=lambda client: client.view.model)
 
     def named(self, name: str) -> StepClient:
         """The model of a name.
@@ -148,19 +143,26 @@ class Models:
         """
         found = self.wrapped
         if len(found) > 1:
-            names = ", ".join(repr(client.name) for client in found)
+            names = ", ".join(repr(client.view.name) for client in found)
             raise Misuse(f"the job has several models ({names}); ask the one that is meant, as in model.version")
         return found[0] if found else self.client(0)
 
-    def register(self, spec: JobSpec, name: str) -> tuple[StepClient, Registered]:
+    def register(self, spec: JobSpec, name: str = "") -> tuple[StepClient, Registered]:
         """Set the layout of a model, or check ours against the one that it has.
+
+        Args:
+            spec: the layout.
+            name: of the model in the job; "" = the first one.
+
+        Returns:
+            This worker's part in its steps, and the coordinator's reply.
 
         Raises:
             LayoutMismatch: another rank registered something else by that name; the message says where they differ.
         """
         self._shards.warm_up(spec)
-        registering = self._coordinator.register(spec=spec, timeout_s=self._timeout_s, name=name)
-        reply = self._loop.run(registering, self._timeout_s)
+        registering = self._coordinator.register(spec=spec, timeout_s=self._view.timeout_s, name=name)
+        reply = self._loop.run(registering, self._view.timeout_s)
         client = self.client(reply.model)
         client.registered(spec, reply, name)
         with self._view.changed:
@@ -174,16 +176,17 @@ class Models:
         Raises:
             Busy: a checkpoint is being written.
         """
-        self._loop.run(self._coordinator.release(client.model, timeout_s=self._timeout_s), self._timeout_s)
+        timeout_s = self._view.timeout_s
+        self._loop.run(self._coordinator.release(client.view.model, timeout_s=timeout_s), timeout_s)
         self._view.wait_until(
-            lambda: True if client.released else None,
-            self._timeout_s,
-            lambda: f"the release of model {client.name!r} has not been announced to this worker",
+            lambda: True if client.view.released else None,
+            timeout_s,
+            lambda: f"the release of model {client.view.name!r} has not been announced to this worker",
         )
         with self._view.changed:
-            self._by_name.pop(client.name, None)
+            self._by_name.pop(client.view.name, None)
             self._view.models = len(self._by_name)
-        self.names.free(client.name)
+        self.names.free(client.view.name)
 
     def on_event(self, event: Event) -> None:
         """Apply one event of the session, in order, on the loop's thread."""

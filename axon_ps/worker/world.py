@@ -7,7 +7,7 @@ needs has joined.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,49 +16,48 @@ from typing import Any, Literal, cast, overload
 
 from axon_ps.aggregation.client.client import CollectiveClient
 from axon_ps.collectives import current_world
-from axon_ps.collectives.backends.base import Backend, GroupContext, Store
+from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.collectives.encoding import decode, encode
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.group_base import LINGER_S, MakeBackend
+from axon_ps.collectives.group_base import LINGER_S
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.selection import BackendMaker
 from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, SessionLost
-from axon_ps.coordinator.core.events import UPLOADED
-from axon_ps.errors import Closed, GenerationChanged, InvalidRequest, Misuse
+from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
-from axon_ps.rpc.background_loop import BackgroundLoop
-from axon_ps.rpc.deadlines import Deadline
-from axon_ps.shard.client.client import ShardGroup
 from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
-from axon_ps.worker.checkpoints import CheckpointInfo, info_of
+from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.ending import no_error_handled, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
 from axon_ps.worker.hang_report import key_of, watch
-from axon_ps.worker.job_store import JobStore
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.models import Models
 from axon_ps.worker.progress import KEY as PROGRESS
 from axon_ps.worker.progress import Progress
 from axon_ps.worker.refusal import explain
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.rendezvous import Rendezvous
+from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.worker import ProcessWorker, Worker
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
+
+MOCK_TIMEOUT_S = 60.0
+"""The same, where all workers are threads of a process."""
 
 
 class World:
     """One worker's membership in a job. Made by `World.init()`; a context manager.
 
     Args:
-        config: how to join.
+        worker: what joins the job; closed with the world.
         timeout_s: default deadline of every operation, in seconds.
-        loop: the background loop; None = a new one.
 
     Raises:
-        Misuse: no `config` was given: `World.init()` makes a world and joins.
+        Misuse: no `worker` was given: `World.init()` makes a world and joins.
 
     Attributes:
         view: the members, as this worker knows them.
@@ -66,25 +65,19 @@ class World:
         recorder: the last collectives.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig | None = None,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        loop: BackgroundLoop | None = None,
-    ) -> None:
-        if config is None:
+    def __init__(self, worker: Worker | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if worker is None:
             raise Misuse(
                 "World() joins no job; World.init() joins the one that the environment names, and World.mock() makes "
                 "one of this process alone"
             )
-        self._config = config
+        self._worker = worker
+        self._config = config = worker.config
         self._timeout_s = timeout_s
         self._closed = False
-        self._formed: FormedJob | None = None  # the job, if its workers have formed it
-        self._loop = loop or BackgroundLoop(name="axon-ps")
-        self._shards = self._make_shards(config)
-        self._coordinator = CoordinatorClient(
+        self._loop = loop = worker.loop
+        self._shards = worker.make_shards()
+        self._coordinator = coordinator = CoordinatorClient(
             config.coordinator,
             job=config.job,
             role=Role.WORKER,
@@ -95,20 +88,21 @@ class World:
             standby=config.standby,
             on_event=_weakly(self._on_event),
         )
-        self._collectives = CollectiveClient(config.security, self._coordinator.context)
-        loop, coordinator = self._loop, self._coordinator  # not `self`: no reference cycle
-        self.view = JobView(lambda: coordinator.incarnation, timeout_s)
-        self.models = Models(self._loop, self._coordinator, self._shards, self.view, timeout_s=timeout_s)
+        self._collectives = CollectiveClient(config.security, coordinator.context)
+        self.view = JobView(lambda: coordinator.incarnation, timeout_s)  # not `self`: no reference cycle
+        self.models = Models(loop, coordinator, self._shards, self.view)
         self.recorder = Recorder()
+        self._rendezvous = Rendezvous(loop, coordinator, self.view)
+        self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous)
         self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
         self._groups = Groups(
             self,
-            self._make_backends(),
-            self._make_store(timeout_s),
+            BackendMaker(self._make_grpc, threads=worker.threads),
+            worker.make_store(coordinator, timeout_s),
             backend=config.backend,
             timeout_s=timeout_s,
             recorder=self.recorder,
-            incarnation=lambda: self._coordinator.incarnation,
+            incarnation=lambda: coordinator.incarnation,
         )
 
     @classmethod
@@ -140,7 +134,9 @@ class World:
         """
         fork.check_may_join()
         try:
-            world = cls._joined(config, timeout_s, join_timeout_s)
+            job = FormedJob(config) if config is not None else find_job(os.environ, join_timeout_s)
+            limit_s = None if job.config.standby else join_timeout_s  # a standby may never be needed
+            (world,) = cls._join([ProcessWorker(job)], timeout_s, limit_s, join_timeout_s)
         except BaseException as error:
             explain(error)
             raise
@@ -151,23 +147,29 @@ class World:
         return world
 
     @classmethod
-    def _joined(cls, config: WorkerConfig | None, timeout_s: float, join_timeout_s: float) -> World:
-        formed = FormedJob(config) if config is not None else find_job(os.environ, join_timeout_s)
+    def _join(
+        cls, workers: Sequence[Worker], timeout_s: float, start_timeout_s: float | None, join_timeout_s: float
+    ) -> list[World]:
+        """The worlds of workers that have one loop, once all that their job needs have joined."""
+        worlds: list[World] = []
+
+        async def start() -> None:
+            await asyncio.gather(*(world._coordinator.start(start_timeout_s) for world in worlds))
+
         try:
-            world = cls(formed.config, timeout_s=timeout_s)
-            world._formed = formed
+            for worker in workers:
+                worlds.append(cls(worker, timeout_s=timeout_s))
+            workers[0].loop.run(start(), start_timeout_s and start_timeout_s + 5.0)
+            for world in worlds:
+                world.view.wait_complete(join_timeout_s)
+                world.view.newcomers()
         except BaseException:
-            formed.close()
+            for world in worlds:
+                world.close()
+            for worker in workers[len(worlds) :]:
+                worker.close()
             raise
-        try:
-            limit_s = None if world._config.standby else join_timeout_s  # a standby may never be needed
-            world._loop.run(world._coordinator.start(limit_s), limit_s and limit_s + 5.0)
-            world.view.wait_complete(join_timeout_s)
-            world.view.newcomers()
-        except BaseException:
-            world.close()
-            raise
-        return world
+        return worlds
 
     new = init
 
@@ -213,7 +215,7 @@ class World:
         Raises:
             Misuse: there are several models; each has its own version.
         """
-        return self.steps.latest_version
+        return self.steps.view.latest_version
 
     @property
     def steps(self) -> StepClient:
@@ -289,15 +291,15 @@ class World:
 
     @overload
     @staticmethod
-    def mock(*, shards: int = 1, timeout_s: float = 60.0) -> World: ...
+    def mock(*, shards: int = 1, timeout_s: float = MOCK_TIMEOUT_S) -> World: ...
 
     @overload
     @staticmethod
-    def mock(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0) -> list[World]: ...
+    def mock(world_size: int, *, shards: int = 1, nodes: int = 1, timeout_s: float = MOCK_TIMEOUT_S) -> list[World]: ...
 
     @staticmethod
     def mock(
-        world_size: int | None = None, *, shards: int = 1, nodes: int = 1, timeout_s: float = 60.0
+        world_size: int | None = None, *, shards: int = 1, nodes: int = 1, timeout_s: float = MOCK_TIMEOUT_S
     ) -> World | list[World]:
         """A job inside this process, in milliseconds and without sockets: for tests, and for trying things out.
 
@@ -321,13 +323,8 @@ class World:
             InvalidRequest: `world_size` is less than 1, or not a multiple of `nodes`.
             ConfigurationError: `shards` is less than 1.
         """
-        from axon_ps.worker.mock_world import create_worlds
-
-        worlds = create_worlds(1 if world_size is None else world_size, shards=shards, nodes=nodes, timeout_s=timeout_s)
-        if world_size is not None:
-            return list(worlds)
-        worlds[0].make_current()
-        return worlds[0]
+        worlds = _mock_worlds(1 if world_size is None else world_size, shards, nodes, timeout_s)
+        return worlds if world_size is not None else worlds[0].__enter__()
 
     def barrier(self, name: str = "world", timeout_s: float | None = None) -> None:
         """Return when every worker has called it.
@@ -342,27 +339,7 @@ class World:
                 beginning of its program, and the next step synchronizes with it.
             Disagreement: the missing workers wait in a step for this worker.
         """
-        self._barrier(name, (), timeout_s)
-
-    def _barrier(self, name: str, ranks: Sequence[int], timeout_s: float | None) -> None:
-        """Enter a barrier; again if the generation changed without a change of workers (by a restore)."""
-        deadline = Deadline(self._limit(timeout_s))
-        if new := self.view.newcomers():
-            who = " and ".join(f"worker {m.rank} (node {m.node})" for m in new)
-            raise GenerationChanged(
-                f"{who} came since this worker's last step and is at the beginning of its program, so barrier {name!r} "
-                "was not entered: make a step, or begin this part of the program again",
-                self.generation,
-            )
-        workers = {m.id for m in self.membership.workers}
-        while True:
-            try:
-                self._loop.run(self._coordinator.barrier(name, ranks, deadline.remaining()))
-                return
-            except GenerationChanged as error:
-                self.view.wait_generation(error.generation, deadline.remaining())
-                if {m.id for m in self.membership.workers} != workers:
-                    raise
+        self._rendezvous.barrier(name, self._limit(timeout_s))
 
     def _limit(self, timeout_s: float | None) -> float:
         fork.check()
@@ -470,13 +447,8 @@ class World:
             Timeout: a worker is missing; the message names it.
             GenerationChanged, Disagreement, MemberLost: as for `barrier`.
         """
-        text = encode(value, "gather_json")
-        ranks = [m.rank for m in self.membership.workers]
-        self.kv_put(f"{name}/{self.rank}", text)
-        self._barrier(f"{name}/put", ranks, timeout_s)
-        values = [decode(self.kv_wait(f"{name}/{rank}", timeout_s), "gather_json") for rank in ranks]
-        self._barrier(f"{name}/got", ranks, timeout_s)
-        return values
+        gathered = self._rendezvous.all_gather(name, encode(value, "gather_json"), self._limit(timeout_s))
+        return [decode(text, "gather_json") for text in gathered]
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -526,16 +498,8 @@ class World:
 
         After an error: earlier checkpoints are untouched.
         """
-        limit_s = self._limit(timeout_s)
-        try:
-            extra_json = json.dumps(dict(extra or {}))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"extra must be JSON values: {error}") from error
-
-        async def save() -> CheckpointInfo:
-            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=limit_s))
-
-        return LoopWork(self._loop, save(), f"saving {uri}") if async_op else self._loop.run(save())
+        saving = self._checkpoints.save(uri, extra, self._limit(timeout_s))
+        return LoopWork(self._loop, saving, f"saving {uri}") if async_op else self._loop.run(saving)
 
     def restore_checkpoint(
         self, uri: str, *, models: Sequence[str] = (), timeout_s: float | None = None
@@ -555,18 +519,7 @@ class World:
                 truncated or altered file), the parameters are unchanged; else the job waits for another restore.
             InvalidRequest: it was saved from other models.
         """
-        deadline = Deadline(self._limit(timeout_s))
-        before = self._epochs(models)
-        restoring = self._coordinator.restore_checkpoint(uri, timeout_s=deadline.remaining(), models=models)
-        info = self._loop.run(restoring)
-        for client, epoch in before:
-            client.wait_epoch(epoch + 1, deadline.remaining())
-        return info_of(info)
-
-    def _epochs(self, models: Sequence[str] = ()) -> list[tuple[StepClient, int]]:
-        """The epoch of every model that this process has wrapped, or of those named; of the first while it has none."""
-        clients = [self.models.named(name) for name in models] if models else self.models.wrapped
-        return [(client, client.epoch) for client in clients or [self.models.client(0)]]
+        return self._checkpoints.restore(uri, models, self._limit(timeout_s))
 
     def resume_checkpoint(self, uri: str, *, timeout_s: float | None = None) -> None:
         """Have the job begin at a checkpoint; every worker calls it, after all models have been wrapped.
@@ -582,15 +535,7 @@ class World:
             CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.
             Timeout: it was not restored in time.
         """
-        deadline = Deadline(self._limit(timeout_s))
-        while waited := [client for client, epoch in self._epochs() if epoch == 0]:
-            now = self.generation
-            if self.is_main_process:
-                self.restore_checkpoint(uri, timeout_s=deadline.remaining())
-            else:  # or restore instead of it, if it dies
-                waited[0].wait_epoch_or_generation(1, now + 1, deadline.remaining())
-        for client, _ in self._epochs():
-            client.wait_epoch(1, deadline.remaining())
+        self._checkpoints.resume(uri, self._limit(timeout_s))
 
     def replace_parameters(
         self, units: Iterable[tuple[int, Array]], *, model: str = "", timeout_s: float | None = None
@@ -608,22 +553,7 @@ class World:
 
         After an error: the values on the servers may be incomplete; call it again, or restore a checkpoint.
         """
-        limit_s = self._limit(timeout_s)
-        steps = self.models.named(model) if model else self.models.only()
-        epoch = steps.epoch
-        self.barrier("axon_ps/replace_parameters", limit_s)
-        if self.is_main_process:
-            names = [steps.name] if steps.name else []
-            replaced = LoopWork(
-                self._loop,
-                self._coordinator.restore_checkpoint(UPLOADED, timeout_s=limit_s, models=names),
-                "replacing the parameters",
-            )
-            steps.wait_epoch(epoch + 1, limit_s, initialized=False)
-            for unit, values in units:
-                steps.upload(unit, values, epoch=epoch + 1)
-            replaced.wait(limit_s)
-        steps.wait_epoch(epoch + 1, limit_s)
+        self._checkpoints.replace(units, model, self._limit(timeout_s))
 
     # ------------------------------------------------------------------ events, close
 
@@ -647,16 +577,6 @@ class World:
             lambda report: self._coordinator.kv_put(key, report),
             lambda: self._coordinator.kv_delete(key),
         )
-
-    def _make_shards(self, config: WorkerConfig) -> ShardGroup:
-        return ShardGroup(config.security, node=config.node if config.direct_memory else "")
-
-    def _make_backends(self) -> MakeBackend:
-        return BackendMaker(self._make_grpc)
-
-    def _make_store(self, timeout_s: float) -> Store:
-        """The store for the rendezvous of groups."""
-        return JobStore(self._loop, self._coordinator, timeout_s)
 
     def _make_grpc(self, context: GroupContext) -> Backend:
         from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
@@ -688,21 +608,17 @@ class World:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)
-            if self._formed is not None and finished:
-                self._loop.run(self._formed.wait_for_others())
+            if finished:
+                self._loop.run(self._worker.wait_for_others())
         finally:
-            self._end_loop()
-
-    def _end_loop(self) -> None:
-        """Close the background loop and the services."""
-        self._loop.close()
-        if self._formed is not None:
-            self._formed.close()
+            self._worker.close()
 
     def _at_exit(self) -> None:
         self.close(finished=process_succeeded())
 
     def __enter__(self) -> World:
+        if self._worker.threads:
+            current_world.enter_thread(self)
         return self
 
     def __exit__(
@@ -732,10 +648,25 @@ def world_of(group: ProcessGroup) -> World:
     return cast("World", group.world)
 
 
-def _mock_world(backend: Backend) -> World:
-    from axon_ps.worker.mock_world import world_of_backend
+def _mock_worlds(
+    world_size: int, shards: int, nodes: int | Sequence[str], timeout_s: float = MOCK_TIMEOUT_S
+) -> list[World]:
+    from axon_ps.worker.mock_job import START_S, thread_workers
 
-    return world_of_backend(backend)
+    return World._join(thread_workers(world_size, shards=shards, nodes=nodes), timeout_s, START_S, START_S)
+
+
+def _mock_world(backend: Backend) -> World:
+    """The world of a `MockBackend`'s rank, of a job in this process that begins when the first rank asks for its own.
+
+    After an error: the next one that asks tries again.
+    """
+    from axon_ps.collectives.backends.mock import MockBackend
+
+    assert isinstance(backend, MockBackend)
+    nodes = [member.node for member in backend.context.members]
+    worlds = backend.get_or_make("mock/worlds", lambda: _mock_worlds(len(nodes), 1, nodes))
+    return worlds[backend.rank]
 
 
 current_world.register_mock_worlds(_mock_world)

@@ -25,7 +25,7 @@ with axon_ps.World.init(join_timeout_s=40) as world:
     total = axon_ps.all_reduce_sum(np.full(1, world.rank + 1.0, np.float32))
     print(world.rank, world.local_rank, world.num_shards, total[0], world.membership.workers[0].node, flush=True)
     if world.rank == 1:  # of rank 0, which has the services, nothing is left but these
-        world.steps.wait_members(lambda m: len(m.workers) == 1, 30.0, "rank 0 leaves")
+        world.view.wait_members(lambda m: len(m.workers) == 1, 30.0, "rank 0 leaves")
         world.kv_put("still", b"here")
         print(world.kv_get("still"), len(world.server_statistics(0)) > 0, flush=True)
 """

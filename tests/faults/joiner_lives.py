@@ -22,7 +22,7 @@ MOMENTS = {
     "first forward": ("gpt.Block", "forward", 1),
     "forward": ("gpt.Block", "forward", 6),
     "backward": ("axon_ps.parallel.fsdp.runtime.Runtime", "grad_ready", 9),
-    "vote": ("axon_ps.worker.step_client.StepClient", "vote", 2),
+    "vote": ("axon_ps.worker.steps.client.StepClient", "vote", 2),
     "between steps": ("gpt.Block", "forward", 5),
     "agreement": ("axon_ps.World", "agree", 2),
     "validation": ("train_gpt", "part_loss", 1),

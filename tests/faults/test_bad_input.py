@@ -213,7 +213,7 @@ def test_a_bad_chunk_is_refused_and_the_step_goes_on(case: BadChunk, cluster: Lo
             "replica": 0,
             "step": ticket.step,
         }
-        context = {"job": cluster.job, "generation": world.generation, "incarnation": world.steps.me.incarnation}
+        context = {"job": cluster.job, "generation": world.generation, "incarnation": world.steps.view.me.incarnation}
         context |= case.change.get("context", {})
         values |= {k: v for k, v in case.change.items() if k != "context"}
         header = common_pb2.Chunk(context=common_pb2.CallContext(**context), **values)
@@ -234,9 +234,9 @@ def test_a_range_that_cannot_be_gathered_is_refused(cluster: LocalCluster) -> No
         out = np.empty(NUMEL, np.float32)
         for unit, begin, end, words in ((7, 0, None, "no unit 7"), (0, 200, 100, "not a range"), (0, 0, 999, "999")):
             with pytest.raises(errors.InvalidRequest, match=words):
-                world.steps.gather(unit, out, begin=begin, end=end).wait()
+                world.steps.parameters.gather(unit, out, begin=begin, end=end).wait()
         with pytest.raises(errors.InvalidRequest, match="needed is a contiguous"):
-            world.steps.gather(0, out[:10]).wait()
+            world.steps.parameters.gather(0, out[:10]).wait()
 
 
 # ---------------------------------------------------------------------- numbers

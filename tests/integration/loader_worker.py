@@ -163,7 +163,7 @@ def outlived() -> float:
     fork = int(world.kv_wait("fork"))
     begun = time.monotonic()
     try:
-        world.steps.wait_generation(world.generation + 1, 60.0)
+        world.view.wait_generation(world.generation + 1, 60.0)
     finally:
         os.kill(fork, signal.SIGKILL)
     assert world.world_size == 1

@@ -72,7 +72,7 @@ def train_alone(pipe: Path) -> dict[str, Any]:
             versions.append(result.version)
         if world.rank == 0:
             world.kv_put("fast is done", b"yes")
-        world.steps.wait_version(FAST + SLOW)
+        world.steps.view.wait_version(FAST + SLOW)
         after = loss_of(model)
         counters = world._loop.run(world._coordinator.status()).counters
         values = {n: v.numpy().copy() for n, v in model.state_dict().items()}
@@ -152,13 +152,13 @@ def train_bounded(steps: int, bound: int) -> dict[str, Any]:
         if world.rank == 2:
             model(batch(0, 0)).backward()  # and it is gone
             return {"ahead": ahead, "committed": committed, "aborted": 0}
-        world.steps.wait_generation(generation + 1, 30.0)
+        world.view.wait_generation(generation + 1, 30.0)
         while committed < steps + MORE:  # the first was begun, with the last step, in the generation that is over
             model(batch(steps + committed, world.replica)).backward()
             result = optimizer.step()
             committed += result.committed
             aborted += not result.committed
-        world.steps.wait_version(3 * steps + 2 * MORE)
+        world.steps.view.wait_version(3 * steps + 2 * MORE)
         after = loss_of(model)
         counters = world._loop.run(world._coordinator.status()).counters
         world.barrier("done")

@@ -18,7 +18,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 from parity_model import BATCH, CONTEXT, VOCAB, Block, build
 from tables import Record
 
@@ -54,7 +54,7 @@ def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
     """From now on, how often each unit, or the worker's part of it, is gathered and pushed."""
     gathers: Counter[int] = Counter()
     pushes: Counter[int] = Counter()
-    gather, push = steps.gather, steps.push
+    gather, push = steps.parameters.gather, steps.gradients.push
 
     def counting_gather(unit: int, *args: Any, **kwargs: Any) -> Any:
         gathers[unit] += 1
@@ -64,7 +64,8 @@ def count_calls(steps: StepClient) -> tuple[Counter[int], Counter[int]]:
         pushes[unit] += 1
         return push(unit, *args, **kwargs)
 
-    steps.gather, steps.push = counting_gather, counting_push  # type: ignore[method-assign]
+    steps.parameters.gather = counting_gather  # type: ignore[method-assign]
+    steps.gradients.push = counting_push  # type: ignore[method-assign]
     return gathers, pushes
 
 

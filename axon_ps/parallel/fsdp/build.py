@@ -32,7 +32,7 @@ from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import DType
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import world_of
 
 WrappedUnits = tuple[wrap.WrappedUnit, ...]
@@ -168,7 +168,7 @@ def server_runtime(
     units = _module_units(module, wrapped_units, make)
     if node is not None:
         return NodeRuntime(node, client, units, pool, **options)
-    return ServerRuntime(client, units, pool, make=None if plan.on_device else client.buffer, **options)
+    return ServerRuntime(client, units, pool, make=None if plan.on_device else client.gradients.buffer, **options)
 
 
 def _node_steps(plan: Plan, client: StepClient) -> NodeSteps:

@@ -56,7 +56,7 @@ from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import DType, Hyper
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 
 class State(enum.Enum):

@@ -195,7 +195,7 @@ class FullyShardedDataParallel(ShardedValues):
             self._steps, registered = world_of(self._group).models.register(self._spec, self._name)
             if registered.upload:
                 materialize.upload(module, wrapped_units, self._steps, init)
-            initialized = self._steps.wait_initialized(registered)
+            initialized = self._steps.view.wait_initialized(registered)
 
     def _tag_parameters(self) -> None:
         for flat in (f for u in self._runtime.units for f in u.flats):

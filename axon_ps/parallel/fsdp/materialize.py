@@ -10,7 +10,7 @@ from torch import nn
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.fsdp.wrap import WrappedUnit
 from axon_ps.types import Array
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 
 
 def upload(
@@ -32,7 +32,7 @@ def upload(
     """
     for index, wrapped in enumerate(wrapped_units):
         array: Array = values_of(module, wrapped, init).numpy()
-        steps.upload(index, array)
+        steps.parameters.upload(index, array)
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:

@@ -29,7 +29,8 @@ from axon_ps.parallel.fsdp.runtime import BUFFERS, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Steps
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
-from axon_ps.worker.step_client import StepClient, Ticket
+from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.steps.ticket import Ticket
 
 
 class ServerRuntime(Runtime):
@@ -78,16 +79,16 @@ class ServerRuntime(Runtime):
     @property
     def now(self) -> Position:
         """(epoch, version) that this worker computes with."""
-        return self._steps.epoch, self._steps.version
+        return self._steps.view.epoch, self._steps.view.version
 
     @property
     def version(self) -> int:
         """Committed steps, copies from other models included."""
-        return self._client.latest_version
+        return self._client.view.latest_version
 
     def _begin_step(self) -> None:
         """A step begins where the one before ended, or anew if this worker itself asked for other parameters since."""
-        if self._began is None or self._began[0] < self._read[0] == self._steps.asked_epoch:
+        if self._began is None or self._began[0] < self._read[0] == self._steps.view.asked_epoch:
             self._began = self._read
 
     # ------------------------------------------------------------------ gradients
@@ -120,7 +121,7 @@ class ServerRuntime(Runtime):
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
-        self._pushes.append(self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer)))
+        self._pushes.append(self._steps.gradients.push(flat.index, sent, ticket, lambda: self._out.give(buffer)))
         self._pushed.add(flat.index)
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
@@ -169,19 +170,19 @@ class ServerRuntime(Runtime):
                     self._push(flat)
                     self._gather_speculative(unit, flat)
                 else:
-                    self._pushes.append(self._steps.push(flat.index, None, ticket))
+                    self._pushes.append(self._steps.gradients.push(flat.index, None, ticket))
                     self._pushed.add(flat.index)
             decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper)
             norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
+                self._steps.view.job.wait_complete()
         except BaseException:
             self._settle_speculative(as_expected=False)
             raise
         finally:
             self._unclipped = max_norm == 0.0
             self.sent.decided(norm)
-            self._ticket, self._began, self._has_gradients = None, self._steps.latest, False
+            self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
             self._pushes, self._pushed = [], set()
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
@@ -205,9 +206,9 @@ class ServerRuntime(Runtime):
         try:
             decision = self._steps.copy_from(other._client, weight)
             if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
+                self._steps.view.job.wait_complete()
         finally:
-            self._began = self._steps.latest
+            self._began = self._steps.view.latest
             self.counters.step_wait_s += time.perf_counter() - began
         return self._decided(decision, 0.0)
 

@@ -25,7 +25,7 @@ from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps
 from axon_ps.types import Array, DType, Hyper
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 if TYPE_CHECKING:
     from axon_ps.parallel.fsdp.flat_unit import FlatUnit
@@ -88,7 +88,8 @@ class ParameterSource(ABC):
 
     def wanted(self, flat: FlatUnit) -> Position:
         """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
-        return self._steps.epoch, self._steps.version if flat.trainable else self._steps.copied
+        view = self._steps.view
+        return view.epoch, view.version if flat.trainable else view.copied
 
     def is_remote(self, at: Position) -> bool:
         """Whether the values of `at` must be requested from others."""
@@ -137,7 +138,7 @@ class _GatheringSource(ParameterSource):
 
     def start(self, flat: FlatUnit, at: Position) -> Transfer:
         buffer, out = self._target(flat)
-        return Transfer(at, self._steps.gather(flat.index, out), buffer, in_place=buffer is None)
+        return Transfer(at, self._steps.parameters.gather(flat.index, out), buffer, in_place=buffer is None)
 
     def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
         if transfer.buffer is not None:
@@ -169,7 +170,7 @@ class RemoteSource(_GatheringSource):
 
     def __init__(self, steps: ServerSteps, pool: BufferPool, *, buffered: bool) -> None:
         super().__init__(steps, pool, buffered=buffered)
-        self._servers = steps
+        self._servers = steps.parameters
 
     def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> Transfer:
         at = self.wanted(flat)
@@ -205,7 +206,7 @@ class MappedSource(ParameterSource):
 
     def __init__(self, steps: ServerSteps, otherwise: RemoteSource) -> None:
         super().__init__(steps)
-        self._servers = steps
+        self._servers = steps.parameters
         self._otherwise = otherwise
         self._mapped: Mapped | None = None  # what `flat` is
         self._read_at: Position | None = None  # of the values that were unsharded last
@@ -258,7 +259,7 @@ class HostCopySource(ParameterSource):
         if self._at == at:
             return Transfer(at)
         self._at = None
-        return Transfer(at, self._steps.gather(flat.index, array_of(self._values, flat.wire)))
+        return Transfer(at, self._steps.parameters.gather(flat.index, array_of(self._values, flat.wire)))
 
     def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
         self._at = transfer.at

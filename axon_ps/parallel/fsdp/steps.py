@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
-from axon_ps.worker.step_client import StepClient, Ticket
+from axon_ps.worker.steps.client import StepClient
+from axon_ps.worker.steps.ticket import Ticket
 
 Position: TypeAlias = tuple[int, int]
 """(epoch, version): which values of a model."""
@@ -20,8 +21,19 @@ class Pending(Awaited, Protocol):
         """Stop it; its memory is not touched afterwards."""
 
 
-class Steps(Protocol):
-    """Where parameters come from, where gradients go, and who decides; see `StepClient`."""
+class Members(Protocol):
+    """The job's members; see `JobView`."""
+
+    def wait_complete(self) -> object:
+        """Block until a step can be made."""
+
+
+class View(Protocol):
+    """What is known of the model; see `ModelView`."""
+
+    @property
+    def job(self) -> Members:
+        """The job's members."""
 
     @property
     def epoch(self) -> int:
@@ -39,31 +51,52 @@ class Steps(Protocol):
     def copied(self) -> int:
         """The newest version that took another model's values, which frozen units are of; 0 = none."""
 
-    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Give the job its optimizer."""
-
-    def gather(self, unit: int, out: Any) -> Pending:
-        """Fill `out` with a unit: an array, or a tensor in device memory where a node's groups are."""
-
     @property
     def latest(self) -> Position:
         """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
 
-    def ticket(self, began: Position | None = None) -> Ticket:
-        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
+
+class Parameters(Protocol):
+    """Where parameters come from."""
+
+    def gather(self, unit: int, out: Any) -> Pending:
+        """Fill `out` with a unit: an array; a tensor in device memory where a node's groups are."""
+
+
+class Gradients(Protocol):
+    """Where gradients go."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
         device memory where a node's groups are."""
+
+
+class Steps(Protocol):
+    """The steps of a model: what they are made of, and who decides; see `StepClient`."""
+
+    @property
+    def view(self) -> View:
+        """What is known of the model."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """Where parameters come from."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """Where gradients go."""
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Give the job its optimizer."""
+
+    def ticket(self, began: Position | None = None) -> Ticket:
+        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
 
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Vote: all gradients were pushed; wait for the decision."""
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """A step in which the model becomes (1 - weight) * its values + weight * another's."""
-
-    def wait_complete(self, timeout_s: float | None = None) -> object:
-        """Block until a step can be made."""
 
 
 class Mapped(Protocol):
@@ -80,8 +113,8 @@ class Mapped(Protocol):
         """Undo whatever was written to `values` here."""
 
 
-class ServerSteps(Steps, Protocol):
-    """Steps of a worker by itself: parameters come from the shard servers; see `StepClient`."""
+class ServerParameters(Parameters, Protocol):
+    """Parameters that come from the shard servers; see `worker.steps.parameters`."""
 
     def mapped(self, unit: int) -> Mapped | None:
         """A unit's current values, if they are mapped and there. Nobody reads them beyond the next vote."""
@@ -89,8 +122,13 @@ class ServerSteps(Steps, Protocol):
     def map(self, unit: int, dtype: DType) -> Pending:
         """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 
-    def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient that will be pushed."""
-
     def gather_speculative(self, unit: int, out: Any, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
         """Before the step is decided, fill `out` with a unit as an unclipped step with `hyper` would make it."""
+
+
+class ServerSteps(Steps, Protocol):
+    """Steps of a worker by itself: parameters come from the shard servers; see `StepClient`."""
+
+    @property
+    def parameters(self) -> ServerParameters:
+        """Where parameters come from."""

@@ -22,7 +22,7 @@ from axon_ps.parallel.wrapper import ModuleWrapper
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import world_of
 
 if TYPE_CHECKING:
@@ -116,14 +116,15 @@ class ShardedValues(ModuleWrapper):
                 several versions; begin again. Under an asynchronous policy they may always be.
         """
         local = self._replicated_units()
-        began = None if local else (self._steps.epoch, self._steps.latest_version)
+        began = None if local else (self._steps.view.epoch, self._steps.view.latest_version)
         for index, unit in enumerate(self._spec.layout.units):
             if local:
                 values = local[index].master.detach().to("cpu", torch.float32)
             else:
                 values = torch.empty(unit.numel, dtype=torch.float32)
-                self._steps.gather(index, values.numpy(), exact=True).wait()
-                if (self._steps.epoch, self._steps.latest_version) != began and not self._spec.policy.asynchronous:
+                self._steps.parameters.gather(index, values.numpy(), exact=True).wait()
+                now = self._steps.view.epoch, self._steps.view.latest_version
+                if now != began and not self._spec.policy.asynchronous:
                     raise StepAborted(_TORN)
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
@@ -364,13 +365,13 @@ class ShardedValues(ModuleWrapper):
             info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer), self._name)
             self._group.barrier()
             return info
-        before = self._steps.epoch
+        before = self._steps.view.epoch
         world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
         restored: dict[str, Any] | None = None
         if world.is_main_process:
             restored = asdict(world.restore_checkpoint(uri, models=[self._name]))
         restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
-        self._steps.wait_epoch(before + 1)
+        self._steps.view.wait_epoch(before + 1)
         return CheckpointInfo(**restored)
 
     def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:

@@ -27,7 +27,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy
 from axon_ps.types import Array, Decision, DType, Membership, OptimizerSpec, Outcome, Role
-from axon_ps.worker.staleness import Staleness, View
+from axon_ps.worker.steps.stepping import AsynchronousSteps, Origin
 from coordinator_driver import Driver, Peer
 
 LAYOUT = Layout(units=(build_unit("a", [("a", (12,), DType.F32)]), build_unit("b", [("b", (8,), DType.F32)])))
@@ -130,15 +130,14 @@ class Server(Client):
 
 
 class Worker(Client):
-    """A worker, as `worker.step_client` makes its steps."""
+    """A worker, as `worker.steps` makes its steps."""
 
     def __init__(self, sim: Simulation, peer: Peer) -> None:
         super().__init__(sim, peer)
-        self.staleness = Staleness()
-        self.staleness.policy = sim.policy
+        self.stepping = AsynchronousSteps(sim.policy)
         self.version = 0
         self.generation = 0
-        self.view: View | None = None
+        self.origin: Origin | None = None
         self.name = (0, 0, 0)  # (generation, replica, clock) of the step under way
         self.left: list[tuple[Server, int, int, int]] = []
         self.voted = False
@@ -148,29 +147,29 @@ class Worker(Client):
         if isinstance(event, Membership):
             self.generation, self.version = event.generation, event.version
             ours = [m.replica for m in event.workers if m.incarnation == self.peer.incarnation]
-            self.staleness.begin(event.generation, ours[0] if ours else -1)
-            if self.view is not None and self.name[0] != event.generation:
+            self.stepping.begin(event.generation, 0, ours[0] if ours else -1)
+            if self.origin is not None and self.name[0] != event.generation:
                 self.end(Outcome.ABORT)
         elif isinstance(event, Decision):
             self.version = event.version
             turn = event.turn
             name = None if turn is None else (event.generation, turn.replica, turn.clock)
-            self.staleness.decided(event)
+            self.stepping.decided(event)
             if self.voted and name == self.name:
                 self.end(event.outcome)
 
     def end(self, outcome: Outcome) -> None:
         self.sim.received[self.name] = outcome
-        self.view, self.left, self.voted = None, [], False
+        self.origin, self.left, self.voted = None, [], False
         self.waits = self.name[0]
-        self.staleness.end_step()
+        self.stepping.end_step()
 
     def act(self, rng: random.Random) -> bool:
         """Begin a step, push a piece of it, or vote."""
         if self.generation == 0 or not self.delivery.membership.complete:  # type: ignore[union-attr]
             return False
-        if self.view is None:
-            if self.waits is not None and not self.staleness.may_proceed(self.waits):
+        if self.origin is None:
+            if self.waits is not None and not self.stepping.may_proceed(self.waits):
                 return False
             return self.begin(rng)
         if not self.left:
@@ -178,7 +177,7 @@ class Worker(Client):
                 return False
             self.voted = True
             generation, replica, clock = self.name
-            self.record(Vote(generation=generation, step=clock, version=self.view.version), replica)
+            self.record(Vote(generation=generation, step=clock, version=self.origin.version), replica)
             return True
         at = rng.randrange(len(self.left))
         server, unit, begin, end = self.left[at]
@@ -197,11 +196,11 @@ class Worker(Client):
         return True
 
     def begin(self, rng: random.Random) -> bool:
-        self.view = self.staleness.view(self.version)
+        self.origin = self.stepping.origin(self.version)
         sim = self.sim
-        self.name = (self.view.generation, self.staleness._replica, self.staleness.clock)
+        self.name = (self.origin.generation, self.stepping._replica, self.stepping.clock)
         sim.grads[self.name] = [rng_integers(rng, u.numel) for u in LAYOUT.units]
-        sim.read[self.name] = self.view.version
+        sim.read[self.name] = self.origin.version
         self.left = [
             (sim.servers[s.server], s.unit, begin, end)
             for pieces in sim.spec.plan(SERVERS).slices

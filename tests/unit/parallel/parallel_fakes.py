@@ -17,7 +17,7 @@ from axon_ps.coordinator.client.session import Registered
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
 from axon_ps.worker.models import Names
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.steps.ticket import Ticket
 
 _VIEWS = {np.dtype(np.float32): torch.float32, np.dtype(np.uint16): torch.bfloat16, np.dtype(np.float16): torch.float16}
 
@@ -58,6 +58,12 @@ class FakeSteps:
 
     lease_s: ClassVar[float] = 5.0
     copied: ClassVar[int] = 0
+
+    @property
+    def view(self) -> FakeSteps:
+        return self
+
+    job = parameters = gradients = view
 
     @property
     def latest_version(self) -> int:

@@ -110,16 +110,21 @@ def test_a_unit_is_gathered_from_shards_and_a_gradient_pushed_in_shards() -> Non
         gathered = []
         for unit, numel in enumerate(UNITS):
             out = np.empty(numel, np.float32)
-            mine.gather(unit, out).wait()
+            mine.parameters.gather(unit, out).wait()
             gathered.append(out)
         ticket = mine.ticket()
         pushes = []
         for unit in (2, 0):
             grad = np.full(UNITS[unit], rank + 1.0, np.float32)
-            pushes.append(mine.push(unit, grad, ticket))
+            pushes.append(mine.gradients.push(unit, grad, ticket))
         for push in pushes:
             push.wait()
-        return gathered, steps.pushed, ticket.num_replicas, [mine.shard_numel(unit) for unit in range(3)]
+        return (
+            gathered,
+            steps.pushed,
+            ticket.num_replicas,
+            [mine.parameters.shards[unit].values.numel() for unit in range(3)],
+        )
 
     results = node(do)
     for gathered, _, replicas, _ in results:
@@ -139,7 +144,7 @@ def test_frozen_units_are_pulled_once_and_others_when_the_version_moves() -> Non
             steps.version = version
             mine.agree()
             for unit, numel in enumerate(UNITS):
-                mine.gather(unit, np.empty(numel, np.float32)).wait()
+                mine.parameters.gather(unit, np.empty(numel, np.float32)).wait()
         return [unit for _, unit in steps.log]
 
     pulled = [unit for result in node(do) for unit in result]
@@ -151,7 +156,7 @@ def test_the_newest_version_that_any_of_them_knows_counts() -> None:
     def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         steps.epoch, steps.version = (1, 2) if rank == 1 else (0, 7)
         mine.agree()
-        return mine.epoch, mine.version
+        return mine.view.epoch, mine.view.version
 
     assert node(do) == [(1, 2)] * 3
 
@@ -159,7 +164,7 @@ def test_the_newest_version_that_any_of_them_knows_counts() -> None:
 def test_workers_that_used_other_units_do_not_vote() -> None:
     def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         for unit in (0, 1) if rank else (1, 0):
-            mine.push(unit, None, mine.ticket()).wait()
+            mine.gradients.push(unit, None, mine.ticket()).wait()
         mine.vote(mine.ticket(), [], max_norm=0.0, hyper=())
 
     results = node(do, 2)
@@ -209,14 +214,14 @@ def test_shards_are_pulled_speculatively_behind_their_push_and_count_if_decided_
     def do(mine: NodeSteps, steps: ShardSteps, rank: int) -> Any:
         def values_of(unit: int) -> Array:
             out = np.empty(UNITS[unit], np.float32)
-            mine.gather(unit, out).wait()
+            mine.parameters.gather(unit, out).wait()
             return out
 
         mine.agree()
         before = [values_of(unit) for unit in range(3)]
         ticket = mine.ticket()
         mine.expect(({"lr": 1.0},))
-        pushes = [mine.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
+        pushes = [mine.gradients.push(unit, np.ones(UNITS[unit], np.float32), ticket) for unit in (2, 0)]
         for push in pushes:
             push.wait()
         again = values_of(0)  # used once more after its push
@@ -279,14 +284,16 @@ def test_a_step_in_which_a_worker_of_the_node_is_lost_aborts_and_the_next_has_ne
         gathered = []
         for unit, numel in enumerate(UNITS):
             out = torch.empty(numel)
-            mine.gather(unit, out if on_device else out.numpy()).wait()
+            mine.parameters.gather(unit, out if on_device else out.numpy()).wait()
             gathered.append(out.numpy())
         ticket = mine.ticket()
         at("push")
         grads = {unit: torch.ones(UNITS[unit]) for unit in (2, 0)}
-        pushes = [mine.push(unit, grad if on_device else grad.numpy(), ticket) for unit, grad in grads.items()]
-        for push in pushes:
-            push.wait()
+        pushes = [
+            mine.gradients.push(unit, grad if on_device else grad.numpy(), ticket) for unit, grad in grads.items()
+        ]
+        for work in pushes:
+            work.wait()
         at("vote")
         return gathered, mine.vote(ticket, pushes, max_norm=0.0, hyper=()).outcome
 

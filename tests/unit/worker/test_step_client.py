@@ -14,7 +14,7 @@ from axon_ps.errors import StepAborted
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import DType
 from axon_ps.worker.job_view import JobView
-from axon_ps.worker.step_client import StepClient
+from axon_ps.worker.steps.client import StepClient
 
 
 class Restored:
@@ -39,18 +39,18 @@ def test_an_event_that_a_server_gets_first_is_no_error_before_the_worker_has_it(
     try:
         membership = SimpleNamespace(generation=1)
         view = JobView(lambda: "me", 60.0)
-        client = StepClient(loop, SimpleNamespace(context=None), servers, view, timeout_s=60.0)  # type: ignore[arg-type]
+        client = StepClient(loop, SimpleNamespace(context=None), servers, view)  # type: ignore[arg-type]
         view.known = membership  # type: ignore[assignment]
         client.on_event(JobState(initialized=True, version=3))
         out = np.zeros(4, np.float32)
-        work: Any = client.gather(0, out) if ask == "gather" else client.map(0, DType.F32)
+        work: Any = client.parameters.gather(0, out) if ask == "gather" else client.parameters.map(0, DType.F32)
         assert servers.asked.wait(10.0)
         loop.run(_turn())  # what failed has been dealt with
         assert not work.is_completed()
         loop.run(_tell(client, JobState(initialized=False, version=1, epoch=1)))
         with pytest.raises(StepAborted, match="the parameters were replaced meanwhile: this is epoch 1, no longer 0"):
             work.wait(10.0)
-        assert client.latest == (1, 1)
+        assert client.view.latest == (1, 1)
     finally:
         loop.close()
 

@@ -25,7 +25,7 @@ class NodeRuntime(ServerRuntime):
     @property
     def shard_numel(self) -> int:
         """See `Runtime.shard_numel`."""
-        return sum(self._node.shard_numel(flat.index) for unit in self.units for flat in unit.flats)
+        return sum(shard.values.numel() for shard in self._node.parameters.shards)
 
     def agree(self) -> None:
         """See `Runtime.agree`."""
@@ -34,7 +34,7 @@ class NodeRuntime(ServerRuntime):
     def refresh(self) -> None:
         """See `Runtime.refresh`."""
         self._node.agree()
-        self._node.wait_pulled()
+        self._node.parameters.wait_pulled()
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:
         self._node.expect(hyper)

@@ -1,0 +1,93 @@
+"""What the workers of a node do together, in one order: collectives inside it, and what ends them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from axon_ps.collectives.work import WorkQueue
+from axon_ps.errors import AxonError, Broken, Closed
+from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
+from axon_ps.parallel.work import QueuedWork
+from axon_ps.types import Array
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class NodeCalls:
+    """The calls inside a node.
+
+    Args:
+        groups: the workers of the node.
+
+    Attributes:
+        groups: as given.
+        group_error: what ended the node's groups, until they are formed again.
+    """
+
+    def __init__(self, groups: NodeGroups) -> None:
+        self.groups = groups
+        self.group_error: AxonError | None = None
+        self._work_queue = WorkQueue("axon-ps-node-units")
+        self._call_digest = hashlib.sha256()
+        self._failure: AxonError | None = None  # what no further step can be made after
+
+    def form_again(self, timeout_s: float) -> None:
+        """Make the node's groups anew. What the queue still has to do is of the old ones, and does nothing."""
+        self._work_queue.submit(lambda: None).result(timeout_s)
+        _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self.group_error)
+        self.groups.form(self.group_error)
+        self._call_digest = hashlib.sha256()
+        self.group_error = None
+
+    def exchange(self, values: Sequence[int]) -> Array | None:
+        """Every worker's numbers, i64[workers, numbers]; None once a worker of the node was lost."""
+        mine = np.array([values], np.int64)
+        return self.within(lambda: self.groups.control.all_gather(mine))
+
+    def within(self, call: Callable[[], T]) -> T | None:
+        """What a collective of the node gives; None, and from then on at once, if a worker of the node was lost."""
+        if self.group_error is not None:
+            return None
+        try:
+            return call()
+        except (Broken, Closed) as error:
+            self.group_error = error
+            return None
+
+    def in_order(
+        self, run: Callable[[], Any], what: str, given_up: Callable[[], object] = lambda: None
+    ) -> QueuedWork[Any]:
+        """A call on the queue; after one has failed none is made any more, since the workers have lost step."""
+
+        def guarded() -> Any:
+            if self._failure is not None:
+                given_up()
+                raise self._failure
+            try:
+                return run()
+            except AxonError as error:
+                self._failure = error
+                raise
+
+        return QueuedWork(self._work_queue.submit(guarded), what)
+
+    def record(self, what: bytes, unit: int) -> None:
+        """Note a call of this step, for `take_digest`."""
+        self._call_digest.update(what + unit.to_bytes(4, "little"))
+
+    def take_digest(self) -> int:
+        """A number of the calls of this step, which is over: equal on workers that have made the same."""
+        digest, self._call_digest = self._call_digest.digest(), hashlib.sha256()
+        return int.from_bytes(digest[:8], "little", signed=True)
+
+    def close(self) -> None:
+        """End the queue; the groups are the world's."""
+        self._work_queue.close(_CLOSE_TIMEOUT_S)

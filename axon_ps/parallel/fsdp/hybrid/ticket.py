@@ -1,0 +1,25 @@
+"""`NodeTicket`: a step attempt of the workers of a node."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+from axon_ps.worker.steps.ticket import NO_GENERATION, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeTicket(Ticket):
+    """A ticket that the workers of a node share.
+
+    Attributes:
+        num_replicas: gradients that are averaged: those of all workers of all nodes.
+        shared: the ticket of the node's pushes.
+    """
+
+    shared: Ticket
+
+    def void(self, why: str) -> Self:
+        """See `Ticket.void`."""
+        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why, shared=self.shared.void(why))

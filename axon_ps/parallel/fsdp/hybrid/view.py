@@ -1,0 +1,54 @@
+"""What the workers of a node know of the model: what they have agreed on, since each is notified at another moment."""
+
+from __future__ import annotations
+
+from axon_ps.parallel.fsdp.hybrid.calls import NodeCalls
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.steps.view import ModelView
+
+
+class NodeView:
+    """A `ModelView` that is the same on all workers of a node, until a worker of it was lost.
+
+    Args:
+        own: this worker's.
+        calls: those inside the node.
+
+    Attributes:
+        agreed: the (epoch, version) that the node's workers have agreed on.
+    """
+
+    def __init__(self, own: ModelView, calls: NodeCalls) -> None:
+        self._own = own
+        self._calls = calls
+        self.agreed = own.latest
+
+    @property
+    def job(self) -> JobView:
+        """The job's members."""
+        return self._own.job
+
+    @property
+    def epoch(self) -> int:
+        """How often the parameters were replaced, as the node's workers agreed."""
+        return self.agreed[0] if self._calls.group_error is None else self._own.epoch
+
+    @property
+    def asked_epoch(self) -> int:
+        """The newest epoch that this worker asked for, or waited for."""
+        return self._own.asked_epoch
+
+    @property
+    def version(self) -> int:
+        """Committed steps, as the node's workers agreed."""
+        return self.agreed[1] if self._calls.group_error is None else self._own.version
+
+    @property
+    def copied(self) -> int:
+        """See `ModelView.copied`; a worker was notified of nothing newer than the node agreed on."""
+        return self._own.copied
+
+    @property
+    def latest(self) -> tuple[int, int]:
+        """The newest (epoch, version) that this worker was notified of; the node may not have agreed on it yet."""
+        return self._own.latest

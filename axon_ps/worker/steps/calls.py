@@ -1,0 +1,103 @@
+"""The calls to shard servers about one model that are under way, each ended by what makes it pointless."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.errors import StepAborted, Timeout
+from axon_ps.wire.v1.common_pb2 import CallContext
+from axon_ps.worker.steps.view import ModelView
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Runs calls on the background loop; all but `context` is used on the loop's thread.
+
+    Args:
+        coordinator: gives the context of a call.
+        view: what this worker knows of the model.
+    """
+
+    def __init__(self, coordinator: CoordinatorClient, view: ModelView) -> None:
+        self._coordinator = coordinator
+        self._view = view
+        self._running: dict[asyncio.Task[Any], tuple[int | None, int | None]] = {}  # with their epoch and generation
+
+    def context(self, generation: int | None = None) -> CallContext:
+        """The context of a call about this model, in the present generation if none is given."""
+        context = self._coordinator.context()
+        context.model = self._view.model
+        if generation is not None:
+            context.generation = generation
+        return context
+
+    async def run(
+        self, call: Callable[[], Coroutine[Any, Any, T]], *, epoch: int | None = None, generation: int | None = None
+    ) -> T:
+        """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
+
+        Args:
+            call: starts it.
+            epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
+                version from before a restore could wait for ever: it may never exist again.)
+            generation: it ends, too, when another generation begins; None = it does not.
+
+        Raises:
+            StepAborted: the parameters were replaced.
+            CancelledError: another generation has begun.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[task] = epoch, generation
+        try:
+            self._check_current(epoch)
+            return await call()
+        except asyncio.CancelledError:
+            self._check_current(epoch)
+            raise
+        except Timeout as error:
+            if not (reason := self._view.job.waiting_for()):
+                raise
+            raise Timeout(f"{error}{reason}") from error
+        finally:
+            self._running.pop(task, None)
+
+    async def run_at(self, epoch: int, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A call for the parameters of an epoch; after a restore it fails only once this worker knows of the new epoch.
+
+        A server may receive a restore before this worker does. The call then waits for the event here, so that a retry
+        requests the new epoch.
+        """
+
+        async def attempt() -> T:
+            try:
+                return await call()
+            except StepAborted:
+                if epoch == self._view.epoch:
+                    await asyncio.sleep(self._view.job.timeout_s)  # `end_stale` ends this call
+                raise
+
+        return await self.run(attempt, epoch=epoch)
+
+    def end_stale(self) -> None:
+        """Cancel the calls that cannot succeed any more, after an event that this worker's knowledge has."""
+        view = self._view
+        over = view.released or view.job.failure is not None
+        now = view.job.known and view.job.known.generation
+        for task, (epoch, generation) in list(self._running.items()):
+            if over or epoch not in (None, view.epoch) or generation not in (None, now):
+                del self._running[task]
+                task.cancel()
+
+    def _check_current(self, epoch: int | None) -> None:
+        """Raise the error that ends a call of `epoch`, if there is one."""
+        view = self._view
+        if view.job.failure is not None:
+            raise view.job.failure
+        view.check_released()
+        if epoch is not None and epoch != view.epoch:
+            raise StepAborted(f"the parameters were replaced meanwhile: this is epoch {view.epoch}, no longer {epoch}")

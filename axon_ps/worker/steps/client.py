@@ -1,0 +1,302 @@
+"""`StepClient`: a worker's part in the training steps of one model.
+
+A step begins with a *ticket* (generation, step, replica, number of replicas), which is taken when its first gradient is
+pushed and used for all of it. It ends with a vote, which blocks until the decision. Gathers and pushes run on the
+background loop and return `Work` handles.
+
+Invariant: when the membership changes, the ticket is void: its pushes are dropped and the vote returns an aborted
+decision without being sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from axon_ps.collectives.work import Awaited
+from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, StepAborted, Timeout
+from axon_ps.observe.moments import Moment, reached
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import CopyFrom, Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.worker.job_view import JobView
+from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.gradients import Gradients
+from axon_ps.worker.steps.parameters import Parameters
+from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.steps.view import ModelView
+
+_ARRIVED_INTERVAL_S = 1.0
+"""How often, while pushes last, this worker reports that it waits, so that it does not count as a straggler."""
+
+_STATUS_TIMEOUT_S = 2.0
+"""How long the coordinator may take to reply for whom a step waits, once that has timed out."""
+
+
+class StepClient:
+    """The steps of one model; thread-safe.
+
+    Args:
+        loop: the background loop that everything runs on.
+        coordinator: the joined session; its events about the model must be passed to `on_event`.
+        shards: the connections to the shard servers, for this model.
+        job: the job's members.
+        model: number of the model.
+
+    Attributes:
+        view: what this worker knows of the model.
+        parameters: gathers them.
+        gradients: pushes them.
+    """
+
+    def __init__(
+        self, loop: BackgroundLoop, coordinator: CoordinatorClient, shards: ShardGroup, job: JobView, model: int = 0
+    ) -> None:
+        self._loop = loop
+        self._coordinator = coordinator
+        self._shards = shards
+        self.view = ModelView(job, model)
+        self._calls = Calls(coordinator, self.view)
+        self.parameters = Parameters(loop, shards, self.view, self._calls)
+        self.gradients = Gradients(loop, shards, self.view, self._calls)
+
+    def on_event(self, event: Event) -> None:
+        """Apply one event of the session, in order, on the loop's thread; a membership after `JobView` has it."""
+        view = self.view
+        with view.job.changed:
+            epoch = view.epoch
+            view.on_event(event)
+            if view.epoch != epoch:
+                self._shards.forget_residuals()
+            if isinstance(event, JobState):
+                if event.released:
+                    self._shards.release()
+                if event.spec is not None:
+                    self._shards.set_spec(event.spec)
+            self._calls.end_stale()
+            view.job.changed.notify_all()
+
+    def registered(self, spec: JobSpec, reply: Registered, name: str) -> None:
+        """This process has registered the model, with this layout and this reply."""
+        with self.view.job.changed:
+            self._shards.set_spec(spec)
+            self.view.registered(spec, reply, name)
+
+    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
+        """Set the model's optimizer, or check ours against the one it has.
+
+        Raises:
+            LayoutMismatch: another rank registered other groups or hyperparameters.
+        """
+        timeout_s = self.view.job.timeout_s
+        registering = self._coordinator.register(optimizer=optimizer, timeout_s=timeout_s, name=self.view.name)
+        self._loop.run(registering, timeout_s)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters of the data plane: bytes, streams, retries; where replicas step asynchronously, clocks and waiting.
+
+        `mapped_bytes_in` are those of the `bytes_in` that were mapped without a copy.
+        """
+        counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
+        for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
+            counters[name] += self.parameters.mapped_bytes
+        return counters | self.view.stepping.statistics()
+
+    # ------------------------------------------------------------------ a step
+
+    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+        """The ticket of the step attempt that starts now.
+
+        Args:
+            began: (epoch, version) that the step is computed from. If that is not `view.latest` any more the ticket is
+                void, since gradients of an older version must not count in a newer generation. None = any.
+
+        Raises:
+            Misuse: the model was released.
+            MemberLost: this worker is no member any more.
+        """
+        view = self.view
+        with view.job.changed:
+            view.check_released()
+            latest = view.latest
+            ticket = view.stepping.ticket(view.latest_version, view.membership, view.me.replica)
+        if began in (None, latest):
+            return ticket
+        return ticket.void(
+            f"the step began at version {began[1]} and the model is at {latest[1]}: it went on while this worker was "
+            "no member, or was restored"
+        )
+
+    def copy_from(self, source: StepClient, weight: float) -> Decision:
+        """A step in which the model becomes (1 - weight) * its values + weight * another's; every worker calls it.
+
+        Args:
+            source: the client of the other model.
+            weight: above 0, at most 1.
+
+        Returns:
+            The decision, as of `vote`.
+
+        Raises:
+            InvalidRequest: the models are not sharded alike, or replicas of one of them step asynchronously.
+            Misuse: one of them is not registered here, or was released.
+            Timeout: no decision came; the step may still commit.
+        """
+        mine, theirs = self.view, source.view
+        mine.check_released()
+        theirs.check_released()
+        if mine.spec is None or theirs.spec is None:
+            raise Misuse("copy_from needs two models that were registered by this process")
+        if mine.spec.policy.asynchronous or theirs.spec.policy.asynchronous:
+            raise InvalidRequest(
+                "copy_from needs a version that all workers agree on; replicas of one model step asynchronously"
+            )
+        if difference := mine.spec.cut_difference(theirs.spec):
+            raise InvalidRequest(f"model {mine.name!r} cannot take the values of {theirs.name!r}: {difference}")
+        copy = CopyFrom(source=theirs.model, weight=weight)
+        return self.vote(self.ticket(), (), max_norm=0.0, hyper=(), copy=copy)
+
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None = None,
+    ) -> Decision:
+        """Report that this worker has pushed everything, and wait for the decision.
+
+        Args:
+            ticket: the step.
+            pushes: its pushes; they are waited for first.
+            max_norm: global L2 norm to clip to; 0 = do not clip.
+            hyper: per parameter group, this step's hyperparameters.
+            copy: the copy from another model; None = the step takes gradients.
+
+        Returns:
+            The decision; an abort when the membership changed meanwhile. By then this worker has received the
+            generation that the next attempt runs in.
+
+        Raises:
+            Timeout: no decision came; the step may still commit.
+            AxonError: a push failed for another reason than a membership change.
+        """
+        job, stepping = self.view.job, self.view.stepping
+        try:
+            decision = self._vote(ticket, pushes, max_norm, hyper, copy)
+            job.wait_generation(decision.next_generation, job.timeout_s)
+            if not stepping.acknowledges(decision):  # else that was done when it arrived
+                with job.changed:
+                    job.acknowledge()
+            self._shards.settle(ticket.step, committed=decision.outcome is Outcome.COMMIT)
+            began = time.perf_counter()
+            job.wait_until(
+                lambda: True if stepping.may_proceed(ticket.generation) else None, job.timeout_s, stepping.why_waiting
+            )
+            stepping.wait_s += time.perf_counter() - began
+        finally:
+            stepping.end_step()
+        return decision
+
+    def _vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        copy: CopyFrom | None,
+    ) -> Decision:
+        view, job = self.view, self.view.job
+        blocked = job.blocks()
+        try:
+            self._wait_pushed(ticket, pushes, blocked)
+        except (GenerationChanged, StepAborted) as error:
+            return self._aborted(ticket, str(error))
+        if view.valid(ticket) and not view.membership.complete:
+            # No attempt is in progress; the reason names who is missing.
+            reason = f"the job was waiting for {view.membership.waiting_for}"
+            job.wait_until(
+                lambda: None if view.valid(ticket) else True,
+                job.timeout_s,
+                lambda: f"step {ticket.step} is not begun",
+                reminds=True,
+            )
+            return self._aborted(ticket, reason)
+        if not view.valid(ticket):
+            return self._aborted(ticket, ticket.why_void or "the membership changed")
+        reached(Moment.VOTE)
+        self._coordinator.vote(
+            generation=ticket.generation,
+            step=ticket.step,
+            max_norm=max_norm,
+            hyper=tuple(hyper),
+            version=view.version,
+            replica=view.stepping.voter(ticket),
+            model=view.model,
+            copy=copy,
+            blocked=blocked,
+        )
+        try:
+            return job.wait_until(
+                lambda: self._decided(ticket),
+                job.timeout_s,
+                lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
+            )
+        except Timeout as error:
+            raise Timeout(f"{error}{self._stragglers()}") from error
+
+    def _decided(self, ticket: Ticket) -> Decision | None:
+        if not self.view.valid(ticket):
+            return self._aborted(ticket, "the membership changed")
+        if (decision := self.view.stepping.decision_on(ticket)) is None:
+            self.view.check_released()
+        return decision
+
+    def _aborted(self, ticket: Ticket, reason: str) -> Decision:
+        """The coordinator's decision, or an abort with `reason` once it has announced a new membership."""
+        view = self.view
+        if view.valid(ticket):
+            view.job.wait_until(
+                lambda: True if view.stepping.decision_on(ticket) is not None or not view.valid(ticket) else None,
+                view.job.timeout_s,
+                lambda: f"a shard server reports that step {ticket.step} is over; the coordinator does not",
+            )
+        return view.stepping.decision_on(ticket) or Decision(
+            step=ticket.step,
+            generation=ticket.generation,
+            outcome=Outcome.ABORT,
+            version=view.latest_version,
+            reason=reason,
+            model=view.model,
+        )
+
+    def _wait_pushed(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> None:
+        """Wait for the pushes; servers sum in replica order, so that may take as long as another worker's pushes."""
+        view = self.view
+        deadline = Deadline(view.job.timeout_s)
+        for work in pushes:
+            while True:
+                try:
+                    work.wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()))
+                    break
+                except Timeout as error:
+                    if work.is_completed():
+                        raise
+                    if deadline.expired:
+                        raise Timeout(f"{error}{self._stragglers()}") from error
+                if view.stepping.voter(ticket) is None and view.valid(ticket):
+                    self._coordinator.arrived(
+                        generation=ticket.generation, step=ticket.step, model=view.model, blocked=blocked
+                    )
+
+    def _stragglers(self) -> str:
+        """For whom the current step waits, by the coordinator's status; empty if it does not reply."""
+        try:
+            pending = self._loop.run(self._coordinator.status(_STATUS_TIMEOUT_S), _STATUS_TIMEOUT_S).pending
+        except AxonError:
+            return ""
+        return f"; the coordinator waits for: {'; '.join(pending)}" if pending else ""

@@ -1,0 +1,94 @@
+"""Pushing this worker's gradients of one model to the shard servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from axon_ps.collectives.work import LoopWork
+from axon_ps.errors import GenerationChanged
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.types import Array
+from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.steps.view import ModelView
+
+
+class Gradients:
+    """The gradients of a model, unit by unit; thread-safe.
+
+    Args:
+        loop: the background loop that everything runs on.
+        shards: the connections to the shard servers, for this model.
+        view: what this worker knows of the model.
+        calls: those of this model.
+    """
+
+    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: Calls) -> None:
+        self._loop = loop
+        self._shards = shards
+        self._view = view
+        self._calls = calls
+
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient to push: in memory that servers of this host can map, if possible."""
+        return self._shards.buffer(size_bytes)
+
+    def push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None = None,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[None]:
+        """Push the gradient of a unit, of one replica; None when it has none.
+
+        Args:
+            unit: its number.
+            grad: wire[end - begin]; must stay alive and untouched until the work is done.
+            ticket: the step it belongs to.
+            done: called on the loop's thread when the buffer is free again, however it ended.
+            begin: first element; must begin a chunk. Other workers of the replica push the rest.
+            end: one past the last; must end a chunk; None = the unit's end.
+
+        After an error: the step cannot commit; `StepClient.vote` returns an abort.
+        """
+        return LoopWork(self._loop, self._push(unit, grad, ticket, done, begin, end), f"pushing unit {unit}")
+
+    async def _push(
+        self,
+        unit: int,
+        grad: Array | None,
+        ticket: Ticket,
+        done: Callable[[], None] | None,
+        begin: int,
+        end: int | None,
+    ) -> None:
+        view = self._view
+        try:
+            if not view.valid(ticket):
+                raise GenerationChanged("the membership changed before the push", view.membership.generation)
+            await self._calls.run(
+                lambda: self._shards.reduce_scatter(
+                    unit,
+                    grad,
+                    step=ticket.step,
+                    replica=ticket.replica,
+                    context=lambda: self._calls.context(ticket.generation),
+                    timeout_s=view.job.timeout_s,
+                    begin=begin,
+                    end=end,
+                ),
+                generation=ticket.generation,
+            )
+        except asyncio.CancelledError:
+            if view.valid(ticket):
+                raise
+            raise GenerationChanged("the membership changed during the push", view.membership.generation) from None
+        finally:
+            if done is not None:
+                done()

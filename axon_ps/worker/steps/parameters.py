@@ -1,0 +1,181 @@
+"""Gathering the parameters of one model from the shard servers, and uploading their first values."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from axon_ps.collectives.work import LoopWork
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.same_host.shared_copy import MappedCopy
+from axon_ps.types import Array, DType, Hyper
+from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.steps.view import ModelView
+
+
+class Parameters:
+    """The parameters of a model, unit by unit; thread-safe.
+
+    Args:
+        loop: the background loop that everything runs on.
+        shards: the connections to the shard servers, for this model.
+        view: what this worker knows of the model.
+        calls: those of this model.
+
+    Attributes:
+        mapped_bytes: bytes of the units that were mapped and not copied.
+    """
+
+    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: Calls) -> None:
+        self._loop = loop
+        self._shards = shards
+        self._view = view
+        self._calls = calls
+        self._mapped: dict[int, tuple[int, int, MappedCopy]] = {}  # by unit: generation and epoch of the request
+        self.mapped_bytes = 0
+
+    def upload(self, unit: int, values: Array, *, epoch: int = 0) -> None:
+        """Store first values of a unit.
+
+        Args:
+            unit: its number.
+            values: f32[unit_numel].
+            epoch: how often the model has been restored: 0, unless other values are replaced by these.
+
+        After an error: some slices may be stored; uploading again is harmless.
+        """
+        timeout_s = self._view.job.timeout_s
+        storing = self._shards.upload(unit, values, context=self._calls.context, timeout_s=timeout_s, epoch=epoch)
+        self._loop.run(storing, timeout_s)
+
+    def gather(
+        self, unit: int, out: Array, *, begin: int = 0, end: int | None = None, exact: bool = False
+    ) -> LoopWork[int]:
+        """Fill `out` with the unit at this worker's version or later; its element type is the wire dtype.
+
+        Args:
+            unit: its number.
+            out: wire[unit_numel]; must stay alive and untouched until the work is done.
+            begin: first element wanted.
+            end: one past the last element wanted; None = the unit's end.
+            exact: transfer them uncompressed even if the job compresses parameters, and at the newest version that this
+                worker knows of: what the servers hold, not what training computes with.
+
+        Returns:
+            A handle whose result is the version gathered.
+
+        After an error: the content of `out` is undefined.
+        """
+        with self._view.job.changed:
+            epoch, version = self._view.epoch, self._view.version_of(unit, exact=exact)
+
+        def gather() -> Coroutine[Any, Any, int]:
+            return self._shards.gather(
+                unit,
+                out,
+                min_version=version,
+                epoch=epoch,
+                context=self._calls.context,
+                timeout_s=self._view.job.timeout_s,
+                begin=begin,
+                end=end,
+                compressed=not exact,
+            )
+
+        return LoopWork(self._loop, self._calls.run_at(epoch, gather), f"gathering unit {unit}")
+
+    def mapped(self, unit: int) -> MappedCopy | None:
+        """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
+
+        Needs no message. It must not be read after this worker's next vote.
+
+        Raises:
+            Misuse: the model was released; the servers may still have its memory.
+        """
+        with self._view.job.changed:
+            self._view.check_released()
+            known = self._mapped.get(unit)
+            if known is None or known[:2] != (self._view.membership.generation, self._view.epoch):
+                return None
+            if not known[2].is_at(self._view.version_of(unit, exact=True)):
+                return None
+            self.mapped_bytes += known[2].values.nbytes
+        return known[2]
+
+    def map(self, unit: int, dtype: DType) -> LoopWork[MappedCopy | None]:
+        """Map the memory that a unit lies in, at this worker's version or later.
+
+        Args:
+            unit: its number.
+            dtype: the wanted dtype.
+
+        Returns:
+            A handle; its result is None where the unit must be gathered (see `ShardGroup.map`). It must not be
+            read after this worker's next vote.
+        """
+        with self._view.job.changed:
+            epoch, version = self._view.epoch, self._view.version_of(unit)
+        found = self._calls.run_at(epoch, lambda: self._map(unit, dtype, epoch, version))
+        return LoopWork(self._loop, found, f"mapping unit {unit}")
+
+    async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:
+        asked = self._view.membership.generation, epoch
+        copy = await self._shards.map(
+            unit,
+            dtype=dtype,
+            min_version=version,
+            epoch=epoch,
+            context=self._calls.context,
+            timeout_s=self._view.job.timeout_s,
+        )
+        with self._view.job.changed:
+            if copy is not None:
+                self._mapped[unit] = *asked, copy
+                self.mapped_bytes += copy.values.nbytes
+        return copy
+
+    def gather_speculative(
+        self,
+        unit: int,
+        out: Array,
+        ticket: Ticket,
+        hyper: Sequence[Hyper],
+        *,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> LoopWork[int]:
+        """Before the step is decided, fill `out` with the unit as it will be if it commits unclipped with `hyper`.
+
+        Args:
+            unit: its number.
+            out: wire[end - begin]; must stay alive and untouched until the work is done.
+            ticket: the step.
+            hyper: per parameter group, the hyperparameters this worker will vote for.
+            begin: first element wanted, counted from the unit's start.
+            end: one past the last element wanted; None = the unit's end.
+
+        Returns:
+            A handle; what was gathered is the next version's only if the decision is a commit with clip factor 1 and
+            these hyperparameters.
+
+        After an error: `out` holds anything; gather the unit in the ordinary way.
+        """
+        return LoopWork(
+            self._loop,
+            self._calls.run(
+                lambda: self._shards.gather_speculative(
+                    unit,
+                    out,
+                    step=ticket.step,
+                    hyper=tuple(hyper),
+                    context=lambda: self._calls.context(ticket.generation),
+                    timeout_s=self._view.job.timeout_s,
+                    begin=begin,
+                    end=end,
+                ),
+                epoch=self._view.epoch,
+            ),
+            f"gathering unit {unit} as step {ticket.step} is expected to leave it",
+        )

@@ -1,0 +1,226 @@
+"""How a worker's steps follow each other: together with the other replicas, or asynchronously. Pure.
+
+    SynchronousSteps    a step takes the gradients of all replicas; its decision is on everybody's step
+    AsynchronousSteps   each replica's gradient is a step of its own; others commit while this worker computes
+
+Note: [Origin]
+    The *origin* of an asynchronous step is (generation, version) when this worker ended the step before: every gather
+    until the next step asks for that version or a later one, and parameters that stay unsharded do not change, so that
+    backward sees what forward saw. A step that was begun in another generation than the present one cannot commit; its
+    ticket is void.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from axon_ps.sharding.policy import Policy
+from axon_ps.types import Decision, Membership, Outcome
+from axon_ps.worker.steps.ticket import Ticket
+
+_MAX_DECISIONS = 16
+"""After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
+
+
+class Stepping(ABC):
+    """Which step is next, of which version it is, and which decision is on it.
+
+    Attributes:
+        wait_s: seconds that we have waited for `may_proceed`.
+    """
+
+    wait_s = 0.0
+
+    @abstractmethod
+    def begin(self, generation: int, step: int, replica: int) -> None:
+        """A generation begins, with this step; we are `replica` in it, or -1."""
+
+    @abstractmethod
+    def decided(self, decision: Decision) -> None:
+        """Apply a decision."""
+
+    @abstractmethod
+    def acknowledges(self, decision: Decision) -> bool:
+        """Whether a decision shows, as it arrives, that all current workers have made the program's last step."""
+
+    @abstractmethod
+    def version(self, latest: int) -> int:
+        """The version that the current step is computed from.
+
+        Args:
+            latest: the newest version that this worker knows of.
+        """
+
+    @abstractmethod
+    def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
+        """The ticket of the current step."""
+
+    @abstractmethod
+    def decision_on(self, ticket: Ticket) -> Decision | None:
+        """The decision on the step of a ticket, if it has come."""
+
+    def voter(self, ticket: Ticket) -> int | None:
+        """The replica whose step a vote is for; None = that of all."""
+        return None
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """The current step is over, or the parameters were replaced."""
+
+    def may_proceed(self, generation: int) -> bool:
+        """Whether the next step may begin, or the generation in which we wait is over."""
+        return True
+
+    def why_waiting(self) -> str:
+        """What `may_proceed` waits for, for an error."""
+        return ""
+
+    def statistics(self) -> dict[str, float]:
+        """Clocks, and the seconds waited for the slowest replica."""
+        return {}
+
+
+class SynchronousSteps(Stepping):
+    """Every step takes the gradients of all replicas."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._step = 0
+        self._decisions: dict[int, Decision] = {}
+
+    def begin(self, generation: int, step: int, replica: int) -> None:
+        """See `Stepping.begin`."""
+        self._generation, self._step = generation, step
+
+    def decided(self, decision: Decision) -> None:
+        """See `Stepping.decided`."""
+        if decision.turn is None:
+            self._decisions[decision.step] = decision
+        for old in [s for s in self._decisions if s <= decision.step - _MAX_DECISIONS]:
+            del self._decisions[old]
+        if decision.generation == self._generation:  # of an earlier one, the membership has it already
+            self._step = decision.step + 1
+
+    def acknowledges(self, decision: Decision) -> bool:
+        """See `Stepping.acknowledges`: a commit has everybody's vote."""
+        return decision.turn is None and decision.outcome is Outcome.COMMIT
+
+    def version(self, latest: int) -> int:
+        """The newest: nothing commits without this worker's vote."""
+        return latest
+
+    def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
+        """See `Stepping.ticket`."""
+        return Ticket(
+            generation=membership.generation, step=self._step, replica=replica, num_replicas=membership.num_replicas
+        )
+
+    def decision_on(self, ticket: Ticket) -> Decision | None:
+        """See `Stepping.decision_on`."""
+        decision = self._decisions.get(ticket.step)
+        return decision if decision is not None and decision.generation == ticket.generation else None
+
+    def end_step(self) -> None:
+        """See `Stepping.end_step`; the next begins by the decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The parameters that a step is computed from; see Note: [Origin]."""
+
+    generation: int
+    version: int
+
+
+class AsynchronousSteps(Stepping):
+    """Each replica's gradient is a step of its own.
+
+    `clock` and `slowest` start again at 0 with every generation.
+
+    Args:
+        policy: bounds how far the slowest replica may be behind one that goes on.
+
+    Attributes:
+        policy: as given.
+        clock: our decided steps in this generation.
+        slowest: the lowest clock of all replicas, by the newest decision.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.clock = 0
+        self.slowest = 0
+        self._generation = 0
+        self._replica = -1
+        self._origin: Origin | None = None
+        self._decision: Decision | None = None  # the newest on a step of ours
+
+    def begin(self, generation: int, step: int, replica: int) -> None:
+        """See `Stepping.begin`."""
+        if generation != self._generation:
+            self._generation, self._replica = generation, replica
+            self.clock = self.slowest = 0
+
+    def decided(self, decision: Decision) -> None:
+        """See `Stepping.decided`: on one replica's step."""
+        turn = decision.turn
+        if turn is None or decision.generation != self._generation:
+            return
+        self.slowest = max(self.slowest, turn.slowest_clock)
+        if turn.replica == self._replica:
+            self.clock = max(self.clock, turn.clock + 1)
+            self._decision = decision
+
+    def acknowledges(self, decision: Decision) -> bool:
+        """See `Stepping.acknowledges`: others need not have made a step."""
+        return False
+
+    def origin(self, latest: int) -> Origin:
+        """The origin of the current step; the first call of a step fixes it to version `latest`."""
+        if self._origin is None:
+            self._origin = Origin(self._generation, latest)
+        return self._origin
+
+    def version(self, latest: int) -> int:
+        """The origin's."""
+        return self.origin(latest).version
+
+    def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
+        """See `Stepping.ticket`."""
+        return Ticket(generation=self.origin(latest).generation, step=self.clock, replica=replica, num_replicas=1)
+
+    def decision_on(self, ticket: Ticket) -> Decision | None:
+        """See `Stepping.decision_on`."""
+        decision = self._decision
+        if decision is None or decision.turn is None or decision.turn.clock != ticket.step:
+            return None
+        return decision if decision.generation == ticket.generation else None
+
+    def voter(self, ticket: Ticket) -> int | None:
+        """See `Stepping.voter`: our own."""
+        return ticket.replica
+
+    def end_step(self) -> None:
+        """See `Stepping.end_step`: the next step has another origin."""
+        self._origin = None
+
+    def may_proceed(self, generation: int) -> bool:
+        """See `Stepping.may_proceed`: the policy bounds how far the slowest may be behind."""
+        most = self.policy.most_behind
+        return most is None or generation != self._generation or self.clock - self.slowest <= most
+
+    def why_waiting(self) -> str:
+        """See `Stepping.why_waiting`."""
+        return (
+            f"this worker is at clock {self.clock} and the slowest at {self.slowest}, which is more than {self.policy} "
+            "allows; its step is decided, the next may not begin"
+        )
+
+    def statistics(self) -> dict[str, float]:
+        """See `Stepping.statistics`."""
+        return {
+            "clock": float(self.clock),
+            "slowest_clock": float(self.slowest),
+            "staleness_wait_s": self.wait_s,
+        }

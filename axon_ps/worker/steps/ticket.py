@@ -1,0 +1,30 @@
+"""`Ticket`: what names a step attempt in every push and in the vote."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+NO_GENERATION = -1
+"""The generation of a void ticket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Identifies one step attempt of this worker: all its pushes carry it."""
+
+    generation: int
+    step: int
+    replica: int
+    num_replicas: int
+    why_void: str = ""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its step cannot commit."""
+        return self.generation == NO_GENERATION
+
+    def void(self, why: str) -> Self:
+        """The same, void: nothing is pushed with it, and its vote is an abort."""
+        return dataclasses.replace(self, generation=NO_GENERATION, why_void=why)

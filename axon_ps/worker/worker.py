@@ -1,0 +1,80 @@
+"""What a world is of: a worker that is a process, here, or one that is a thread (`mock_job`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from axon_ps.collectives.backends.base import Store
+from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.shard.client.client import ShardGroup
+from axon_ps.worker.bootstrap.job import FormedJob
+from axon_ps.worker.environment import WorkerConfig
+from axon_ps.worker.job_store import JobStore
+
+
+class Worker(ABC):
+    """A worker that is about to join a job.
+
+    Attributes:
+        threads: whether workers are threads of one process.
+        config: how it joins.
+        loop: the background loop.
+    """
+
+    threads: ClassVar[bool]
+    config: WorkerConfig
+    loop: BackgroundLoop
+
+    @abstractmethod
+    def make_shards(self) -> ShardGroup:
+        """Its client of the shard servers."""
+
+    @abstractmethod
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+        """The store for the rendezvous of groups."""
+
+    @abstractmethod
+    async def wait_for_others(self) -> None:
+        """Return when no other worker needs what this one has started; call it when this worker has left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loop, and what was started for the job. Harmless when repeated."""
+
+
+class ProcessWorker(Worker):
+    """A worker that is a process.
+
+    Args:
+        job: the job; closed with the worker, or if this raises.
+    """
+
+    threads = False
+
+    def __init__(self, job: FormedJob) -> None:
+        self._job = job
+        self.config = job.config
+        try:
+            self.loop = BackgroundLoop(name="axon-ps")
+        except BaseException:
+            job.close()
+            raise
+
+    def make_shards(self) -> ShardGroup:
+        """See `Worker.make_shards`."""
+        return ShardGroup(self.config.security, node=self.config.node if self.config.direct_memory else "")
+
+    def make_store(self, coordinator: CoordinatorClient, timeout_s: float) -> Store:
+        """See `Worker.make_store`."""
+        return JobStore(self.loop, coordinator, timeout_s)
+
+    async def wait_for_others(self) -> None:
+        """See `FormedJob.wait_for_others`."""
+        await self._job.wait_for_others()
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        self.loop.close()
+        self._job.close()
