@@ -18,7 +18,7 @@ CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: help setup demo test gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench clean
+.PHONY: help setup demo test house gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,10 @@ torch-range: ## run what touches torch with the oldest and the newest one; TORCH
 
 check: lint test ## everything CI does
 
+house: $(INSTALLED) ## measure the package: sizes, circles of imports, names used twice, private words
+	@$(BIN)/python tests/house.py
+	@$(BIN)/python tests/walks.py --summary
+
 lint: $(INSTALLED) proto-drift ## format, style, types, layers, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -82,6 +86,10 @@ proto-drift: $(INSTALLED)
 
 bench: $(INSTALLED) ## measure, with the peers in the same run; tables and JSON under benchmarks/results/
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+docs: $(INSTALLED) ## build the documentation site into build/docs; a link that leads nowhere is an error
+	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f docs/site/mkdocs.yml
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .venv-torch .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

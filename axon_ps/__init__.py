@@ -17,7 +17,7 @@ from axon_ps.types import ReduceOp, StepResult
 if TYPE_CHECKING:
     from axon_ps.collectives.backends.gloo import GlooBackend as GlooBackend
     from axon_ps.collectives.backends.grpc import GrpcBackend as GrpcBackend
-    from axon_ps.collectives.backends.hierarchical import HierarchicalBackend as HierarchicalBackend
+    from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend as HierarchicalBackend
     from axon_ps.collectives.backends.mock import MockBackend as MockBackend
     from axon_ps.collectives.backends.nccl.backend import NcclBackend as NcclBackend
     from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend as SharedMemoryBackend
@@ -120,7 +120,7 @@ _MESSAGES = ("P2POp", "batch_isend_irecv", "irecv", "isend", "sendrecv")
 _BACKENDS = {
     "GlooBackend": "gloo",
     "GrpcBackend": "grpc",
-    "HierarchicalBackend": "hierarchical",
+    "HierarchicalBackend": "hierarchical.backend",
     "MockBackend": "mock",
     "NcclBackend": "nccl.backend",
     "SharedMemoryBackend": "shm.backend",

@@ -73,11 +73,11 @@ def axon(numel: int) -> Side:
     from itertools import count
 
     from axon_ps.aggregation.client.client import CollectiveClient
-    from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+    from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
     from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
     from axon_ps.coordinator.client.session import CoordinatorClient
     from axon_ps.rpc.background_loop import BackgroundLoop
-    from axon_ps.types import DType, Membership, ReduceOp, Role
+    from axon_ps.types import Array, DType, Membership, ReduceOp, Role
     from axon_ps.worker.environment import worker_config
 
     config, size, loop = worker_config(os.environ), int(os.environ["WORLD_SIZE"]), BackgroundLoop()
@@ -119,19 +119,26 @@ def axon(numel: int) -> Side:
     out, mine = np.empty(numel, np.float32), np.empty(numel // size, np.float32)
     parts = (numel // size,) * size
 
-    def call(operation: Operation, counts: tuple[int, ...] = (), op: ReduceOp | None = None) -> Call:
-        return Call(sequence=next(sequence), operation=operation, dtype=DType.F32, counts=counts, op=op)
+    def run(
+        operation: Operation,
+        counts: tuple[int, ...] = (),
+        data: Array | None = None,
+        output: Array | None = None,
+        op: ReduceOp | None = None,
+    ) -> None:
+        call = Call(sequence=next(sequence), operation=operation, dtype=DType.F32, counts=counts, op=op)
+        backend.run(Request(call=call, data=data, output=output), TIMEOUT_S)
 
     def all_reduce() -> None:
-        backend.all_reduce(call(Operation.ALL_REDUCE, (numel,), ReduceOp.SUM), whole, TIMEOUT_S)
+        run(Operation.ALL_REDUCE, (numel,), whole, op=ReduceOp.SUM)
         assert float(whole[0]) == float(whole[-1]) >= size
 
     def all_gather() -> None:
-        backend.all_gather(call(Operation.ALL_GATHER, parts), out, part, TIMEOUT_S)
+        run(Operation.ALL_GATHER, parts, part, out)
         assert float(out[-1]) == size
 
     def reduce_scatter() -> None:
-        backend.reduce_scatter(call(Operation.REDUCE_SCATTER, parts, ReduceOp.SUM), mine, whole, TIMEOUT_S)
+        run(Operation.REDUCE_SCATTER, parts, whole, mine, ReduceOp.SUM)
         assert float(mine[0]) == float(mine[-1]) >= size
 
     def close() -> None:
@@ -143,7 +150,7 @@ def axon(numel: int) -> Side:
     return Side(
         rank,
         {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter},
-        lambda: backend.barrier(call(Operation.BARRIER), TIMEOUT_S),
+        lambda: run(Operation.BARRIER),
         close,
     )
 

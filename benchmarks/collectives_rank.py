@@ -46,7 +46,7 @@ class AxonRank:
 
     def prepare(self, size_bytes: int) -> dict[tuple[str, str], Operation]:
         """What can be measured with a full buffer of that size, by system and operation."""
-        from axon_ps.collectives.backends.base import Call
+        from axon_ps.collectives.backends.base import Call, Request
         from axon_ps.collectives.backends.base import Operation as Op
         from axon_ps.types import DType, ReduceOp
 
@@ -55,20 +55,17 @@ class AxonRank:
         share = numel // n
         counts = (share,) * n
 
-        def call(operation: Any, counts: tuple[int, ...], op: Any = None) -> Call:
+        def run(operation: Any, counts: tuple[int, ...], data: Any, output: Any = None, op: Any = None) -> None:
             self.sequence += 1
-            return Call(sequence=self.sequence - 1, operation=operation, dtype=DType.F32, counts=counts, op=op)
+            call = Call(sequence=self.sequence - 1, operation=operation, dtype=DType.F32, counts=counts, op=op)
+            backend.run(Request(call=call, data=data, output=output), TIMEOUT_S)
 
         def ours(full: Any, part: Any) -> dict[str, Operation]:
             parts = full[: share * n]
-            made: dict[str, Operation] = {
-                "all_reduce": lambda: backend.all_reduce(call(Op.ALL_REDUCE, (numel,), ReduceOp.SUM), full, TIMEOUT_S)
-            }
+            made: dict[str, Operation] = {"all_reduce": lambda: run(Op.ALL_REDUCE, (numel,), full, op=ReduceOp.SUM)}
             if share:
-                made["all_gather"] = lambda: backend.all_gather(call(Op.ALL_GATHER, counts), parts, part, TIMEOUT_S)
-                made["reduce_scatter"] = lambda: backend.reduce_scatter(
-                    call(Op.REDUCE_SCATTER, counts, ReduceOp.SUM), part, parts, TIMEOUT_S
-                )
+                made["all_gather"] = lambda: run(Op.ALL_GATHER, counts, part, parts)
+                made["reduce_scatter"] = lambda: run(Op.REDUCE_SCATTER, counts, parts, part, ReduceOp.SUM)
             return made
 
         # numpy's memory for every system, Open MPI included: it asks for huge pages, which torch's does not.
@@ -89,10 +86,11 @@ class AxonRank:
 
     def barrier(self) -> None:
         """All ranks are here."""
-        from axon_ps.collectives.backends.base import Call, Operation
+        from axon_ps.collectives.backends.base import Call, Operation, Request
 
         self.sequence += 1
-        self.backend.barrier(Call(sequence=self.sequence - 1, operation=Operation.BARRIER), TIMEOUT_S)
+        call = Call(sequence=self.sequence - 1, operation=Operation.BARRIER)
+        self.backend.run(Request(call=call), TIMEOUT_S)
 
     def close(self) -> None:
         """Leave both groups."""

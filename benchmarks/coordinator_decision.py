@@ -29,8 +29,8 @@ from axon_ps.types import Decision, DType, OptimizerSpec, Outcome, Role
 
 _SERVER = """
 import asyncio, sys
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.server import serve
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server.server import serve
 from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
 from axon_ps.rpc.security import Security
 
@@ -45,14 +45,14 @@ HYPER = {"lr": 1e-3}
 
 
 class Bench:
-    """All members of one job, and when each of them last heard a decision."""
+    """All members of one job, and when each of them last received a decision."""
 
     def __init__(self, port: int, workers: int, shards: int) -> None:
         self.address = f"127.0.0.1:{port}"
         self.members = [self._member(Role.SHARD, i) for i in range(shards)]
         self.members += [self._member(Role.WORKER, i) for i in range(workers)]
         self.shards, self.workers = self.members[:shards], self.members[shards:]
-        self.heard: list[float] = []
+        self.received: list[float] = []
         self.news = asyncio.Event()
 
     def _member(self, role: Role, rank: int) -> CoordinatorClient:
@@ -64,13 +64,13 @@ class Bench:
             security=Security(),
             listen_address="127.0.0.1:1" if role is Role.SHARD else "",
             requested_rank=rank,
-            on_event=self._hear,
+            on_event=self._receive,
         )
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         if isinstance(event, Decision):
-            self.heard.append(time.perf_counter())
-            if len(self.heard) == len(self.members):
+            self.received.append(time.perf_counter())
+            if len(self.received) == len(self.members):
                 self.news.set()
         elif isinstance(event, JobState):
             self.news.set()
@@ -92,7 +92,7 @@ class Bench:
 
     async def step(self, number: int) -> tuple[float, float]:
         """One step: seconds from the last vote to the first and to the last decision."""
-        self.heard.clear()
+        self.received.clear()
         self.news.clear()
         generation = self.members[0].context().generation
         for shard in self.shards:
@@ -102,7 +102,7 @@ class Bench:
         began = time.perf_counter()
         async with asyncio.timeout(30.0):
             await self.news.wait()
-        return self.heard[0] - began, self.heard[-1] - began
+        return self.received[0] - began, self.received[-1] - began
 
 
 async def measure(port: int, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:

@@ -104,7 +104,18 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
 @pytest.mark.parametrize("name", CORES)
 def test_sans_io_cores_have_no_threads_sockets_or_clocks(name: str) -> None:
     found = set(imports(ast.parse((ROOT / "axon_ps" / name).read_text(encoding="utf-8"))))
-    assert not found & {"asyncio", "threading", "socket", "time", "datetime", "grpc", "concurrent", "random", "os"}
+    assert not found & {
+        "asyncio",
+        "threading",
+        "socket",
+        "time",
+        "datetime",
+        "grpc",
+        "concurrent",
+        "random",
+        "os",
+        "mmap",
+    }
 
 
 def test_pure_rooms_do_not_wait_or_talk() -> None:
@@ -150,3 +161,24 @@ def test_the_page_on_architecture_names_what_is_there() -> None:
 
 def test_the_picture_of_the_rooms_is_drawn_from_their_contract() -> None:
     subprocess.run([sys.executable, "docs/architecture.py", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("folder", ["axon_ps", "benchmarks", "docs", "examples", "services", "tests"])
+def test_what_a_text_imports_of_the_package_is_there(folder: str) -> None:
+    """Also where the text is a script in a string, or a block of a page."""
+    files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".md") and p.parent.name != "v1"]
+    written = re.compile(r"^\s*(?:from|import) (axon_ps(?:\.\w+)*)", re.MULTILINE)
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in written.findall(path.read_text(encoding="utf-8"))
+        if not is_module(name)
+    }
+    assert missing == set()
+
+
+@functools.cache
+def is_module(name: str) -> bool:
+    """Whether a module of that name is in the package, without importing it."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()

@@ -63,7 +63,7 @@ TESTED = {
     "`Backend::Mock`": ("contract/test_conformance_threads.py", "test_mock"),
     "errors of one rank": (
         "unit/collectives/test_objects.py",
-        "test_a_rank_that_cannot_send_its_value_tells_the_others",
+        "test_a_rank_that_cannot_send_its_value_reports_that_to_the_others",
     ),
     "`MASTER_ADDR` and": ("unit/worker/test_bootstrap.py", "test_the_store_is_torchs_where_there_is_one"),
     "`torchrun`, `mpirun`": (

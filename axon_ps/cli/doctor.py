@@ -129,8 +129,11 @@ def _security(settings: Settings) -> Finding:
         security = settings.security()
     except AxonError as error:
         return Finding("security", "settings do not fit together", str(error))
-    parts = ["a token" if security.token else "no token", "TLS" if security.ca_file or security.cert_file else "no TLS"]
-    return Finding("security", ", ".join(parts))
+    findings = [
+        "a token" if security.token else "no token",
+        "TLS" if security.ca_file or security.cert_file else "no TLS",
+    ]
+    return Finding("security", ", ".join(findings))
 
 
 def _coordinator(address: str) -> Finding:

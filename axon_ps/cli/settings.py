@@ -218,5 +218,5 @@ def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
         return f"the configuration file sets {field!r}, which is no setting of axon-ps"
     flag = f"--{field.replace('_', '-')}"
     where = flag if flags.get(field) is not None else f"{PREFIX}{field.upper()}"
-    shown = "" if field == "token" else f" is {error['input']!r}"
-    return f"{where}{shown}: {message[0].lower()}{message[1:]}"
+    value = "" if field == "token" else f" is {error['input']!r}"
+    return f"{where}{value}: {message[0].lower()}{message[1:]}"

@@ -130,20 +130,20 @@ def progress_line(report: Mapping[str, Any], now: float) -> str:
         now: the time, as seconds since 1970.
     """
     step, steps, rate = report.get("step", 0), report.get("steps"), report.get("steps_per_s") or 0.0
-    parts = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
+    fields = [f"step {step}" + (f" of {steps} ({100 * step // max(1, steps)} %)" if steps else "")]
     if report.get("loss") is not None:
-        parts.append(f"loss {report['loss']:.4g}")
+        fields.append(f"loss {report['loss']:.4g}")
     if rate:
-        parts.append(f"{rate:.3g} steps/s")
+        fields.append(f"{rate:.3g} steps/s")
     for name, value in (report.get("values") or {}).items():
         number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        parts.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
+        fields.append(f"{number} {name.removesuffix('_per_s')}/s" if name.endswith("_per_s") else f"{name} {number}")
     age_s = now - report.get("at", now)
     if age_s >= _OLD_S:
-        parts.append(f"reported {_duration(age_s)} ago")
+        fields.append(f"reported {_duration(age_s)} ago")
     elif steps and rate and step < steps:
-        parts.append(f"{_duration((steps - step) / rate)} left")
-    return ", ".join(parts)
+        fields.append(f"{_duration((steps - step) / rate)} left")
+    return ", ".join(fields)
 
 
 def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: str) -> None:

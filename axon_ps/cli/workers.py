@@ -86,7 +86,7 @@ class Workers:
 
     async def watch(self) -> None:
         """Keep every place filled; return when all have ended well, or one has failed for the last time."""
-        filling = {asyncio.ensure_future(self._keep_filled(place)) for place in self._places}
+        filling = {asyncio.ensure_future(self._watch_place(place)) for place in self._places}
         try:
             while filling:
                 done, filling = await asyncio.wait(filling, return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +99,7 @@ class Workers:
             if tasks:
                 await asyncio.wait(tasks)
 
-    async def _keep_filled(self, place: _Place) -> bool:
+    async def _watch_place(self, place: _Place) -> bool:
         """Fill a place until its worker has ended well (True) or failed for the last time (False)."""
         while True:
             await place.process.wait()

@@ -1,6 +1,7 @@
 """Collectives among workers, without PyTorch.
 
-process_group · group_base   a group of workers, on arrays of any kind     functional   the same as functions
+process_group · group_base · group_backends   a group of workers, on arrays of any kind
+functional    the same as functions
 backends      move the bytes; selection chooses one for a group
 arrays · shapes · encoding · staging · cuda   users' arrays and values, in the form that backends take
 work          handles on operations in the background                       store        where ranks find each other

@@ -30,6 +30,7 @@ _BY_NAME = {
     "uint8": DType.U8,
     "bool": DType.BOOL,
 }
+_BY_NUMPY = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BF16}  # numpy itself has no bf16
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def flatten(data: Any, *, writable: bool = True, what: str = "data") -> Flat:
     Raises:
         InvalidRequest: it is no array, of a dtype that does not travel, or read-only although it must be written.
     """
+    if type(data) is np.ndarray:
+        return _numpy(data, writable, what)
     if isinstance(data, Flat):
         return data
     if _is_cupy(data):
@@ -92,6 +95,8 @@ def empty_like(data: Any, shape: tuple[int, ...]) -> Any:
 
 def on_device(data: Any) -> bool:
     """Whether this is an array in device memory; False for what is no array."""
+    if type(data) is np.ndarray:
+        return False
     if isinstance(data, Flat):
         return data.device
     return cuda.memory().is_on_device(data) if is_torch(data) else hasattr(data, "__cuda_array_interface__")
@@ -123,8 +128,7 @@ def _as_numpy(data: Any, what: str) -> np.ndarray[Any, Any]:
 
 
 def _numpy(data: np.ndarray[Any, Any], writable: bool, what: str) -> Flat:
-    blocks = data.dtype == DType.INT8_BLOCK.numpy
-    dtype = DType.INT8_BLOCK if blocks else _dtype(data.dtype.name, what)
+    dtype = _BY_NUMPY.get(data.dtype) or _dtype(data.dtype.name, what)
     if not data.dtype.isnative:
         raise InvalidRequest(f"{what} is {data.dtype}, not in this machine's byte order; give {data.dtype.name}")
     if writable and not data.flags.writeable:

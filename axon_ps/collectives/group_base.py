@@ -16,14 +16,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
-from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, Request
 from axon_ps.collectives.flight_recorder import Recorder
-from axon_ps.collectives.store import AbortableStore
+from axon_ps.collectives.group_backends import GroupBackends
+from axon_ps.collectives.group_backends import MakeBackend as MakeBackend
 from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.host import fork
@@ -42,9 +43,6 @@ _logger = logging.getLogger(__name__)
 
 WORLD_PREFIX = "world@"
 """The begin of the name of a group of all workers; the generation follows."""
-
-MakeBackend = Callable[[GroupContext, str], Backend]
-"""Makes the backend of a group by its name; collective."""
 
 
 class GroupBase:
@@ -77,19 +75,16 @@ class GroupBase:
         self._make = make
         self._timeout_s = timeout_s
         self._recorder = recorder
-        self._backend_name = backend
         self._member = member
         self._world: JobWorld | None = None if callable(world) else world
         self._find_world: Callable[[], JobWorld] | None = world if callable(world) else None
-        self._store = AbortableStore(context.store)
-        self._host: Backend | None = None
-        self._device: Backend | None = None
+        self._backends = GroupBackends(context, make, backend)
+        self._store = self._backends.store
         self._work_queue = WorkQueue(f"axon-ps-{context.name}"[:60])
         self._p2p_queues: dict[tuple[str, int, int], WorkQueue] = {}
         self._sequence = 0
         self._children: list[GroupBase] = []
         self._num_sub_groups = 0
-        self._error: AxonError | None = None
         self._finished_error: AxonError | None = None
 
     # ------------------------------------------------------------------ who is in it
@@ -163,10 +158,10 @@ class GroupBase:
             AxonError: it cannot be made.
         """
         self._check_member()
-        if self._error is not None:
-            raise self._error
+        if self._backends.error is not None:
+            raise self._backends.error
         device = data is not None and arrays.flatten(data, writable=False).device
-        return self._device_backend(self._timeout_s) if device else self._host_backend(self._timeout_s)
+        return self._backends.get(device, self._timeout_s)
 
     # ------------------------------------------------------------------ the end
 
@@ -177,7 +172,7 @@ class GroupBase:
             Misuse: this process is a fork of a worker; the group goes on in the parent.
         """
         fork.check()
-        self._end(error)
+        self._backends.end(error)
         for child in self._children:
             child.abort(error)
 
@@ -189,7 +184,7 @@ class GroupBase:
             error: raised by pending and later calls.
         """
         if any(m.id in lost for m in self._context.members):
-            self._end(error)
+            self._backends.end(error)
         for child in self._children:
             child.member_lost(lost, error)
 
@@ -204,21 +199,9 @@ class GroupBase:
         """
         if any(m.id in finished for m in self._context.members):
             self._finished_error = self._finished_error or error
-            self._store.expect_no_more(error)
-            for backend in (self._host, self._device):
-                if backend is not None and not backend.buffers_messages:
-                    backend.abort(error)
+            self._backends.end_unbuffered(error)
         for child in self._children:
             child.member_finished(finished, error)
-
-    def _end(self, error: AxonError) -> None:
-        """End pending and later calls of this group, without sub-groups; the first error counts."""
-        if self._error is None:
-            self._error = error
-        self._store.abort(error)
-        for backend in (self._host, self._device):
-            if backend is not None:
-                backend.abort(error)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Free the group on this worker, sub-groups first; pending calls are aborted. May be repeated.
@@ -234,9 +217,8 @@ class GroupBase:
         for child in self._children:
             child.close(max(0.0, deadline - time.monotonic()))
         error = Closed(f"group {self.name!r} was closed")
-        if self._error is None and self._wait_idle(deadline) and all(b.buffers_messages for b in self._backends()):
-            self._error = error  # no call is pending, and messages that are not received yet stay available
-            self._store.abort(error)
+        if self._backends.error is None and self._wait_idle(deadline):
+            self._backends.end_after_messages(error)
         else:
             self.abort(error)
         self._free()
@@ -249,16 +231,13 @@ class GroupBase:
                 _logger.warning("group %s: rank %d did not receive a message in time; it is lost", self.name, peer)
         return all(queue.wait_idle(0.0) for queue in (self._work_queue, *self._p2p_queues.values()))
 
-    def _backends(self) -> list[Backend]:
-        return [b for b in (self._device, self._host) if b is not None]
-
     def release(self) -> bool:
         """Free this group and its sub-groups where they have ended; returns whether all of them had.
 
         A group that ended with the loss of a member may have sub-groups without that member, which go on.
         """
         self._children = [child for child in self._children if not child.release()]
-        if self._error is None:
+        if self._backends.error is None:
             return False
         self._free()
         return not self._children
@@ -266,81 +245,88 @@ class GroupBase:
     def _free(self) -> None:
         for queue in (self._work_queue, *self._p2p_queues.values()):
             queue.close(CLOSE_TIMEOUT_S)
-        for backend in self._backends():
-            backend.close()
-        self._host = self._device = None
+        self._backends.close()
 
     def statistics(self) -> dict[str, float]:
         """Counters of its backends."""
-        return {k: v for b in (self._host, self._device) if b is not None for k, v in b.statistics().items()}
+        return self._backends.statistics()
 
     # ------------------------------------------------------------------ how calls are made
 
     def _collective(
         self,
         operation: Operation,
-        flat: Flat | None,
-        counts: tuple[int, ...],
-        perform: Callable[[Backend, Call, float], Any],
-        timeout_s: float | None,
+        data: Flat | None,
+        output: Flat | None,
+        result: Any,
+        limit_s: float,
         async_op: bool,
-        *,
-        op: ReduceOp | None = None,
-        root: int = -1,
+        **details: Any,
     ) -> Any:
-        """Number a call and perform it after the calls before it."""
-        run = self._numbered_call(operation, flat, counts, perform, timeout_s, async_op, op=op, root=root)
-        return self._dispatch(self._work_queue, run, operation.value, async_op)
+        """Make a call after the calls before it; arguments as for `_perform`."""
+        perform = partial(self._perform, operation, data, output, result, limit_s, **details)
+        return self._dispatch(self._work_queue, perform, operation.value, async_op)
 
-    def _numbered_call(
+    def _perform(
         self,
         operation: Operation,
-        flat: Flat | None,
-        counts: tuple[int, ...],
-        perform: Callable[[Backend, Call, float], Any],
-        timeout_s: float | None,
-        async_op: bool,
+        data: Flat | None,
+        output: Flat | None,
+        result: Any,
+        limit_s: float,
         *,
+        counts: tuple[int, ...] = (),
         op: ReduceOp | None = None,
         root: int = -1,
-    ) -> Callable[[], Any]:
-        """A function that numbers a call and performs it, for `_dispatch`."""
+        output_counts: tuple[int, ...] = (),
+        input_counts: tuple[int, ...] = (),
+        copied: Flat | None = None,
+    ) -> Any:
+        """Number a call and make it; returns `result`. One at a time, on the group's queue.
+
+        See `Request` and `Call` for the arguments; `copied` is an array that is copied to `data` first.
+        """
+        if self._backends.error is None and self._finished_error is not None:
+            raise self._finished_error
+        flat = data or output
         dtype = flat.dtype if flat is not None else DType.U8
         device = flat is not None and flat.device
-        with self.preparing(operation.value, device, timeout_s, async_op):
-            limit_s = self._limit(timeout_s)
-        backend_for = self._device_backend if device else self._host_backend
-
-        def run() -> Any:
-            if self._error is None and self._finished_error is not None:
-                raise self._finished_error
-            call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
-            self._sequence += 1
-            made = False
-            entry = self._recorder.begin(self.name, self.ranks, call)
-            try:
-                if self._error is not None:
-                    raise self._error
-                backend = backend_for(limit_s)
-                made = True
-                with arrays.on_stream(flat):
-                    result = perform(backend, call, limit_s)
-            except BaseException as error:
-                self._recorder.end(entry, f"{type(error).__name__}: {error}")
-                self._failed(error)
-                if made and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
-                    self._refuse(backend_for, call.refused(error), limit_s)
-                raise
-            self._recorder.end(entry)
-            return result
-
-        return run
+        call = Call(sequence=self._sequence, operation=operation, dtype=dtype, counts=counts, op=op, root=root)
+        self._sequence += 1
+        backend: Backend | None = None
+        entry = self._recorder.begin(self.name, self.ranks, call)
+        try:
+            if self._backends.error is not None:
+                raise self._backends.error
+            backend = self._backends.get(device, limit_s)
+            request = Request(
+                call=call,
+                data=None if data is None else data.array,
+                output=None if output is None else output.array,
+                output_counts=output_counts,
+                input_counts=input_counts,
+            )
+            with arrays.on_stream(flat):
+                if copied is not None and data is not None:
+                    data.array[...] = copied.array
+                backend.run(request, limit_s)
+                target = output or data
+                if target is not None and request.target(self._context.rank) is not None:
+                    target.finish()
+        except BaseException as error:
+            self._recorder.end(entry, f"{type(error).__name__}: {error}")
+            self._failed(error)
+            if backend is not None and isinstance(error, InvalidRequest) and not isinstance(error, Disagreement):
+                self._refuse(device, call.refused(error), limit_s)
+            raise
+        self._recorder.end(entry)
+        return result
 
     @contextlib.contextmanager
-    def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[None]:
+    def preparing(self, what: str, device: bool, timeout_s: float | None, async_op: bool) -> Iterator[float]:
         """A context for the checks before a collective: an error in it is also reported to the other ranks.
 
-        This rank then makes a refusal in place of its call.
+        This rank then makes a refusal in place of its call. The context's value is the seconds that the call may take.
 
         Args:
             what: the collective.
@@ -349,9 +335,11 @@ class GroupBase:
             async_op: do not wait for them.
         """
         try:
-            yield
+            yield self._limit(timeout_s)
         except Exception as error:
-            if not self._member or self._error is not None or self._finished_error is not None:  # no rank makes it
+            if (
+                not self._member or self._backends.error is not None or self._finished_error is not None
+            ):  # no rank makes it
                 raise
             text, limit_s = str(error) or type(error).__name__, self._timeout_s
             with contextlib.suppress(AxonError, TypeError):
@@ -360,17 +348,17 @@ class GroupBase:
             def run() -> None:
                 refusal = Call.refusal(self._sequence, what, text)
                 self._sequence += 1
-                self._refuse(self._device_backend if device else self._host_backend, refusal, limit_s)
+                self._refuse(device, refusal, limit_s)
 
             with contextlib.suppress(AxonError):  # the caller's own mistake says more
                 self._dispatch(self._work_queue, run, what, async_op)
             raise
 
-    def _refuse(self, backend_for: Callable[[float], Backend], refusal: Call, limit_s: float) -> None:
+    def _refuse(self, device: bool, refusal: Call, limit_s: float) -> None:
         """Make a refusal in place of a call. See Note: [Agreement] of `collectives.backends.base`."""
         entry = self._recorder.begin(self.name, self.ranks, refusal)
         try:
-            backend_for(limit_s).barrier(refusal, limit_s)
+            self._backends.get(device, limit_s).run(Request(call=refusal), limit_s)
         except BaseException as error:
             self._recorder.end(entry, f"{type(error).__name__}: {error}")
             self._failed(error)
@@ -383,11 +371,11 @@ class GroupBase:
         try:
             return Work(queue.submit(run), what) if async_op else queue.run(run)
         except Closed as error:
-            raise self._error or error from None
+            raise self._backends.error or error from None
 
     def _failed(self, error: BaseException) -> None:
         """See Note: [After an error] of `collectives.backends.base`."""
-        if isinstance(error, (Disagreement, InvalidRequest)) or self._error is not None:
+        if isinstance(error, (Disagreement, InvalidRequest)) or self._backends.error is not None:
             return
         cause = error if isinstance(error, AxonError) else Broken(f"a call was interrupted: {type(error).__name__}")
         self.abort(cause)
@@ -401,31 +389,10 @@ class GroupBase:
 
     def _backend_for(self, flat: Flat, limit_s: float) -> Backend:
         """The backend for a send or receive; if it must be made, that is queued with the collectives."""
-        if self._error is not None:
-            raise self._error
-        known = self._device if flat.device else self._host
-        make = self._device_backend if flat.device else self._host_backend
-        return known or self._work_queue.run(lambda: make(limit_s))
-
-    def _host_backend(self, limit_s: float) -> Backend:
-        if self._host is None:
-            self._host = self._new_backend(self._backend_name, limit_s)
-        return self._host
-
-    def _device_backend(self, limit_s: float) -> Backend:
-        if self._device is None:
-            self._device = self._new_backend("nccl" if self._backend_name == "nccl" else "device", limit_s)
-        return self._device
-
-    def _new_backend(self, name: str, limit_s: float) -> Backend:
-        """Make a backend. A rank that takes part may die, which ends waits on `self._store`, or not come in time."""
-        limit_s = min(limit_s, self._context.timeout_s)
-        backend = self._make(
-            replace(self._context, store=self._store, timeout_s=limit_s, ended=lambda: self._error), name
-        )
-        if self._error is not None:  # aborted meanwhile, when there was no backend to abort
-            backend.abort(self._error)
-        return backend
+        backends = self._backends
+        if backends.error is not None:
+            raise backends.error
+        return backends.made(flat.device) or self._work_queue.run(lambda: backends.get(flat.device, limit_s))
 
     # ------------------------------------------------------------------ checks
 

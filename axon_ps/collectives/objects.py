@@ -69,7 +69,8 @@ def broadcast_object_list(
     Args:
         object_list: as long on every rank; elsewhere than on `src` its items are not used.
         src: whose values they are.
-        group, timeout_s: see this module.
+        group: see this module.
+        timeout_s: see this module.
     """
     chosen, what = current_group(group), "broadcast_object_list"
     with chosen.preparing(what, False, timeout_s, False):

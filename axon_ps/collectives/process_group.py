@@ -6,15 +6,14 @@ Owns: the shapes and dtypes of arguments and results; turning arrays into flat o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
 from axon_ps.collectives import arrays, shapes
-from axon_ps.collectives.arrays import Flat
-from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, disagreement
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, disagreement
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.collectives.current_world import current, mock_world
 from axon_ps.collectives.flight_recorder import Recorder
@@ -153,18 +152,13 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_reduce", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("all_reduce", arrays.on_device(data), timeout_s, async_op) as limit_s:
             target, flat, source = shapes.target(data, out)
             reduction.check(op, flat.dtype)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            if source is not None:
-                flat.array[...] = source.array
-            backend.all_reduce(call, flat.array, limit_s)
-            flat.finish()
-            return target
-
-        return self._collective(Operation.ALL_REDUCE, flat, (flat.array.size,), perform, timeout_s, async_op, op=op)
+        counts = (flat.array.size,)
+        return self._collective(
+            Operation.ALL_REDUCE, flat, None, target, limit_s, async_op, counts=counts, op=op, copied=source
+        )
 
     def all_reduce_each(
         self,
@@ -179,24 +173,14 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_reduce_each", any(map(arrays.on_device, data)), timeout_s, async_op):
+        with self.preparing("all_reduce_each", any(map(arrays.on_device, data)), timeout_s, async_op) as limit_s:
             flats = [arrays.flatten(array) for array in data]
             for flat in flats:
                 reduction.check(op, flat.dtype)
 
-        def make(flat: Flat) -> Callable[[], Any]:
-            def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-                backend.all_reduce(call, flat.array, limit_s)
-                flat.finish()
-
-            numel = (flat.array.size,)
-            return self._numbered_call(Operation.ALL_REDUCE, flat, numel, perform, timeout_s, async_op, op=op)
-
-        runs = [make(flat) for flat in flats]
-
         def run() -> Sequence[Any]:
-            for one in runs:
-                one()
+            for flat in flats:
+                self._perform(Operation.ALL_REDUCE, flat, None, None, limit_s, counts=(flat.array.size,), op=op)
             return data
 
         return self._dispatch(self._work_queue, run, "all_reduce_each", async_op)
@@ -215,19 +199,12 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("reduce", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("reduce", arrays.on_device(data), timeout_s, async_op) as limit_s:
             is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=is_root)
             reduction.check(op, flat.dtype)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.reduce(call, flat.array, limit_s)
-            if is_root:
-                flat.finish()
-            return data
-
-        numel = (flat.array.size,)
-        return self._collective(Operation.REDUCE, flat, numel, perform, timeout_s, async_op, op=op, root=root)
+        counts = (flat.array.size,)
+        return self._collective(Operation.REDUCE, flat, None, data, limit_s, async_op, counts=counts, op=op, root=root)
 
     def broadcast(self, data: Any, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False) -> Any:
         """`data` becomes the root's data.
@@ -235,18 +212,11 @@ class ProcessGroup(GroupBase):
         Returns:
             `data`; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("broadcast", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("broadcast", arrays.on_device(data), timeout_s, async_op) as limit_s:
             is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=not is_root)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.broadcast(call, flat.array, limit_s)
-            if not is_root:
-                flat.finish()
-            return data
-
-        numel = (flat.array.size,)
-        return self._collective(Operation.BROADCAST, flat, numel, perform, timeout_s, async_op, root=root)
+        counts = (flat.array.size,)
+        return self._collective(Operation.BROADCAST, flat, None, data, limit_s, async_op, counts=counts, root=root)
 
     def all_gather(
         self,
@@ -269,20 +239,14 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_gather", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("all_gather", arrays.on_device(data), timeout_s, async_op) as limit_s:
             flat = arrays.flatten(data, writable=False)
             rows = shapes.counts(counts, shapes.rows(flat), self.size)
             shapes.match_rows("data", flat, rows[self.rank])
             out, result = shapes.out(out, data, flat, sum(rows))
             width = shapes.width(flat.shape)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.all_gather(call, result.array, flat.array, limit_s)
-            result.finish()
-            return out
-
         numel = tuple(r * width for r in rows)
-        return self._collective(Operation.ALL_GATHER, flat, numel, perform, timeout_s, async_op)
+        return self._collective(Operation.ALL_GATHER, flat, result, out, limit_s, async_op, counts=numel)
 
     def reduce_scatter(
         self,
@@ -307,21 +271,15 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("reduce_scatter", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("reduce_scatter", arrays.on_device(data), timeout_s, async_op) as limit_s:
             flat = arrays.flatten(data, writable=False)
             reduction.check(op, flat.dtype)
             rows = shapes.split(shapes.rows(flat), self.size) if counts is None else shapes.counts(counts, 0, self.size)
             shapes.match_rows("data", flat, sum(rows))
             out, result = shapes.out(out, data, flat, rows[self.rank])
             width = shapes.width(flat.shape)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.reduce_scatter(call, result.array, flat.array, limit_s)
-            result.finish()
-            return out
-
         numel = tuple(r * width for r in rows)
-        return self._collective(Operation.REDUCE_SCATTER, flat, numel, perform, timeout_s, async_op, op=op)
+        return self._collective(Operation.REDUCE_SCATTER, flat, result, out, limit_s, async_op, counts=numel, op=op)
 
     def gather(
         self,
@@ -343,25 +301,15 @@ class ProcessGroup(GroupBase):
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work`.
         """
-        with self.preparing("gather", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("gather", arrays.on_device(data), timeout_s, async_op) as limit_s:
             is_root = self.checked_rank(root, "root") == self.rank
             flat = arrays.flatten(data, writable=False)
             rows = shapes.counts(counts, shapes.rows(flat), self.size)
             shapes.match_rows("data", flat, rows[self.rank])
-            result: Flat | None = None
-            if is_root:
-                out, result = shapes.out(out, data, flat, sum(rows))
+            out, result = shapes.out(out, data, flat, sum(rows)) if is_root else (None, None)
             width = shapes.width(flat.shape)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.gather(call, result.array if result is not None else None, flat.array, limit_s)
-            if result is None:
-                return None
-            result.finish()
-            return out
-
         numel = tuple(r * width for r in rows)
-        return self._collective(Operation.GATHER, flat, numel, perform, timeout_s, async_op, root=root)
+        return self._collective(Operation.GATHER, flat, result, out, limit_s, async_op, counts=numel, root=root)
 
     def scatter(
         self,
@@ -388,7 +336,7 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("scatter", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("scatter", arrays.on_device(data), timeout_s, async_op) as limit_s:
             is_root = self.checked_rank(root, "root") == self.rank
             if data is None and (is_root or out is None):
                 raise InvalidRequest("scatter needs data on the root, and elsewhere data or out=, whose shape comes")
@@ -406,14 +354,9 @@ class ProcessGroup(GroupBase):
                 assert source is not None
                 shapes.match_rows("data", source, sum(rows))
             width = shapes.width(mine.shape)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            backend.scatter(call, mine.array, source.array if source is not None and is_root else None, limit_s)
-            mine.finish()
-            return out
-
         numel = tuple(r * width for r in rows)
-        return self._collective(Operation.SCATTER, mine, numel, perform, timeout_s, async_op, root=root)
+        sent = source if is_root else None
+        return self._collective(Operation.SCATTER, sent, mine, out, limit_s, async_op, counts=numel, root=root)
 
     def all_to_all(
         self,
@@ -438,7 +381,7 @@ class ProcessGroup(GroupBase):
         Returns:
             The array that holds the result; with `async_op` a `Work` that gives it.
         """
-        with self.preparing("all_to_all", arrays.on_device(data), timeout_s, async_op):
+        with self.preparing("all_to_all", arrays.on_device(data), timeout_s, async_op) as limit_s:
             flat = arrays.flatten(data, writable=False)
             each = shapes.divided(shapes.rows(flat), self.size, "input_counts=") if input_counts is None else 0
             sent = shapes.counts(input_counts, each, self.size)
@@ -446,20 +389,16 @@ class ProcessGroup(GroupBase):
             received = sent if output_counts is None else shapes.counts(output_counts, 0, self.size)
             out, result = shapes.out(out, data, flat, sum(received))
             width = shapes.width(flat.shape)
-
-        def perform(backend: Backend, call: Call, limit_s: float) -> Any:
-            outs, ins = [r * width for r in received], [r * width for r in sent]
-            backend.all_to_all(call, result.array, flat.array, outs, ins, limit_s)
-            result.finish()
-            return out
-
-        return self._collective(Operation.ALL_TO_ALL, flat, (), perform, timeout_s, async_op)
+        outs, ins = tuple(r * width for r in received), tuple(r * width for r in sent)
+        return self._collective(
+            Operation.ALL_TO_ALL, flat, result, out, limit_s, async_op, output_counts=outs, input_counts=ins
+        )
 
     def barrier(self, timeout_s: float | None = None, *, async_op: bool = False) -> Any:
         """Return when every member has called it."""
-        return self._collective(
-            Operation.BARRIER, None, (), lambda b, call, limit_s: b.barrier(call, limit_s), timeout_s, async_op
-        )
+        with self.preparing("barrier", False, timeout_s, async_op) as limit_s:
+            pass  # there is only the time-out to check
+        return self._collective(Operation.BARRIER, None, None, None, limit_s, async_op)
 
     # ------------------------------------------------------------------ point to point
 

@@ -86,7 +86,7 @@ class BackendMaker:
     def _for_device(self, context: GroupContext) -> Backend:
         if select_for_device(context.members) == "nccl":
             return self._named(context, "nccl")
-        from axon_ps.collectives.backends.hierarchical import HierarchicalBackend, name_of_subgroup
+        from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend, name_of_subgroup
 
         # The backend for host memory may be hierarchical too, so this one needs a name of its own.
         own = replace(context, name=name_of_subgroup(context.name, DEVICE))
@@ -100,7 +100,7 @@ class BackendMaker:
         if name == "grpc":
             return self._grpc(context)
         if name == "hierarchical":
-            from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+            from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 
             return HierarchicalBackend.create(context, intra=lambda c: self._named(c, "shm"), inter=self._grpc)
         if name == "gloo":

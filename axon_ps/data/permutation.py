@@ -30,7 +30,8 @@ class Permutation:
 
     Args:
         length: how many, from 0 to 2**62 - 1.
-        seed, epoch: which order; each from 0 to 2**64 - 1.
+        seed: which order, with `epoch`; from 0 to 2**64 - 1.
+        epoch: the data epoch; from 0 to 2**64 - 1.
 
     Raises:
         InvalidRequest: a number is out of range.

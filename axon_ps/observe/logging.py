@@ -61,7 +61,7 @@ class PlainFormatter(logging.Formatter):
         name = record.name.removeprefix(f"{ROOT}.")
         line = f"{_timestamp(record)} {record.levelname} {_who(record)} {name}: {_one_line(record)}"
         if traceback := _traceback(self, record):
-            line += "\n" + "\n".join(f"    {part}" for part in traceback.splitlines())
+            line += "\n" + "\n".join(f"    {traced}" for traced in traceback.splitlines())
         return line
 
 

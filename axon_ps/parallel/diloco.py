@@ -33,8 +33,8 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES, dtype_from_torch
 from axon_ps.parallel.fsdp import materialize, wrap
-from axon_ps.parallel.fsdp.flat_unit import array_of
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import LocalSteps
@@ -312,7 +312,10 @@ class LocalSGD(DiLoCo):
     """`DiLoCo` whose outer step is the plain average of the workers' parameters (Stich 2019).
 
     Args:
-        model, inner_optimizer, group, inner_steps: as for `DiLoCo`.
+        model: as for `DiLoCo`.
+        inner_optimizer: as for `DiLoCo`.
+        group: as for `DiLoCo`.
+        inner_steps: as for `DiLoCo`.
         options: `wire_dtype`, `unit_types`, `plan_options` of `DiLoCo`.
     """
 

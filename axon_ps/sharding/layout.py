@@ -142,8 +142,8 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
         if a.name != b.name:
             return f"unit {i} is called {a.name!r} here and {b.name!r} in the job"
         if a.trainable != b.trainable:
-            words = {True: "trainable", False: "frozen"}
-            return f"unit {a.name!r} is {words[a.trainable]} here and {words[b.trainable]} in the job"
+            kinds = {True: "trainable", False: "frozen"}
+            return f"unit {a.name!r} is {kinds[a.trainable]} here and {kinds[b.trainable]} in the job"
         for p, q in zip(a.parameters, b.parameters, strict=False):
             if p.name != q.name:
                 return f"unit {a.name!r} holds parameter {p.name!r} here where the job has {q.name!r}"

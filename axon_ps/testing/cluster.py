@@ -236,7 +236,11 @@ class LocalCluster:
         """Start `n` worker processes, wait for all of them and return their results, by rank.
 
         Args:
-            target, n, args, kwargs, env: as for `start_workers`.
+            target: as for `start_workers`.
+            n: as for `start_workers`.
+            args: as for `start_workers`.
+            kwargs: as for `start_workers`.
+            env: as for `start_workers`.
             timeout_s: seconds for all of them; those that still run then are killed, with their stacks in their output.
             check: raise when one fails, soon after it, without waiting for the others.
 

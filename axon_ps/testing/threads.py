@@ -36,7 +36,8 @@ def run_threads(
         n: how many workers.
         args: its further arguments.
         kwargs: its keyword arguments.
-        shards, nodes: as of `World.mock`.
+        shards: as of `World.mock`.
+        nodes: as of `World.mock`.
         timeout_s: limit for all of them together, in seconds; also the default deadline of every operation.
 
     Returns:

@@ -80,8 +80,8 @@ class WorkerFailed(Exception):
 
     def __init__(self, results: Sequence[WorkerResult]) -> None:
         self.results = tuple(results)
-        parts = [f"worker {r.rank}: {r.error}\n--- its output:\n{r.output}" for r in results if r.error]
-        super().__init__("\n".join(parts))
+        reports = [f"worker {r.rank}: {r.error}\n--- its output:\n{r.output}" for r in results if r.error]
+        super().__init__("\n".join(reports))
 
 
 class WorkerProcess:
@@ -113,7 +113,7 @@ class WorkerProcess:
         located: Target | ByValue | None = Target.of(target)
         by_value = located is None
         located = located or ByValue(tuple(sys.path), target)
-        payloads = [dumped(part, by_value=by_value) for part in (located, (tuple(args), dict(kwargs)))]
+        payloads = [dumped(payload, by_value=by_value) for payload in (located, (tuple(args), dict(kwargs)))]
         connection, theirs = multiprocessing.Pipe()
         with theirs:
             fd = theirs.fileno()
@@ -123,8 +123,8 @@ class WorkerProcess:
                 command = [sys.executable, "-c", _CALL, str(fd)]
                 self.process = ChildProcess.start(name, command, environment=environment, log=log, pass_fds=(fd,))
         with contextlib.suppress(BrokenPipeError):  # it has died already; the result shows how
-            for part in payloads:
-                connection.send_bytes(part)
+            for payload in payloads:
+                connection.send_bytes(payload)
         self._listener = threading.Thread(target=self._listen, args=(connection,), name=name, daemon=True)
         self._listener.start()
 

@@ -81,10 +81,10 @@ HYDRA = Launcher(
     local_rank="MPI_LOCALRANKID",
     local_world_size="MPI_LOCALNRANKS",
 )
-"""MPICH's and Intel MPI's."""
+"""MPICH and Intel MPI."""
 
 LAUNCHERS = (TORCHRUN, OPEN_MPI, SLURM, HYDRA)
-"""Whichever is found first: a worker that torchrun starts inside of `srun` is torchrun's."""
+"""In order of precedence: a worker that torchrun starts inside of `srun` is torchrun's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class LaunchInfo:
 
 
 def launch_info(env: Mapping[str, str]) -> LaunchInfo:
-    """Which worker this process is, by the first launcher whose variables are there.
+    """Which worker this process is, by the first launcher whose variables are set.
 
     Raises:
         ConfigurationError: a variable is malformed, or the rank is none of that many workers.
@@ -255,8 +255,8 @@ def _token(env: Mapping[str, str]) -> str:
 def _tasks_here(env: Mapping[str, str]) -> int:
     """How many tasks of a Slurm step run on this node, of a list such as "2(x3),1"; 0 = not given."""
     counts: list[int] = []
-    for part in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for item in filter(None, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
         if match is None:
             raise ConfigurationError(
                 f"SLURM_STEP_TASKS_PER_NODE is {env['SLURM_STEP_TASKS_PER_NODE']!r}; it must be like 2(x3),1"

@@ -84,7 +84,7 @@ class Groups:
                 group.member_lost({m.id for m in died}, _gone(died, "has left the job", membership.generation))
 
     def abort(self, error: AxonError) -> None:
-        """The session is over: end everything."""
+        """The session is over: end all groups."""
         with self._lock:
             groups = list(self._made.values())
         for group in groups:

@@ -54,7 +54,7 @@ class MockJob:
 
     def __init__(self, world_size: int, shards: int) -> None:
         config = CoordinatorConfig(
-            job=JOB, world_size=world_size, num_shards=shards, join_timeout_s=REPLACED_S, shares_process=True
+            job=JOB, world_size=world_size, num_shards=shards, join_timeout_s=REPLACED_S, in_worker=True
         )
         self.store = MemoryStore()
         self._network = new_network()

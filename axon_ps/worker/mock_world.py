@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 class MockWorld(World):
     """One thread's world. Made by `World.mock`; a context manager, inside which it is this thread's current world.
 
-    Close every one, or leave its `with`: the job ends with the last. What nobody refers to any more is closed too.
+    Close every one, or leave its `with`: the job ends with the last. One that nothing refers to is closed, too.
 
     Args:
         job: the job.
@@ -54,10 +54,10 @@ class MockWorld(World):
             direct_memory=False,
         )
         super().__init__(config, timeout_s=timeout_s, loop=job.loop)
-        self._on_freed = fork.finalize(self, job.lost)
+        self._on_collected = fork.finalize(self, job.lost)
 
     def make_current(self) -> None:
-        """Have it be `World.current()` in this thread until it is closed, or nobody has it any more."""
+        """Make it `World.current()` in this thread until it is closed or freed."""
         current_world.enter_thread(self)
 
     def __enter__(self) -> MockWorld:
@@ -74,7 +74,7 @@ class MockWorld(World):
         return self._job.store
 
     def _end_loop(self) -> None:
-        if self._on_freed.detach() is not None:
+        if self._on_collected.detach() is not None:
             self._job.leave()
 
 

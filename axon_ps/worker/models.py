@@ -76,7 +76,7 @@ class Names:
 
 
 class Models:
-    """All of them.
+    """The models of the job in this process.
 
     Args:
         loop: the background loop.
@@ -124,7 +124,7 @@ class Models:
 
     @property
     def wrapped(self) -> list[StepClient]:
-        """Those that this process has registered and not released, by number."""
+        """The models that this process has registered and not released, by number."""
         with self._view.changed:
             return sorted(self._by_name.values(), key=lambda client: client.model)
 
@@ -153,7 +153,7 @@ class Models:
         return found[0] if found else self.client(0)
 
     def register(self, spec: JobSpec, name: str) -> tuple[StepClient, Registered]:
-        """Give a model its layout, or check ours against the one that it has.
+        """Set the layout of a model, or check ours against the one that it has.
 
         Raises:
             LayoutMismatch: another rank registered something else by that name; the message says where they differ.

@@ -575,7 +575,8 @@ class World:
         restored before (a restarted worker finds that), nothing happens, without waiting.
 
         Args:
-            uri, timeout_s: as for `restore_checkpoint`.
+            uri: as for `restore_checkpoint`.
+            timeout_s: as for `restore_checkpoint`.
 
         Raises:
             CheckpointError, InvalidRequest: as for `restore_checkpoint`, on the worker that restores.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Backend, Call, GroupContext
-from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Request
+from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.testing.conformance import Report, run_conformance, run_in_threads
-from axon_ps.types import Array
 
 
 def failures(reports: Sequence[Report]) -> list[str]:
@@ -50,28 +49,36 @@ def test_gloo(n: int) -> None:
 class OffByABit(MockBackend):
     """Adds one unit in the last place to large results on one rank."""
 
-    def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        super().all_reduce(call, data, timeout_s)
-        if self.rank == 1 and data.dtype == np.float32 and data.size > 1000:
+    def run(self, request: Request, timeout_s: float) -> None:
+        super().run(request, timeout_s)
+        if self.rank != 1 or request.call.operation is not Operation.ALL_REDUCE or request.data is None:
+            return
+        data = request.data
+        if data.dtype == np.float32 and data.size > 1000:
             data[-1] = np.nextafter(data[-1], np.float32(np.inf))
 
 
 class Eager(MockBackend):
     """Changes the array although the ranks disagree."""
 
-    def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        data = request.data
+        if request.call.operation is not Operation.ALL_REDUCE or data is None:
+            super().run(request, timeout_s)
+            return
         contribution = data.copy()
         data.fill(0)
-        super().all_reduce(call, contribution, timeout_s)
+        super().run(Request(call=request.call, data=contribution), timeout_s)
         np.copyto(data, contribution)
 
 
 class Scribbler(MockBackend):
     """Writes to what should only be read."""
 
-    def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        super().reduce(call, data, timeout_s)
-        data[-1:] = 0
+    def run(self, request: Request, timeout_s: float) -> None:
+        super().run(request, timeout_s)
+        if request.call.operation is Operation.REDUCE and request.data is not None:
+            request.data[-1:] = 0
 
 
 @pytest.mark.parametrize(

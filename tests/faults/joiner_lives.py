@@ -17,7 +17,7 @@ MOMENTS = {
     "init": ("axon_ps.World", "init", 1),
     "construction": ("train_gpt.FSDP", "_register", 1),
     "upload": ("axon_ps.parallel.fsdp.materialize", "upload", 1),
-    "registered": ("train_gpt.FSDP", "_make_units", 1),
+    "registered": ("axon_ps.parallel.fsdp.build", "server_runtime", 1),
     "optimizer": ("train_gpt", "make_optimizer", 1),
     "first forward": ("gpt.Block", "forward", 1),
     "forward": ("gpt.Block", "forward", 6),

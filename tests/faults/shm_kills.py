@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 
-from axon_ps.collectives.backends.base import Operation
+from axon_ps.collectives.backends.base import Operation, Request
 from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError
 from axon_ps.types import DType, ReduceOp
@@ -39,14 +39,16 @@ def work(path: str, rank: int, n: int, numel: int, registered: bool, direct: boo
         me = Rank(backend, registered)
         data, other = (me.array(np.ones(numel, np.float32), DType.F32) for _ in range(2))
         while True:
-            backend.all_reduce(me.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.MAX), data, 20.0)
+            backend.run(
+                Request(call=me.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.MAX), data=data), 20.0
+            )
             turns = [
                 lambda: backend.send(data, DType.F32, (rank + 1) % n, 1, 20.0),
                 lambda: backend.recv(other, DType.F32, (rank - 1) % n, 1, 20.0),
             ]
             for turn in turns if rank == 0 else reversed(turns):
                 turn()
-            backend.broadcast(me.call(Operation.BROADCAST, DType.F32, (numel,), root=n - 1), data, 20.0)
+            backend.run(Request(call=me.call(Operation.BROADCAST, DType.F32, (numel,), root=n - 1), data=data), 20.0)
     except AxonError as error:
         told.send((type(error).__name__, str(error), time.monotonic()))
 

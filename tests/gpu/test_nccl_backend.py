@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
 from axon_ps.collectives.backends.nccl.backend import NcclBackend
 from axon_ps.collectives.cuda import flat_view
 from axon_ps.errors import AxonError
@@ -55,7 +55,7 @@ def test_torch_tensors_are_reduced_where_they_are() -> None:
         tensor = torch.ones(2, 3, dtype=torch_dtype, device="cuda")
         flat = flat_view(tensor, dtype)
         call = Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=dtype, counts=(6,), op=ReduceOp.SUM)
-        backend.all_reduce(call, flat, 30.0)
+        backend.run(Request(call=call, data=flat), 30.0)
         flat[4] = 0
         backend.synchronize()
         assert tensor.flatten().tolist() == [1, 1, 1, 1, 0, 1]
@@ -70,7 +70,7 @@ def test_an_abort_is_prompt() -> None:
     timer = threading.Timer(0.2, first.abort, [AxonError("enough")])
     timer.start()
     with pytest.raises(AxonError, match="enough"):
-        first.barrier(call, 30.0)
+        first.run(Request(call=call), 30.0)
     timer.join()
     first.close()
     second.abort(AxonError("enough"))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
 from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError, MemberLost, Timeout
 from axon_ps.reduction import ops
@@ -116,15 +116,15 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
     root = numel % n
     what = f"{dtype.value}[{numel}] {op.value}, {n} ranks"
     data = rank.array(rank.values(me, numel, dtype), dtype)
-    b.all_reduce(rank.call(Operation.ALL_REDUCE, dtype, (numel,), op=op), data, TIMEOUT_S)
+    b.run(Request(call=rank.call(Operation.ALL_REDUCE, dtype, (numel,), op=op), data=data), TIMEOUT_S)
     same(f"all_reduce {what}", data, rank.reduced(numel, op, dtype))
 
     data = rank.array(rank.values(me, numel, dtype), dtype)
-    b.reduce(rank.call(Operation.REDUCE, dtype, (numel,), op=op, root=root), data, TIMEOUT_S)
+    b.run(Request(call=rank.call(Operation.REDUCE, dtype, (numel,), op=op, root=root), data=data), TIMEOUT_S)
     same(f"reduce {what}", data, rank.reduced(numel, op, dtype) if me == root else rank.values(me, numel, dtype))
 
     data = rank.array(rank.values(me, numel, dtype), dtype)
-    b.broadcast(rank.call(Operation.BROADCAST, dtype, (numel,), root=root), data, TIMEOUT_S)
+    b.run(Request(call=rank.call(Operation.BROADCAST, dtype, (numel,), root=root), data=data), TIMEOUT_S)
     same(f"broadcast {what}", data, rank.values(root, numel, dtype))
 
     counts = tuple(numel // n + (3 * r if numel else 0) for r in range(n))
@@ -137,23 +137,30 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
         if in_place:
             output[mine] = data
             data = output[mine]
-        b.all_gather(rank.call(Operation.ALL_GATHER, dtype, counts), output, data, TIMEOUT_S)
+        b.run(Request(call=rank.call(Operation.ALL_GATHER, dtype, counts), output=output, data=data), TIMEOUT_S)
         same(f"all_gather {what}", output, everything)
 
         data = rank.array(rank.values(me, begins[-1], dtype), dtype)
         part = data[mine] if in_place else rank.array(np.zeros(counts[me], dtype.numpy), dtype)
-        b.reduce_scatter(rank.call(Operation.REDUCE_SCATTER, dtype, counts, op=op), part, data, TIMEOUT_S)
+        b.run(
+            Request(call=rank.call(Operation.REDUCE_SCATTER, dtype, counts, op=op), output=part, data=data), TIMEOUT_S
+        )
         same(f"reduce_scatter {what}", part, rank.reduced(begins[-1], op, dtype)[mine])
 
     output = rank.array(np.zeros_like(everything), dtype) if me == root else None
     data = rank.array(rank.values(me, counts[me], dtype), dtype)
-    b.gather(rank.call(Operation.GATHER, dtype, counts, root=root), output, data, TIMEOUT_S)
+    b.run(Request(call=rank.call(Operation.GATHER, dtype, counts, root=root), output=output, data=data), TIMEOUT_S)
     if output is not None:
         same(f"gather {what}", output, everything)
 
     data = rank.array(everything, dtype)
     part = rank.array(np.zeros(counts[me], dtype.numpy), dtype)
-    b.scatter(rank.call(Operation.SCATTER, dtype, counts, root=root), part, data if me == root else None, TIMEOUT_S)
+    b.run(
+        Request(
+            call=rank.call(Operation.SCATTER, dtype, counts, root=root), output=part, data=data if me == root else None
+        ),
+        TIMEOUT_S,
+    )
     same(f"scatter {what}", part, everything[mine])
 
     # Rank i sends (i + 2 j) % 5 sevenths of its array to rank j.
@@ -161,11 +168,20 @@ def check_all(rank: Rank, dtype: DType, numel: int, op: ReduceOp) -> None:
     data = rank.array(rank.values(me, sum(sent[me]), dtype), dtype)
     received = [sent[i][me] for i in range(n)]
     output = rank.array(np.zeros(sum(received), dtype.numpy), dtype)
-    b.all_to_all(rank.call(Operation.ALL_TO_ALL, dtype), output, data, received, sent[me], TIMEOUT_S)
+    b.run(
+        Request(
+            call=rank.call(Operation.ALL_TO_ALL, dtype),
+            output=output,
+            data=data,
+            output_counts=tuple(received),
+            input_counts=tuple(sent[me]),
+        ),
+        TIMEOUT_S,
+    )
     parts = [rank.values(i, sum(sent[i]), dtype)[sum(sent[i][:me]) :][: sent[i][me]] for i in range(n)]
     same(f"all_to_all {what}", output, np.concatenate(parts))
 
-    b.barrier(rank.call(Operation.BARRIER, DType.U8), TIMEOUT_S)
+    b.run(Request(call=rank.call(Operation.BARRIER, DType.U8)), TIMEOUT_S)
     peer, source = (me + 1) % n, (me - 1) % n
     data, output = rank.array(rank.values(me, numel, dtype), dtype), rank.array(np.zeros(numel, dtype.numpy), dtype)
     if n > 1:
@@ -190,7 +206,9 @@ def everything(rank: Rank, options: dict[str, Any]) -> Any:
 
 
 def all_reduce(rank: Rank, data: Array, timeout_s: float = TIMEOUT_S) -> None:
-    rank.backend.all_reduce(rank.call(Operation.ALL_REDUCE, DType.F32, (data.size,), op=ReduceOp.MAX), data, timeout_s)
+    rank.backend.run(
+        Request(call=rank.call(Operation.ALL_REDUCE, DType.F32, (data.size,), op=ReduceOp.MAX), data=data), timeout_s
+    )
 
 
 def failing(what: Callable[[], object]) -> dict[str, Any]:
@@ -225,19 +243,27 @@ def disagree(rank: Rank, options: dict[str, Any]) -> Any:
             if odd:
                 call = replace(call, **change)
             mine = data[: call.counts[0]].view(call.dtype.numpy)
-            told.append(failing(lambda call=call, mine=mine: b.all_reduce(call, mine, TIMEOUT_S)))
+            told.append(failing(lambda call=call, mine=mine: b.run(Request(call=call, data=mine), TIMEOUT_S)))
         root = rank.call(Operation.BROADCAST, DType.F32, (numel,), root=1 if odd else 0)
-        told.append(failing(lambda root=root, data=data: b.broadcast(root, data, TIMEOUT_S)))
+        told.append(failing(lambda root=root, data=data: b.run(Request(call=root, data=data), TIMEOUT_S)))
         call = rank.call(Operation.ALL_REDUCE, DType.F32, (numel,), op=ReduceOp.SUM)
         if odd:
-            told.append(failing(lambda call=call: b.barrier(replace(call, operation=Operation.BARRIER, counts=()), 9)))
+            told.append(
+                failing(lambda call=call: b.run(Request(call=replace(call, operation=Operation.BARRIER, counts=())), 9))
+            )
         else:
-            told.append(failing(lambda call=call, data=data: b.all_reduce(call, data, TIMEOUT_S)))
+            told.append(failing(lambda call=call, data=data: b.run(Request(call=call, data=data), TIMEOUT_S)))
         inputs = [numel] * rank.n
         outputs = [numel + int(odd and r == 0) for r in range(rank.n)]
         parts = np.zeros(sum(inputs), np.float32), np.zeros(sum(outputs), np.float32)
         call = rank.call(Operation.ALL_TO_ALL, DType.F32)
-        told.append(failing(lambda c=call, p=parts, o=outputs, i=inputs: b.all_to_all(c, p[1], p[0], o, i, TIMEOUT_S)))
+        told.append(
+            failing(
+                lambda c=call, p=parts, o=outputs, i=inputs: b.run(
+                    Request(call=c, output=p[1], data=p[0], output_counts=tuple(o), input_counts=tuple(i)), TIMEOUT_S
+                )
+            )
+        )
         same("after disagreements", data, before)
         all_reduce(rank, data)
         same("agreeing again", data, np.full(numel, float(rank.n - 1), np.float32))
@@ -266,7 +292,7 @@ def late(rank: Rank, options: dict[str, Any]) -> Any:
 def late_recv(rank: Rank, options: dict[str, Any]) -> Any:
     """A message that nobody sends."""
     if rank.rank:
-        return failing(lambda: rank.backend.barrier(rank.call(Operation.BARRIER, DType.U8), TIMEOUT_S))
+        return failing(lambda: rank.backend.run(Request(call=rank.call(Operation.BARRIER, DType.U8)), TIMEOUT_S))
     return failing(lambda: rank.backend.recv(np.zeros(4, np.float32), DType.F32, 1, 0, options["timeout_s"]))
 
 

@@ -643,8 +643,8 @@ def test_another_coordinator_cannot_take_the_port_or_the_state(tmp_path: Path) -
 
 _KILLABLE = """
 import asyncio, sys
-from axon_ps.coordinator.config import CoordinatorConfig
-from axon_ps.coordinator.server import serve
+from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.server.server import serve
 from axon_ps.storage.state_store import SqliteStateStore
 from axon_ps.rpc.security import Security
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.base import Call, Operation, Request
 from axon_ps.collectives.backends.grpc import GrpcBackend
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, MemberLost, Timeout
 from axon_ps.reduction import ops
@@ -48,21 +48,22 @@ class Group:
     def call(self, operation: Operation, **fields: Any) -> Call:
         return Call(sequence=next(self._sequence), operation=operation, **fields)
 
-    def each(self, method: str, call: Call, *per_rank: Sequence[Any]) -> list[BaseException | None]:
-        """What `method` raised on every rank."""
+    def each(self, call: Call, **arrays: Sequence[Any]) -> list[BaseException | None]:
+        """What the call raised on every rank; `arrays` are fields of its request, by rank."""
 
-        def one(backend: GrpcBackend, *arguments: Any) -> BaseException | None:
+        def one(backend: GrpcBackend) -> BaseException | None:
+            mine = {name: of_ranks[backend.rank] for name, of_ranks in arrays.items()}
             try:
-                getattr(backend, method)(call, *arguments, TIMEOUT_S)
+                backend.run(Request(call=call, **mine), TIMEOUT_S)
             except AxonError as error:
                 return error
             return None
 
-        return self._ranks.each(one, self.backends, *per_rank)
+        return self._ranks.each(one, self.backends)
 
-    def all(self, method: str, call: Call, *per_rank: Sequence[Any]) -> None:
+    def all(self, call: Call, **arrays: Sequence[Any]) -> None:
         """As `each`; everybody succeeds."""
-        assert self.each(method, call, *per_rank) == [None] * len(self.backends)
+        assert self.each(call, **arrays) == [None] * len(self.backends)
 
 
 def values_of(numel: int, dtype: DType, n: int = N) -> list[Array]:
@@ -83,7 +84,7 @@ def test_all_reduce(ranks: Ranks, numel: int, dtype: DType) -> None:
     op = ReduceOp.AVERAGE if dtype.is_float else SUM
     values = values_of(numel, dtype)
     expected = total_of(values, op, dtype)
-    group.all("all_reduce", group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), values)
+    group.all(group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), data=values)
     for value in values:
         np.testing.assert_array_equal(value, expected)
 
@@ -94,7 +95,7 @@ def test_blocks_are_added_up_to_the_bits_that_they_would_have_elsewhere(ranks: R
     group, dtype = Group(ranks), DType.INT8_BLOCK
     values = [oracle.values(dtype, numel, rank) for rank in range(N)]
     expected = total_of(values, op, dtype)
-    group.all("all_reduce", group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), values)
+    group.all(group.call(Operation.ALL_REDUCE, dtype=dtype, counts=(numel,), op=op), data=values)
     for value in values:
         np.testing.assert_array_equal(value, expected)
 
@@ -111,11 +112,11 @@ def test_every_operation_with_uneven_parts(ranks: Ranks, positions: Sequence[int
     root = n - 1
 
     outputs = [np.zeros(c, np.float32) for c in counts]
-    group.all("reduce_scatter", group.call(Operation.REDUCE_SCATTER, counts=counts, op=SUM, **f32), outputs, values)
+    group.all(group.call(Operation.REDUCE_SCATTER, counts=counts, op=SUM, **f32), output=outputs, data=values)
     np.testing.assert_array_equal(np.concatenate(outputs), expected)
 
     wholes = [np.zeros(total, np.float32) for _ in range(n)]
-    group.all("all_gather", group.call(Operation.ALL_GATHER, counts=counts, **f32), wholes, outputs)
+    group.all(group.call(Operation.ALL_GATHER, counts=counts, **f32), output=wholes, data=outputs)
     for whole in wholes:
         np.testing.assert_array_equal(whole, expected)
 
@@ -123,38 +124,38 @@ def test_every_operation_with_uneven_parts(ranks: Ranks, positions: Sequence[int
     own = [a[s : s + c] for a, s, c in zip(in_place, starts, counts, strict=True)]
     for part, output in zip(own, outputs, strict=True):
         part[:] = output
-    group.all("all_gather", group.call(Operation.ALL_GATHER, counts=counts, **f32), in_place, own)
+    group.all(group.call(Operation.ALL_GATHER, counts=counts, **f32), output=in_place, data=own)
     np.testing.assert_array_equal(in_place[0], expected)
 
     gathered = [np.zeros(total, np.float32) if r == root else None for r in range(n)]
-    group.all("gather", group.call(Operation.GATHER, counts=counts, root=root, **f32), gathered, outputs)
+    group.all(group.call(Operation.GATHER, counts=counts, root=root, **f32), output=gathered, data=outputs)
     np.testing.assert_array_equal(gathered[root], expected)  # type: ignore[arg-type]
 
     scattered = [np.zeros(c, np.float32) for c in counts]
-    group.all("scatter", group.call(Operation.SCATTER, counts=counts, root=root, **f32), scattered, gathered)
+    group.all(group.call(Operation.SCATTER, counts=counts, root=root, **f32), output=scattered, data=gathered)
     np.testing.assert_array_equal(np.concatenate(scattered), expected)
 
     copies = [v.copy() for v in values]
-    group.all("broadcast", group.call(Operation.BROADCAST, counts=(total,), root=root, **f32), copies)
+    group.all(group.call(Operation.BROADCAST, counts=(total,), root=root, **f32), data=copies)
     for copy in copies:
         np.testing.assert_array_equal(copy, values[root])
 
     copies = [v.copy() for v in values]
-    group.all("reduce", group.call(Operation.REDUCE, counts=(total,), op=SUM, root=root, **f32), copies)
+    group.all(group.call(Operation.REDUCE, counts=(total,), op=SUM, root=root, **f32), data=copies)
     np.testing.assert_array_equal(copies[root], expected)
     np.testing.assert_array_equal(copies[0], values[0] if root else expected)
 
-    matrix = [[(i + 2 * j) % 3 * scale for j in range(n)] for i in range(n)]
+    matrix = [tuple((i + 2 * j) % 3 * scale for j in range(n)) for i in range(n)]
     sent = [np.arange(sum(row), dtype=np.float64) + 1000 * i for i, row in enumerate(matrix)]
     received = [np.zeros(sum(row[j] for row in matrix)) for j in range(n)]
-    columns = [[row[j] for row in matrix] for j in range(n)]
+    columns = [tuple(row[j] for row in matrix) for j in range(n)]
     call = group.call(Operation.ALL_TO_ALL, dtype=DType.F64)
-    group.all("all_to_all", call, received, sent, columns, matrix)
+    group.all(call, output=received, data=sent, output_counts=columns, input_counts=matrix)
     for j in range(n):
         parts = [np.split(sent[i], np.cumsum(matrix[i])[:-1])[j] for i in range(n)]
         np.testing.assert_array_equal(received[j], np.concatenate(parts))
 
-    group.all("barrier", group.call(Operation.BARRIER))
+    group.all(group.call(Operation.BARRIER))
 
 
 @pytest.mark.parametrize("numel", [0, 5, 16384, 16385, 600_000])
@@ -200,20 +201,20 @@ def test_disagreement_reaches_everybody_changes_nothing_and_the_group_goes_on(ra
             sequence=sequence, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(value.size,), op=ReduceOp.MAX
         )
         with pytest.raises(Disagreement) as info:
-            backend.all_reduce(call, value, TIMEOUT_S)
+            backend.run(Request(call=call, data=value), TIMEOUT_S)
         return str(info.value)
 
     for message in ranks.each(one, group.backends, values):
         assert "rank 0, 1, 3: all_reduce(max) of 900000 f32; rank 2: all_reduce(max) of 9 f32" in message
     assert all((value == r).all() for r, value in enumerate(values))
-    group.all("barrier", group.call(Operation.BARRIER))
+    group.all(group.call(Operation.BARRIER))
 
 
 def test_a_timeout_names_who_did_not_come(ranks: Ranks) -> None:
     group = Group(ranks)
     begin_s = time.monotonic()
     with pytest.raises(Timeout, match="ranks 0, 2, 3 did not come"):
-        group.backends[1].barrier(group.call(Operation.BARRIER), 0.3)
+        group.backends[1].run(Request(call=group.call(Operation.BARRIER)), 0.3)
     assert 0.2 < time.monotonic() - begin_s < 2.0
 
 
@@ -221,13 +222,13 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks
     backend = Group(ranks).backends[0]
     call = Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(4,), op=SUM)
     with pytest.raises(InvalidRequest, match="has 5 elements; needed are 4"):
-        backend.all_reduce(call, np.zeros(5, np.float32), TIMEOUT_S)
+        backend.run(Request(call=call, data=np.zeros(5, np.float32)), TIMEOUT_S)
     for array in (np.zeros(4), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]):
         with pytest.raises(InvalidRequest, match="data has shape"):
-            backend.all_reduce(call, array, TIMEOUT_S)
+            backend.run(Request(call=call, data=array), TIMEOUT_S)
     average = Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=DType.I32, counts=(1,), op=ReduceOp.AVERAGE)
     with pytest.raises(InvalidRequest, match="average"):
-        backend.all_reduce(average, np.zeros(1, np.int32), TIMEOUT_S)
+        backend.run(Request(call=average, data=np.zeros(1, np.int32)), TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="there is no rank 4"):
         backend.send(np.zeros(1, np.int32), DType.I32, N, 0, TIMEOUT_S)
 
@@ -235,7 +236,7 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks
 def test_abort_ends_what_is_pending_with_the_error_given(ranks: Ranks) -> None:
     group = Group(ranks)
     backend = group.backends[0]
-    pending = ranks.submit(backend.barrier, group.call(Operation.BARRIER), TIMEOUT_S)
+    pending = ranks.submit(backend.run, Request(call=group.call(Operation.BARRIER)), TIMEOUT_S)
     receiving = ranks.submit(backend.recv, np.zeros(1), DType.F64, 1, 0, TIMEOUT_S)
     while ranks.stats("collective_streams") < 2:
         pass
@@ -244,14 +245,17 @@ def test_abort_ends_what_is_pending_with_the_error_given(ranks: Ranks) -> None:
     for future in (pending, receiving):
         assert future.exception(5.0) is error
     with pytest.raises(MemberLost, match="rank 3"):
-        backend.barrier(group.call(Operation.BARRIER), TIMEOUT_S)
+        backend.run(Request(call=group.call(Operation.BARRIER)), TIMEOUT_S)
     backend.close()
 
 
 def test_who_breaks_off_is_named_to_the_others(ranks: Ranks) -> None:
     group = Group(ranks)
     call = group.call(Operation.ALL_REDUCE, dtype=DType.F32, counts=(1 << 20,), op=SUM)
-    pending = [ranks.submit(b.all_reduce, call, np.zeros(1 << 20, np.float32), TIMEOUT_S) for b in group.backends[:3]]
+    pending = [
+        ranks.submit(b.run, Request(call=call, data=np.zeros(1 << 20, np.float32)), TIMEOUT_S)
+        for b in group.backends[:3]
+    ]
     while ranks.stats("collective_streams") < 9:  # three ranks on three servers
         pass
     group.backends[1].abort(Closed("rank 1 has had enough"))
@@ -271,7 +275,7 @@ def test_overlapping_groups_are_used_at_the_same_time(ranks: Ranks) -> None:
     def many(group: int, backend: GrpcBackend) -> None:
         for call in calls[20 * group : 20 * group + 20]:
             data = np.full(3, backend.rank + 1)
-            backend.all_reduce(call, data, TIMEOUT_S)
+            backend.run(Request(call=call, data=data), TIMEOUT_S)
             n = backend.world_size
             assert (data == n * (n + 1) // 2).all()
 
@@ -292,7 +296,7 @@ def test_closing_empties_the_mailbox_and_no_memory_is_in_use_on_the_servers(rank
         backend.close()
         backend.close()
     with pytest.raises(Closed, match="is closed"):
-        group.backends[0].barrier(group.call(Operation.BARRIER), TIMEOUT_S)
+        group.backends[0].run(Request(call=group.call(Operation.BARRIER)), TIMEOUT_S)
     for name in ("mailbox", "pending", "sums", "queued"):
         assert ranks.stats(f"collective_{name}_bytes") == 0.0
     assert ranks.stats("collective_streams") == 0.0
@@ -317,7 +321,7 @@ def reduce_forever(backend: GrpcBackend, done: Any) -> None:
         call = Call(
             sequence=sequence, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(data.size,), op=ReduceOp.MAX
         )
-        backend.all_reduce(call, data, TIMEOUT_S)
+        backend.run(Request(call=call, data=data), TIMEOUT_S)
         done()
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,10 @@ def trains(uri: str, strategies: dict[str, str]) -> Any:
         with pytest.raises(errors.Misuse, match="model 'teacher' was released"):
             job.models["teacher"](torch.zeros(1, 4))
         world.barrier("released")
-        freed = before - world.server_statistics(0)["master_bytes"]
+        end = time.monotonic() + 20.0  # the server has it from the coordinator on a session of its own
+        while not (freed := before - world.server_statistics(0)["master_bytes"]) and time.monotonic() < end:
+            pass
+        world.barrier("weighed")  # before the other worker makes another
         made = parallel.FSDP(twin(), world, name="teacher")
         made.load_state_dict(discriminator().state_dict())
         versions = {name: model.version for name, model in job.models.items() if name != "teacher"}

@@ -55,7 +55,7 @@ def test_what_comes_while_a_step_is_applied_waits_for_its_turn(tmp_path: Path) -
             assert len(reports.ready_for) == 2
             assert shell.engine.statistics()["accumulator_bytes"] == 2 * 4 * 3200
 
-            pin = shell.model()._pins.pin(0)  # as a snapshot of version 0 does: nothing is applied
+            pin = shell.model().pins.pin(0)  # as a snapshot of version 0 does: nothing is applied
             j.tell(decided(j, 1, 0, 1))
             j.step += 1
             j.tell(decided(j, 0, 0, 2))
@@ -65,7 +65,7 @@ def test_what_comes_while_a_step_is_applied_waits_for_its_turn(tmp_path: Path) -
             _, whole = await j.gather(1, 0, min_version=0)
             np.testing.assert_array_equal(whole, FIRST[0])
             assert (shell.engine.version, newest.done(), next_push.done()) == (1, False, False)
-            shell.model()._pins.release(pin)
+            shell.model().pins.release(pin)
             _, whole = await newest
             np.testing.assert_array_equal(whole, after(1, 0)[0])
             await next_push
@@ -90,7 +90,7 @@ def test_a_new_generation_that_comes_while_a_step_is_applied_comes_after_it() ->
             await j.upload(FIRST)
             await push_all(j, 0, 0)
             await j.push(1, 0, GRADS[1][0], step=0)
-            pin = shell.model()._pins.pin(0)
+            pin = shell.model().pins.pin(0)
             j.tell(decided(j, 0, 0, 1))
             abort = Decision(step=2, generation=1, outcome=Outcome.ABORT, version=1, next_generation=2)
             j.tell(abort)
@@ -99,7 +99,7 @@ def test_a_new_generation_that_comes_while_a_step_is_applied_comes_after_it() ->
             members: Membership = dataclasses.replace(j.membership, generation=2, step=3)
             j.tell(members)
             assert shell.engine.generation == 1
-            shell.model()._pins.release(pin)
+            shell.model().pins.release(pin)
             j.generation = 2
             _, whole = await j.gather(0, 0, min_version=1)
             np.testing.assert_array_equal(whole, after(0)[0])

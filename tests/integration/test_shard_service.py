@@ -266,7 +266,7 @@ def test_owners_that_disagree_are_asked_again_for_the_later_version() -> None:
             await j.push(0, 0, GRADS[0][0])
             await j.push(0, 1, GRADS[0][1])
             j.decide(servers=[0])
-            await until(lambda: j.shells[0].engine.available(0, 1))
+            await until(lambda: j.shells[0].engine.parameters.available(0, 1))
             gathering = asyncio.create_task(j.gather(0, 0))
             await until(lambda: j.groups[0].statistics()["retries"] > 0)
             j.decide(servers=[1])
@@ -433,7 +433,7 @@ def test_a_new_generation_ends_open_pushes() -> None:
                 await stream.read()
             await j.push(0, 0, GRADS[0][0])
             await j.push(1, 0, GRADS[1][0])
-            accumulator = j.shells[0].engine.slices[0].gradient_sum
+            accumulator = j.shells[0].engine.slices[0].accumulators[0].array
             assert accumulator is not None
             assert accumulator.tobytes() == (GRADS[0][0] + GRADS[1][0]).tobytes()
 
@@ -498,7 +498,7 @@ def test_a_push_is_resumed_where_the_server_says() -> None:
             # Only what the server lacked was sent again: less than the whole, and nothing was summed twice.
             assert statistics["bytes_out"] - 800_000 < 2 * 800_000
             await j.push(1, 0, grads[1])
-            accumulator = j.shells[0].engine.slices[0].gradient_sum
+            accumulator = j.shells[0].engine.slices[0].accumulators[0].array
             assert accumulator is not None
             assert accumulator.tobytes() == (grads[0] + grads[1]).tobytes()
 
@@ -577,7 +577,7 @@ def test_pushing_twice_changes_nothing() -> None:
                 for unit in (0, 1):
                     await j.push(0, unit, GRADS[0][unit])
             assert j.statistics("duplicates") == sum(
-                len(s.bounds) for x in j.shells for s in x.engine.slices.values() if s.trainable
+                len(s.chunks.bounds) for x in j.shells for s in x.engine.slices.values() if s.trainable
             )
             assert [len(r.ready_for) for r in j.reports] == [1, 1]
             j.commit()
@@ -737,7 +737,7 @@ def test_streams_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
                 await j.gather(0, unit)
             for epoch in (1, 0):
                 for shell in j.shells:
-                    shell.model()._served = epoch
+                    shell.model().restores.served = epoch
                 if epoch == 1:
                     with pytest.raises(StepAborted):
                         await j.gather(0, 0)

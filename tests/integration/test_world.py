@@ -15,7 +15,7 @@ from job_services import JobServices
 from job_worker import joined
 
 WORKERS = 2
-SOON_S = 10.0
+BLOCKED_S = 1.0  # below the lease, in which the blocked thread sends nothing
 
 
 def test_a_complete_job_is_complete_for_the_default_group_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_a_complete_job_is_complete_for_the_default_group_too(monkeypatch: pytes
     def tell_and_let_them_run(self: Models, event: Event) -> None:
         tell(self, event)
         if isinstance(event, Membership) and event.complete and len(event.workers) == WORKERS:
-            asked.acquire(timeout=SOON_S)
+            asked.acquire(timeout=BLOCKED_S)
 
     monkeypatch.setattr(Models, "on_event", tell_and_let_them_run)
 

@@ -4,13 +4,12 @@ A `Backend` moves and reduces bytes; it knows no tensors, no shapes, no `Work` a
 is the layer above: it turns users' arrays into flat ones, numbers the calls, and runs one call of a group after the
 other. So a backend is never called concurrently, except `send`, `recv` and `abort`.
 
-    shape legend: n = world_size, T = call.dtype.numpy, counts = call.counts; every array is 1-D and contiguous
-
 Note: [Agreement]
-    Every rank describes a collective by a `Call`. All ranks of a group must give equal ones; otherwise every rank gets
-    `Disagreement` with the text of `disagreement()`, before any array was changed, and the group can go on. The
-    exception is the order of calls on different groups, which cannot be checked. A rank that cannot make its call makes
-    a refusal in its place, by `barrier`: it differs from all calls, so the others get its reason, at once.
+    Every rank describes a collective by a `Call`, the part of its `Request` that has no arrays. All ranks of a group
+    must give equal ones; otherwise every rank gets `Disagreement` with the text of `disagreement()`, before any array
+    was changed, and the group can go on. The exception is the order of calls on different groups, which cannot be
+    checked. A rank that cannot make its call makes a refusal in its place: it differs from all calls, so the others get
+    its reason, at once.
 
 Note: [Rank order]
     Reductions combine contributions in the order of ranks, ((x0 + x1) + x2) + ..., in f32 for bf16 and f16, rounded
@@ -25,15 +24,16 @@ Note: [After an error]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import AxonError
 from axon_ps.reduction.call import Call, Operation, disagreement
 from axon_ps.types import Array, DType, Member
 
-__all__ = ["Backend", "Call", "GroupContext", "Operation", "Store", "disagreement"]
+__all__ = ["Backend", "Call", "GroupContext", "Operation", "Request", "Store", "disagreement"]
 
 
 class Store(Protocol):
@@ -79,20 +79,13 @@ class GroupContext:
 class Backend(ABC):
     """The collectives of one group. Blocking; see this module's notes.
 
-    Every collective takes a `call`, which must be equal on all ranks, and raises:
-
-        Disagreement: the ranks' calls differ. See Note: [Agreement].
-        InvalidRequest: arrays do not fit the call, or it cannot be done (AVERAGE of integers); raised on this rank
-            before anything was sent. The other ranks wait for a call of that number: make `call.refused(error)`.
-        Timeout: some ranks did not come; the message names them, by world rank.
-        AxonError: the error given to `abort`, or `Broken` when the transport failed.
-
-    After an error: see Note: [After an error]. The values of output arrays are undefined, except after `Disagreement`.
-
     Attributes:
         name: under which it is selected ("shm").
         buffers_messages: whether messages are still received after their sender has closed its backend and exited.
         dtypes: the element types that it supports.
+        context: the group.
+        rank: our position in the group.
+        world_size: number of ranks.
     """
 
     name: ClassVar[str]
@@ -101,6 +94,8 @@ class Backend(ABC):
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
+        self.rank = context.rank
+        self.world_size = len(context.ranks)
 
     def sibling(self, context: GroupContext) -> Backend:
         """Another backend of this kind, for a group of some of our ranks; all of those make it together.
@@ -110,69 +105,21 @@ class Backend(ABC):
         """
         return type(self)(context)
 
-    @property
-    def rank(self) -> int:
-        """Our position in the group."""
-        return self.context.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.context.ranks)
-
     @abstractmethod
-    def all_reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        """data: T[counts[0]] becomes the reduction of all ranks' data."""
-
-    @abstractmethod
-    def reduce(self, call: Call, data: Array, timeout_s: float) -> None:
-        """On the root data: T[counts[0]] becomes the reduction of all ranks' data; elsewhere it is only read."""
-
-    @abstractmethod
-    def broadcast(self, call: Call, data: Array, timeout_s: float) -> None:
-        """data: T[counts[0]] becomes the root's."""
-
-    @abstractmethod
-    def all_gather(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
-        """output: T[sum(counts)] becomes all ranks' data: T[counts[rank]], in rank order.
-
-        `data` may be its own partition of `output` (same memory), and must not overlap it otherwise.
-        """
-
-    @abstractmethod
-    def reduce_scatter(self, call: Call, output: Array, data: Array, timeout_s: float) -> None:
-        """output: T[counts[rank]] becomes our partition of the reduction of all ranks' data: T[sum(counts)].
-
-        `output` may be its own partition of `data`, and must not overlap it otherwise. The rest of `data` is only read.
-        """
-
-    @abstractmethod
-    def gather(self, call: Call, output: Array | None, data: Array, timeout_s: float) -> None:
-        """On the root output: T[sum(counts)] becomes all ranks' data: T[counts[rank]]; elsewhere it is None."""
-
-    @abstractmethod
-    def scatter(self, call: Call, output: Array, data: Array | None, timeout_s: float) -> None:
-        """output: T[counts[rank]] becomes our partition of the root's data: T[sum(counts)]; elsewhere data is None."""
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        call: Call,
-        output: Array,
-        data: Array,
-        output_counts: Sequence[int],
-        input_counts: Sequence[int],
-        timeout_s: float,
-    ) -> None:
-        """Partition i of output: T[sum(output_counts)] becomes the partition of rank i's data that is for us.
+    def run(self, request: Request, timeout_s: float) -> None:
+        """Make a collective call: `request` says which, and with which arrays. Begins with `Request.check`.
 
         Raises:
-            Disagreement: a rank does not send us as many elements as we expect; every rank gets it.
-        """
+            Disagreement: the ranks' calls differ, or in an all-to-all a rank does not send as many elements as the
+                receiver expects. See Note: [Agreement].
+            InvalidRequest: arrays do not fit the call, or it cannot be done (AVERAGE of integers); raised on this rank
+                before anything was sent. The other ranks wait for a call of that number: make `call.refused(error)`.
+            Timeout: some ranks did not come; the message names them, by world rank.
+            AxonError: the error given to `abort`, or `Broken` when the transport failed.
 
-    @abstractmethod
-    def barrier(self, call: Call, timeout_s: float) -> None:
-        """Return when every rank has come: to a barrier, or with a refusal."""
+        After an error: see Note: [After an error]. The values of output arrays are undefined, except after
+        `Disagreement`.
+        """
 
     @abstractmethod
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:

@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from axon_ps.collectives import reason
 from axon_ps.collectives.backends import header
-from axon_ps.collectives.backends.base import GroupContext, Operation, Store, disagreement
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, Store, disagreement
+from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.errors import AxonError, Broken, Closed, InvalidRequest, Timeout
 from axon_ps.reduction import ops
 from axon_ps.types import Array, DType, ReduceOp
@@ -94,7 +94,7 @@ class _Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         self._keys.clear()
 
 
-class GlooBackend(RequestBackend):
+class GlooBackend(Backend):
     """The collectives of a group over gloo's TCP connections. A group of one rank needs none and has none.
 
     Args:
@@ -128,7 +128,9 @@ class GlooBackend(RequestBackend):
 
     # ------------------------------------------------------------------ collectives
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size)
         self._check_usable()
         deadline = time.monotonic() + timeout_s
         try:
@@ -157,7 +159,7 @@ class GlooBackend(RequestBackend):
             self._rendezvous.delete_keys()  # all ranks are connected
         return header.check(headers, request.call, self.context)
 
-    def _run(self, start: Callable[[], Any], what: str, deadline: float) -> None:
+    def _run_native(self, start: Callable[[], Any], what: str, deadline: float) -> None:
         """Start a native collective and wait for it."""
 
         def missing() -> str:
@@ -170,11 +172,11 @@ class GlooBackend(RequestBackend):
         if root < 0:
             options = dist.AllreduceOptions()
             options.reduceOp = op
-            self._run(lambda: self._native.allreduce([tensor], options), what, deadline)
+            self._run_native(lambda: self._native.allreduce([tensor], options), what, deadline)
         else:
             reduce_options = dist.ReduceOptions()
             reduce_options.reduceOp, reduce_options.rootRank = op, root
-            self._run(lambda: self._native.reduce([tensor], reduce_options), what, deadline)
+            self._run_native(lambda: self._native.reduce([tensor], reduce_options), what, deadline)
 
     def _reduced(self, request: Request, deadline: float, root: int = -1) -> Any:
         """The reduction of all ranks' data, as a new tensor."""
@@ -235,7 +237,7 @@ class GlooBackend(RequestBackend):
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor = _tensor(array, request.call.dtype)
-        self._run(lambda: self._native.broadcast([tensor], options), str(request.call), deadline)
+        self._run_native(lambda: self._native.broadcast([tensor], options), str(request.call), deadline)
 
     def _broadcast(self, request: Request, _: Any, deadline: float) -> None:
         assert request.data is not None
@@ -260,7 +262,7 @@ class GlooBackend(RequestBackend):
         dtype = request.call.dtype
         # Tensors without elements have no memory, and gloo needs an address; so each gets one element more.
         source, target = _padded(data, dtype)[: data.size], _padded(output, dtype)[: output.size]
-        self._run(
+        self._run_native(
             lambda: self._native.alltoall_base(target, source, received, sent, dist.AllToAllOptions()),
             str(request.call),
             deadline,
@@ -302,7 +304,7 @@ class GlooBackend(RequestBackend):
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns when the receiver has received it."""
-        self._check_message(data, dtype, to, tag, any_source=False)
+        self._check_message(data, dtype, to, tag, receiving=False)
         deadline = time.monotonic() + timeout_s
         payload_tag = _FIRST_PAYLOAD_TAG + next(self._payload_tags) % _PAYLOAD_TAGS
         envelope = torch.tensor([_DTYPES.index(dtype), data.size, payload_tag])
@@ -324,7 +326,7 @@ class GlooBackend(RequestBackend):
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        self._check_message(data, dtype, source, tag, any_source=True)
+        self._check_message(data, dtype, source, tag, receiving=True)
         deadline = time.monotonic() + timeout_s
         envelope = torch.zeros(3, dtype=torch.int64)
         what, wire_tag = f"a message with tag {tag}", _FIRST_MESSAGE_TAG + tag
@@ -360,8 +362,8 @@ class GlooBackend(RequestBackend):
             raise disagreement(calls, f"a message with tag {tag} in group {self.context.name!r}")
         return sender
 
-    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, any_source: bool) -> None:
-        check_message(data, dtype, peer, tag, self.context, any_source=any_source)
+    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, receiving: bool) -> None:
+        check_message(data, dtype, peer, tag, self.world_size, receiving=receiving)
         if peer == self.rank or self.world_size == 1:
             raise InvalidRequest(f"rank {self.rank} cannot exchange messages with itself")
         if _FIRST_MESSAGE_TAG + tag >= _FIRST_PAYLOAD_TAG:

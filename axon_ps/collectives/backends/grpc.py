@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from axon_ps.aggregation.client.client import Buffers, CollectiveClient, GroupHandle
-from axon_ps.collectives.backends.base import GroupContext, Operation
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, partition_starts
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation
+from axon_ps.collectives.backends.request import Request, check_message, partition_starts
 from axon_ps.errors import AxonError, Closed, Disagreement, MemberLost
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.types import Array, DType
@@ -44,7 +44,7 @@ class GrpcCalls:
     client: CollectiveClient
 
 
-class GrpcBackend(RequestBackend):
+class GrpcBackend(Backend):
     """See the module's docstring and `Backend`.
 
     Args:
@@ -76,13 +76,14 @@ class GrpcBackend(RequestBackend):
         """See `Backend.sibling`."""
         return GrpcBackend(context, GrpcCalls(loop=self._loop, client=self._client))
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
-        """See `RequestBackend`."""
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size)
         if self._error is not None:
             raise self._error
         if self.world_size > 1:
             buffers = _buffers(request, self.rank, self.world_size)
-            self._run(lambda: self._client.collective(self._group, request.call, buffers, timeout_s))
+            self._run_on_loop(lambda: self._client.collective(self._group, request.call, buffers, timeout_s))
         elif request.output_counts != request.input_counts:
             raise Disagreement(
                 f"{request.call} of a group of one sends {request.input_counts[0]} elements to itself and expects "
@@ -94,15 +95,15 @@ class GrpcBackend(RequestBackend):
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`."""
-        check_message(data, dtype, to, tag, self.context, any_source=False)
+        check_message(data, dtype, to, tag, self.world_size, receiving=False)
         self._has_messages = True
-        self._run(lambda: self._client.send(self._group, data, dtype, to, tag, timeout_s))
+        self._run_on_loop(lambda: self._client.send(self._group, data, dtype, to, tag, timeout_s))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        check_message(data, dtype, source, tag, self.context, any_source=True)
+        check_message(data, dtype, source, tag, self.world_size, receiving=True)
         self._has_messages = True
-        return self._run(lambda: self._client.recv(self._group, data, dtype, source, tag, timeout_s))
+        return self._run_on_loop(lambda: self._client.recv(self._group, data, dtype, source, tag, timeout_s))
 
     # ------------------------------------------------------------------ the end
 
@@ -136,7 +137,7 @@ class GrpcBackend(RequestBackend):
 
     # ------------------------------------------------------------------ inside
 
-    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _run_on_loop(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._error is not None:
             raise self._error
         return self._loop.run(self._guarded(make))

@@ -17,8 +17,8 @@ from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 
-from axon_ps.collectives.backends.base import GroupContext, Operation, disagreement
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message, describe
+from axon_ps.collectives.backends.base import Backend, GroupContext, Operation, disagreement
+from axon_ps.collectives.backends.request import Request, check_message, describe, required
 from axon_ps.collectives.store import AbortableStore, MemoryStore
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Timeout
 from axon_ps.reduction import ops
@@ -134,7 +134,7 @@ class _SharedState:
         self._changed.notify_all()
 
 
-class MockBackend(RequestBackend):
+class MockBackend(Backend):
     """The collectives of a group of threads. Bits as on every flat backend, and the same in every run.
 
     Args:
@@ -179,14 +179,19 @@ class MockBackend(RequestBackend):
         """
         return self._store.get_or_make(name, make)
 
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size)
+        self._shared.perform(self.rank, request, timeout_s)
+
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns at once."""
-        check_message(data, dtype, to, tag, self.context, any_source=False)
+        check_message(data, dtype, to, tag, self.world_size, receiving=False)
         self._shared.enqueue(to, _Message(self.rank, tag, dtype, data.copy()))
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        check_message(data, dtype, source, tag, self.context, any_source=True)
+        check_message(data, dtype, source, tag, self.world_size, receiving=True)
         message = self._shared.dequeue(self.rank, source, tag, timeout_s)
         if (message.dtype, message.data.size) != (dtype, data.size):
             sender = self.context.ranks[message.source]
@@ -205,9 +210,6 @@ class MockBackend(RequestBackend):
     def close(self) -> None:
         """See `Backend.close`."""
         self._shared.abort(self.rank, Closed(f"the backend of group {self.context.name!r} was closed"))
-
-    def _perform(self, request: Request, timeout_s: float) -> None:
-        self._shared.perform(self.rank, request, timeout_s)
 
 
 def mock_contexts(
@@ -257,11 +259,11 @@ def _mismatched(requests: Sequence[Request]) -> bool:
 
 
 def _data(requests: Sequence[Request]) -> list[Array]:
-    return [cast(Array, r.data) for r in requests]
+    return [required(r.data) for r in requests]
 
 
 def _outputs(requests: Sequence[Request]) -> list[Array]:
-    return [cast(Array, r.output) for r in requests]
+    return [required(r.output) for r in requests]
 
 
 def _reduced(requests: Sequence[Request]) -> Array:
@@ -300,11 +302,11 @@ def _reduce_scatter(requests: Sequence[Request]) -> None:
 
 
 def _gather(requests: Sequence[Request]) -> None:
-    np.copyto(_outputs(requests)[requests[0].call.root], np.concatenate(_data(requests)))
+    np.copyto(required(requests[requests[0].call.root].output), np.concatenate(_data(requests)))
 
 
 def _scatter(requests: Sequence[Request]) -> None:
-    _scatter_partitions(_data(requests)[requests[0].call.root].copy(), requests)
+    _scatter_partitions(required(requests[requests[0].call.root].data).copy(), requests)
 
 
 def _scatter_partitions(full: Array, requests: Sequence[Request]) -> None:
@@ -314,7 +316,7 @@ def _scatter_partitions(full: Array, requests: Sequence[Request]) -> None:
 
 
 def _all_to_all(requests: Sequence[Request]) -> None:
-    partitions = [np.split(cast(Array, r.data), np.cumsum(r.input_counts)[:-1]) for r in requests]
+    partitions = [np.split(required(r.data), np.cumsum(r.input_counts)[:-1]) for r in requests]
     for i, output in enumerate(_outputs(requests)):
         np.concatenate([p[i] for p in partitions], out=output)
 

@@ -107,7 +107,7 @@ class CoordinatorClient(Calls):
         role: worker or shard server.
         node: host or container.
         security: TLS and token.
-        incarnation: 32 hex digits; made up when None.
+        incarnation: 32 hex digits; None = a random one.
         listen_address: shard server: "host:port" where workers reach it.
         requested_rank: wanted rank; -1 = any.
         world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.

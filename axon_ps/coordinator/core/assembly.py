@@ -139,7 +139,7 @@ class Assembly:
         for model in self._models:
             self._out.push(to, model.state(self.shards(), full=is_shard))
             order = model.registration.parameters.restore
-            if is_shard and order is not None and not model.registration.holds(entry.member):
+            if is_shard and order is not None and not model.registration.is_loaded(entry.member):
                 self._out.push(to, order)
 
     def welcome(self, entry: RosterEntry) -> Welcome:

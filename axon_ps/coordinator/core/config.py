@@ -24,7 +24,7 @@ class CoordinatorConfig:
             without it there are still as many as the job needs; inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
-        shares_process: whether workers run in the coordinator's process; delays of its event loop are normal then.
+        in_worker: whether workers run in the coordinator's process; delays of its event loop are normal then.
     """
 
     job: str = "default"
@@ -35,7 +35,7 @@ class CoordinatorConfig:
     join_timeout_s: float = 600.0
     step_timeout_s: float = math.inf
     resume: str = ""
-    shares_process: bool = False
+    in_worker: bool = False
 
     def __post_init__(self) -> None:
         for what, value, least in (("world_size", self.world_size, 0), ("num_shards", self.num_shards, 1)):

@@ -20,14 +20,14 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 256 << 20
 MAX_WAITERS = 1 << 14
 KEY_OVERHEAD_BYTES = 128
-"""What a key counts for beside its own and its value's bytes, so that empty values are bounded too."""
+"""Bytes counted per key in addition to key and value, so that the number of empty values is bounded, too."""
 
 _INTEGER = re.compile(rb"-?[0-9]{1,19}")
 
 
 @dataclass(frozen=True)
 class KVResult:
-    """What an operation found.
+    """The result of an operation.
 
     Attributes:
         found: whether the key existed; compare-and-set: whether the value was stored.

@@ -86,7 +86,7 @@ class Model:
 
 
 class Models:
-    """All of them.
+    """All models of the job.
 
     Args:
         durable: as they were before the coordinator's restart.
@@ -116,22 +116,22 @@ class Models:
 
     @property
     def registered(self) -> list[Model]:
-        """Those that have a layout, by number."""
+        """The models that have a layout, by number."""
         return [m for m in self if m.registered]
 
     @property
     def first(self) -> Model | None:
-        """The one of the lowest number."""
+        """The model of the lowest number."""
         return next(iter(self), None)
 
     @property
     def by_node(self) -> bool:
-        """Whether the membership numbers replicas as if a node were one: as the first model wants it."""
+        """Whether the membership numbers replicas as if a node were one, as the first model requires."""
         return next((m.registration.spec.replica_is_node for m in self if m.registration.spec is not None), False)
 
     @property
     def released(self) -> tuple[int, ...]:
-        """The numbers that no model has any more."""
+        """The numbers of released models."""
         return tuple(number for number in range(self._next) if number not in self._models)
 
     def rank_held_by(self, incarnation: str) -> int | None:

@@ -105,18 +105,18 @@ class Registration:
             )
         return None
 
-    def holds(self, shard: Member) -> bool:
+    def is_loaded(self, shard: Member) -> bool:
         """Whether a shard server has its parameters."""
         return self.parameters.holders.get(shard.rank) == shard.incarnation
 
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
-        """A shard server reports that it holds its parameters; whether that is new.
+        """A shard server reports that it holds its parameters; returns whether that is new.
 
         Raises:
             InvalidRequest: it holds another version than the job is at.
         """
         p = self.parameters
-        if p.initialized or epoch != p.epoch or self.holds(shard):
+        if p.initialized or epoch != p.epoch or self.is_loaded(shard):
             return False
         if version != now_version:
             raise InvalidRequest(
@@ -126,15 +126,15 @@ class Registration:
         p.holders[shard.rank] = shard.incarnation
         return True
 
-    def all_hold(self, shards: Sequence[Member]) -> bool:
+    def all_loaded(self, shards: Sequence[Member]) -> bool:
         """Whether every shard server is there and has its parameters."""
-        return len(shards) == self.num_shards and all(self.holds(s) for s in shards)
+        return len(shards) == self.num_shards and all(self.is_loaded(s) for s in shards)
 
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
         """Ranks whose shard server has come back empty after the job was initialized."""
         if not self.parameters.initialized:
             return []
-        return [s.rank for s in shards if not self.holds(s)]
+        return [s.rank for s in shards if not self.is_loaded(s)]
 
     def trouble(self, shards: Sequence[Member]) -> str:
         """Why no step can be made although all members are there, as text; empty when it can."""
@@ -143,7 +143,7 @@ class Registration:
         return self.parameters.failure
 
     def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
-        """Whether the caller is the one to upload the first values."""
+        """Whether the caller has to upload the first values."""
         p = self.parameters
         if p.initialized or p.epoch > 0:
             return False

@@ -23,50 +23,50 @@ class Deadlines(Generic[K]):
     """Deadlines by key: a heap whose moved and removed entries are skipped when they come up."""
 
     def __init__(self) -> None:
-        self._moments: dict[K, float] = {}
+        self._deadlines: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._pushed = 0
 
     def __len__(self) -> int:
-        return len(self._moments)
+        return len(self._deadlines)
 
-    def set(self, key: K, moment: float) -> None:
-        """Set or move a moment. One that is only ever moved later, as a lease is, has one entry in the heap."""
-        known = self._moments.get(key)
-        self._moments[key] = moment
-        if known is None or moment < known:
-            self._push(key, moment)
+    def set(self, key: K, deadline: float) -> None:
+        """Set or move a deadline. One that is only moved later, like a lease, has one entry in the heap."""
+        known = self._deadlines.get(key)
+        self._deadlines[key] = deadline
+        if known is None or deadline < known:
+            self._push(key, deadline)
 
     def remove(self, key: K) -> None:
         """Remove a key; harmless when it is absent."""
-        self._moments.pop(key, None)
-        if len(self._heap) > 2 * len(self._moments) + 64:  # mostly what was removed
+        self._deadlines.pop(key, None)
+        if len(self._heap) > 2 * len(self._deadlines) + 64:  # mostly what was removed
             self._heap = []
-            for known, moment in self._moments.items():
-                self._push(known, moment)
+            for known, deadline in self._deadlines.items():
+                self._push(known, deadline)
 
     def next(self) -> float:
-        """The earliest moment; inf when there is none."""
+        """The earliest deadline; inf when there is none."""
         while self._heap:
-            moment, _, key = self._heap[0]
-            now = self._moments.get(key)
-            if now == moment:
-                return moment
+            deadline, _, key = self._heap[0]
+            now = self._deadlines.get(key)
+            if now == deadline:
+                return deadline
             heapq.heappop(self._heap)
-            if now is not None and now > moment:
+            if now is not None and now > deadline:
                 self._push(key, now)
         return float("inf")
 
     def due(self, now: float) -> Iterator[K]:
-        """The keys whose moment has come, earliest first; each is removed."""
+        """The keys whose deadline has passed, earliest first; each is removed."""
         while self.next() <= now:
             key = self._heap[0][2]
             self.remove(key)
             yield key
 
-    def _push(self, key: K, moment: float) -> None:
+    def _push(self, key: K, deadline: float) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (moment, self._pushed, key))
+        heapq.heappush(self._heap, (deadline, self._pushed, key))
 
 
 class Waiting:

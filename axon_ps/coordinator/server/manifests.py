@@ -35,7 +35,7 @@ class Found:
 
 
 def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
-    """Read the manifest at `uri`, or of the newest complete checkpoint in it, and see that it fits the job's models.
+    """Read the manifest at `uri`, or of the newest complete checkpoint in it, and check that it fits the job's models.
 
     Args:
         uri: the checkpoint.

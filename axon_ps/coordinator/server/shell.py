@@ -308,7 +308,7 @@ class Shell:
         self._timer = None
         late_s = self.now() - planned
         if late_s > PAUSE_S:
-            level = logging.DEBUG if self.state.config.shares_process else logging.WARNING
+            level = logging.DEBUG if self.state.config.in_worker else logging.WARNING
             _logger.log(level, "the coordinator was paused for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
         self.perform(self.state.tick(self.now()))

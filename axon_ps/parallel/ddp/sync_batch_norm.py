@@ -49,7 +49,8 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: whether there are running statistics; without, evaluation uses its own batch's.
         process_group: the ranks: a group, or a world for all of its workers; None = the current world, whoever is in
             it at the time.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
         bias: whether there is a bias with the weight.
 
     Raises:

@@ -1,10 +1,12 @@
 """`FullyShardedDataParallel`: a module whose parameters live on the shard servers.
 
-fsdp         the wrapper                                runtime    what happens when: gather, reshard, push, step
-flat_unit    one unit's parameters and their memory     hooks · order · memory   what drives it, and its buffers
-values       parameters: read, replaced, saved   materialize   first values
+fsdp         the wrapper                                    build      what it is made of, by strategy
+runtime      what happens when: gather, reshard, push       server_runtime   push, vote, decision; the end of a step
+flat_unit    one unit's parameters, their memory and state  sources    the ways in which its values come
+hooks · order · memory   what drives the runtime, and its buffers
+values       parameters: read, replaced, saved              materialize   first values
 strategy · wrap · stats   which parameters stay where, how a model is divided, its memory
-steps        what the runtime asks of whoever makes steps: the worker's step client, or
-hybrid       a node's workers together                  no_shard   every worker keeps everything
+steps        what is asked of whoever makes steps: the worker's step client, or
+hybrid       a node's workers together                      no_shard   every worker keeps everything
 sharded_parameter · sent_gradients · torch_functions   what torch's functions meet in the user's hands
 """

@@ -10,54 +10,84 @@ Note: [Memory that comes and goes]
     crash), and of a class that raises when values are read or written; see `sharded_parameter`. So they are between
     uses also where the values stay in memory (SHARD_GRAD_OP): they may be those of an older version.
 
-    `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through `_window`, a raw view of the
-    memory that lives only while a gather is under way and the storage cannot be resized.
+    `tensor.numpy()` would forbid resizing for ever, so the loop's thread writes through a raw view of the memory
+    (`sources._window`), which lives only while a gather is under way and the storage cannot be resized.
 
 Note: [Mapped units]
     Where the unit's server is on this host, `flat` is the server's own wire copy, mapped: gathering waits until it is
     at the version wanted, and resharding makes it unreadable. Nothing is allocated or copied, and what autograd saved
     stays valid. Another mapping comes only with another server, which has the same values at the same version.
 
+Note: [States of a unit]
+    Two things are always known of a unit: whether `flat` has values, and whether others are on their way, be it of a
+    version that is decided or of a step that is not (`State`). `_TRANSITIONS` has every change there is:
+
+    SHARDED                 nothing here
+    GATHERING               nothing here, values on their way
+    SPECULATIVE             nothing here, those of an undecided step on their way
+    UNSHARDED               `flat` has values: those of `_values_at`, which may be an older version
+    UNSHARDED_GATHERING     it has, and newer ones come into a buffer beside it, or into memory that will be mapped
+    UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP)
+
+    What is under way is one `Transfer`. A unit for which values of another version are needed before a step is decided
+    discards those of the step, which cannot commit any more.
+
 A unit gathers *directly* into `flat` when the wire dtype is the compute dtype, the memory is of the same kind, and the
 old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
-memory, but under HYBRID_SHARD on GPUs (`gather_on_device`).
+memory, but under HYBRID_SHARD on GPUs. `sources` has the ways in.
 
 Shapes: flat: param_dtype[unit_numel]; buffer: wire[unit_numel].
 """
 
 from __future__ import annotations
 
-import ctypes
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import nn
 
-from axon_ps.collectives import cuda
-from axon_ps.errors import AxonError, StepAborted
-from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.errors import AxonError, InternalError, StepAborted
+from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
-from axon_ps.parallel.fsdp.steps import Mapped, Mapping, Pending, Speculation, Steps
+from axon_ps.parallel.fsdp.sources import ParameterSource, Transfer
+from axon_ps.parallel.fsdp.stats import Counters
+from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.sharding.layout import Unit
-from axon_ps.types import Array, DType, Hyper
+from axon_ps.types import DType, Hyper
 from axon_ps.worker.step_client import Ticket
 
-_STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
+
+class State(enum.Enum):
+    """What `flat` has, and what is under way; see Note: [States of a unit]."""
+
+    SHARDED = (False, False, False)
+    GATHERING = (False, True, False)
+    SPECULATIVE = (False, False, True)
+    UNSHARDED = (True, False, False)
+    UNSHARDED_GATHERING = (True, True, False)
+    UNSHARDED_SPECULATIVE = (True, False, True)
+
+    def __init__(self, has_values: bool, gathering: bool, speculative: bool) -> None:
+        self.has_values = has_values
+        self.gathering = gathering
+        self.speculative = speculative
 
 
-def array_of(buffer: torch.Tensor, wire: DType) -> Array:
-    """A host buffer as numpy sees it (bf16 as uint16), without a copy."""
-    array: Array = buffer.view(_STORAGE_VIEW[wire]).numpy()
-    return array
-
-
-def _window(tensor: torch.Tensor, wire: DType) -> Array:
-    """The memory of a host tensor as numpy, without torch knowing; see Note: [Memory that comes and goes]."""
-    raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
-    array: Array = np.frombuffer(memoryview(raw), dtype=wire.numpy)
-    return array
+_TRANSITIONS = {
+    State.SHARDED: {State.GATHERING, State.SPECULATIVE},
+    State.GATHERING: {State.UNSHARDED, State.SHARDED},  # finished; abandoned
+    State.SPECULATIVE: {State.GATHERING, State.SHARDED},  # committed; discarded
+    State.UNSHARDED: {
+        State.SHARDED,  # resharded
+        State.GATHERING,  # over values that are no longer current
+        State.UNSHARDED_GATHERING,
+        State.UNSHARDED_SPECULATIVE,
+    },
+    State.UNSHARDED_GATHERING: {State.UNSHARDED},  # finished or abandoned
+    State.UNSHARDED_SPECULATIVE: {State.UNSHARDED_GATHERING, State.UNSHARDED},  # committed; discarded
+}
 
 
 class FlatUnit:
@@ -67,12 +97,18 @@ class FlatUnit:
         index: number of the unit in the layout.
         unit: its layout.
         params: its parameters, in layout order; their `data` is set from now on.
+        source: where its values come from.
         device: where they compute.
         dtype: what they compute in.
         wire: what travels.
         resident: retain the values between uses (SHARD_GRAD_OP).
         meter: counts the bytes of parameters.
-        host_copy: wire[unit_numel] in host memory for what was gathered (CPUOffload.PARAMS); None = there is none.
+        counters: counts the gathers.
+
+    Attributes:
+        state: see Note: [States of a unit].
+        nbytes: memory of `flat`.
+        wire_bytes: memory of the unit as it travels.
     """
 
     sharded = True
@@ -83,45 +119,38 @@ class FlatUnit:
         index: int,
         unit: Unit,
         params: Sequence[nn.Parameter],
+        source: ParameterSource,
         *,
         device: torch.device,
         dtype: torch.dtype,
         wire: DType,
         resident: bool,
         meter: Meter,
-        host_copy: torch.Tensor | None = None,
+        counters: Counters,
     ) -> None:
         self.index = index
         self.unit = unit
         self.params = tuple(params)
+        self.source = source
         self.wire = wire
+        self.wire_bytes = unit.numel * wire.itemsize
         self.resident = resident
         self._meter = meter
-        self._states = [states_of(type(p)) for p in self.params] if self.sharded else []
-        self._unsharded: bool | None = None
+        self._counters = counters
+        self.state = State.SHARDED
+        self._values_at: Position | None = None  # (epoch, version) of the values in `flat`, while it has any
+        self._transfer: Transfer | None = None  # while something is under way
+        self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
+        self._readable: bool | None = None
         self._nan = torch.empty((), dtype=dtype, device=device)
-        self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
-        self._nbytes = self.flat.nbytes
-        self._maps: Mapping | None = None  # who maps the unit; None = it is gathered
-        self._mapped: Mapped | None = None  # what `flat` is
-        self._next_mapped: Mapped | None = None  # what it will be; None = the result of `_work`
         self._sharded_data = [self._nan.expand(p.shape) for p in unit.parameters]
-        self._free_flat()  # their own values are dropped
-        self._host_copy = host_copy
-        self._copied: tuple[int, int] | None = None  # (epoch, version) of the values in `host_copy`
-        self._on_device = False  # whether what is gathered comes in device memory
-        self._may_be_direct = TORCH_DTYPES[wire] == dtype and not resident and host_copy is None
-        self._direct = self._may_be_direct and not cuda.memory().is_device(device)
+        self._mapped: Mapped | None = None  # what `flat` is; None = memory of our own
+        self._allocated = False
+        self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
+        self.nbytes = self.flat.nbytes
+        self._free_flat()  # the parameters' own values are dropped
         self.stage_device = torch.device("cpu")
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
-        self._work: Pending | None = None
-        self._buffer: torch.Tensor | None = None
-        self._values_at: tuple[int, int] | None = None  # (epoch, version) of the values in `flat`
-        self._last_values_at: tuple[int, int] | None = None  # of the values that were in `flat` last
-        self._gathering_at: tuple[int, int] | None = None  # of the values that are being gathered
-        # of an undecided step: the gather, and the buffer that it fills; None = it fills `flat`
-        self._speculative: tuple[Pending, torch.Tensor | None] | None = None
-        self._was_speculative = False  # whether what is under way was begun before its step's decision
         self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
     @property
@@ -132,186 +161,170 @@ class FlatUnit:
     @property
     def gather_bytes(self) -> int:
         """Memory that a gather needs before `unshard`; a copy from host memory needs none."""
-        if self._host_copy is not None:
-            return 0 if self._copied is not None else self._host_copy.nbytes
-        return self._nbytes if self._direct else self.unit.numel * self.wire.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the gathered unit."""
-        return self._nbytes
-
-    def may_map(self, steps: Mapping) -> None:
-        """From now on, map the unit where that is possible. See Note: [Mapped units]."""
-        self._maps = steps if self._direct else None
-
-    def gather_on_device(self) -> None:
-        """From now on, what is gathered comes in device memory."""
-        self._on_device = True
-        self._direct = self._may_be_direct
-
-    @property
-    def vacant(self) -> bool:
-        """Whether it has memory of its own with no values in it, and no gather is under way."""
-        return self._direct and self._maps is None and not self._storage.nbytes() and self._work is None
-
-    @property
-    def has_speculative(self) -> bool:
-        """Whether the values of an undecided step are on their way."""
-        return self._speculative is not None
-
-    @property
-    def _speculative_in_place(self) -> bool:
-        """Whether the values of an undecided step are on their way into `flat`."""
-        return self._speculative is not None and self._speculative[1] is None
+        return self.source.gather_bytes(self)
 
     @property
     def unsharded_bytes(self) -> int:
         """Memory while it is unsharded: `flat`, and the buffer of the gather where there is one."""
-        return self._nbytes + (0 if self._direct else self.unit.numel * self.wire.itemsize)
+        return self.nbytes + (self.wire_bytes if self.source.buffered else 0)
 
     @property
     def reshardable_bytes(self) -> int:
         """Memory that resharding frees: of `flat` (0 when resident), and of a gather that is under way."""
-        in_use = 0 if self.resident else self._flat_bytes
-        if self._maps is not None and self._gathering_at is not None:
-            in_use = self._nbytes
-        return in_use + (self._buffer.nbytes if self._buffer is not None else 0)
+        in_use = self.nbytes if self._allocated and not self.resident else 0
+        if self.state.gathering and self._transfer is not None:
+            buffer = self._transfer.buffer
+            return max(in_use, self._transfer.flat_bytes) + (0 if buffer is None else buffer.nbytes)
+        return in_use
 
-    def remote(self, steps: Steps) -> bool:
-        """Whether the next gather requests the values from servers, instead of copying them from host memory."""
-        return self._copied is None or self._copied != self.wanted(steps)
+    # ------------------------------------------------------------------ values
 
-    def wanted(self, steps: Steps) -> tuple[int, int]:
-        """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
-        return steps.epoch, steps.version if self.trainable else steps.copied
-
-    def is_current(self, steps: Steps) -> bool:
+    @property
+    def is_current(self) -> bool:
         """Whether the values in `flat` are current."""
-        return self._values_at == self.wanted(steps)
+        return self._values_at is not None and self._values_at == self.source.wanted(self)
 
-    def torn(self, steps: Steps) -> bool:
-        """Whether a mapped unit's server has changed it since it was read: the job goes on without this worker."""
-        if self._mapped is None or self._last_values_at is None or self._last_values_at != self.wanted(steps):
+    @property
+    def missing(self) -> bool:
+        """Whether current values are neither here nor being gathered."""
+        return self._is_missing(self.source.wanted(self))
+
+    def _is_missing(self, wanted: Position) -> bool:
+        if self._values_at == wanted:
             return False
-        return not self._mapped.is_at(self._last_values_at[1])
+        return not self.state.gathering or self._transfer is None or self._transfer.at != wanted
 
-    def is_gathering(self, steps: Steps) -> bool:
-        """Whether current values are being gathered."""
-        return self._gathering_at is not None and self._gathering_at == self.wanted(steps)
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the values of an undecided step may be gathered now: those that are here are never overwritten."""
+        if not self.source.speculates:
+            return False
+        if self.resident:
+            return self.state in (State.SHARDED, State.UNSHARDED)
+        return self.state is State.SHARDED and not (self._allocated or self.source.buffered)
 
-    def start_gather(self, steps: Steps, pool: BufferPool) -> None:
-        """Begin to gather, unless the values are here or being gathered."""
-        if self.is_current(steps) or self.is_gathering(steps):
+    def start_gather(self, *, again: bool = False) -> None:
+        """Begin to gather, unless current values are here or being gathered; `again` is not counted."""
+        wanted = self.source.wanted(self)
+        if not self._is_missing(wanted):
             return
-        if self._speculative_in_place:
-            self.discard_speculative(pool)
-        self.abandon(pool)
-        self._gathering_at = self.wanted(steps)
-        self._was_speculative = False
-        if self._host_copy is not None:
-            if not self.remote(steps):
-                return  # `unshard` copies
-            self._copied = None
-            out: Array | torch.Tensor = array_of(self._host_copy, self.wire)
-        elif self._maps is not None:
-            self._next_mapped = self._maps.mapped(self.index)
-            if self._next_mapped is None:
-                self._work = self._maps.map(self.index, self.wire)
-            return
-        elif self._direct:
-            self._allocate()
-            out = self.flat if self._on_device else _window(self.flat, self.wire)
-        else:
-            self._buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
-            out = self._buffer if self._on_device else array_of(self._buffer, self.wire)
-        self._work = steps.gather(self.index, out)
+        self.abandon()
+        if not again:
+            self._count(remote=self.source.is_remote(wanted))
+        transfer = self.source.start(self, wanted)
+        beside = self.state.has_values and not transfer.in_place
+        self._enter(State.UNSHARDED_GATHERING if beside else State.GATHERING, transfer)
 
-    def start_speculative(self, steps: Speculation, pool: BufferPool, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
+    def start_speculative(self, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
         """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""
-        self.discard_speculative(pool)
-        if self._direct:
-            assert self.vacant, "current values are never overwritten"
-            self._allocate()
-            buffer, out = None, _window(self.flat, self.wire)
-        else:
-            buffer = pool.take(self.unit.numel, TORCH_DTYPES[self.wire])
-            out = array_of(buffer, self.wire)
-        self._speculative = steps.gather_speculative(self.index, out, ticket, hyper), buffer
+        self._count(remote=True)
+        transfer = self.source.start_speculative(self, ticket, hyper)
+        self._enter(State.UNSHARDED_SPECULATIVE if self.state.has_values else State.SPECULATIVE, transfer)
 
-    def commit_speculative(self, steps: Steps, pool: BufferPool) -> None:
+    def commit_speculative(self) -> None:
         """The step committed as expected: the speculative gather becomes the ordinary one."""
-        if self._speculative is not None:
-            self.abandon(pool)
-            (self._work, self._buffer), self._speculative = self._speculative, None
-            self._was_speculative = True
-            self._gathering_at = self.wanted(steps)
+        if self.state.speculative and (transfer := self._transfer) is not None:
+            transfer.at = self.source.wanted(self)
+            self._enter(State.UNSHARDED_GATHERING if self.state.has_values else State.GATHERING, transfer)
 
-    def discard_speculative(self, pool: BufferPool) -> None:
+    def discard_speculative(self) -> None:
         """The step was not decided as expected: cancel the speculative gather and free its memory."""
-        if self._speculative is not None:
-            (work, buffer), self._speculative = self._speculative, None
-            work.cancel()
-            if buffer is not None:
-                pool.give(buffer)
-            else:
+        if self.state.speculative:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Stop what is under way; its memory is not touched afterwards."""
+        if (transfer := self._transfer) is not None:
+            self.source.cancel(transfer)
+            self._enter(State.UNSHARDED if self.state.has_values else State.SHARDED)
+            if transfer.in_place:
                 self.free_storage()
 
-    def unshard(self, steps: Steps, pool: BufferPool) -> None:
+    def unshard(self) -> None:
         """Block until the parameters have current values."""
-        while not self.is_current(steps):
-            self.start_gather(steps, pool)
+        while not self.is_current:
+            self.start_gather(again=True)
+            if (transfer := self._transfer) is None or not self.state.gathering:
+                continue
             try:
-                if self._work is not None:
-                    found = self._work.wait()
-                    if self._maps is not None:
-                        self._next_mapped = found
+                result = transfer.result if transfer.work is None else transfer.work.wait()
             except AxonError as error:
                 # restored to an older version meanwhile: gather that; it was speculative: gather in the ordinary way
-                again = self._was_speculative or (
-                    isinstance(error, StepAborted) and self._gathering_at != self.wanted(steps)
+                again = transfer.speculative or (
+                    isinstance(error, StepAborted) and transfer.at != self.source.wanted(self)
                 )
-                self.abandon(pool)
+                self.abandon()
                 if not again:
                     raise
                 self.repeated += 1
                 continue
             except BaseException:
-                self.abandon(pool)
+                self.abandon()
                 raise
-            self._work = None
-            if self._maps is not None:
-                if not self._set_mapped():
-                    continue
-            elif self._host_copy is not None:
-                self._copied = self._gathering_at
-                self._allocate()
-                with torch.no_grad():
-                    self.flat.copy_(self._host_copy, non_blocking=True)
-            elif self._buffer is not None:
-                self._allocate()
-                with torch.no_grad():
-                    self.flat.copy_(self._buffer, non_blocking=False)
-                pool.give(self._buffer)
-                self._buffer = None
-            self._set_data(self._views)
-            self._values_at = self._last_values_at = self._gathering_at
-            self._gathering_at = None
-        self._set_readable(unsharded=True)
+            if self.source.finish(self, transfer, result):
+                self._set_data(self._views)
+                self._values_at = transfer.at
+                self._enter(State.UNSHARDED)
+        self._set_readable(True)
 
-    def reshard(self, pool: BufferPool) -> None:
+    def reshard(self) -> None:
         """Free the memory, unless the unit is resident; values cannot be read until the next `unshard`."""
-        self.abandon(pool)
-        if not self.resident and not self._speculative_in_place:
+        if self.state.gathering:
+            self.abandon()
+        if not self.resident and not self.state.speculative:
             self.free_storage()
-        self._set_readable(unsharded=False)
+        self._set_readable(False)
+
+    def _enter(self, state: State, transfer: Transfer | None = None) -> None:
+        """Be in another state; the only place that changes it."""
+        if state not in _TRANSITIONS[self.state]:
+            raise InternalError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {state.name}")
+        self.state, self._transfer = state, transfer
+        if not state.has_values:
+            self._values_at = None
+
+    def _count(self, *, remote: bool) -> None:
+        if not remote:
+            self._counters.host_gathers += 1
+            return
+        self._counters.gathers += 1
+        self._counters.gathered_bytes += self.wire_bytes
+
+    # ------------------------------------------------------------------ memory
+
+    def allocate(self) -> None:
+        """Have memory for the values, if there is none."""
+        if not self._allocated:
+            self._allocated = True
+            if self._mapped is None:
+                self._storage.resize_(self.nbytes)
+            self._meter.add(self.nbytes)
+
+    def fill(self, values: torch.Tensor, *, non_blocking: bool) -> None:
+        """Copy (and cast) values into `flat`."""
+        self.allocate()
+        with torch.no_grad():
+            self.flat.copy_(values, non_blocking=non_blocking)
+
+    def use_memory(self, mapped: Mapped | None) -> None:
+        """Let `flat` be memory that was mapped; None = memory of our own, which is not allocated yet."""
+        self._mapped = mapped
+        if mapped is not None:
+            self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
+        else:
+            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype))
+            self._storage.resize_(0)
 
     def free_storage(self) -> None:
-        """Free the memory, resident or not."""
-        storage_bytes, self._values_at = self._flat_bytes, None
-        if storage_bytes:
+        """Free the memory, resident or not; nothing is under way."""
+        if self.state is State.UNSHARDED:
+            self._enter(State.SHARDED)
+        if self._allocated:
+            self._allocated = False
             self._free_flat()
-            self._meter.add(-self._nbytes)
+            self._meter.add(-self.nbytes)
+
+    # ------------------------------------------------------------------ gradients
 
     def stage_grads(self) -> None:
         """Move the gradients of the parameters to f32 on the host, adding to those there (CPUOffload.FULL)."""
@@ -346,55 +359,17 @@ class FlatUnit:
         """Memory of the gradients that are staged on the host."""
         return sum(s.nbytes for s in self._staged if s is not None)
 
-    def abandon(self, pool: BufferPool) -> None:
-        """Stop a gather under way; its memory is not touched afterwards."""
-        self._gathering_at = self._next_mapped = None
-        if self._work is None:
-            return
-        self._work.cancel()
-        self._work = None
-        if self._buffer is not None:
-            pool.give(self._buffer)
-            self._buffer = None
-        elif self._direct and self._maps is None:
-            self.free_storage()
-
-    @property
-    def _flat_bytes(self) -> int:
-        """Memory of `flat`, mapped or our own."""
-        if self._mapped is not None:
-            return 0 if self._values_at is None else self._nbytes
-        return self._storage.nbytes()
+    # ------------------------------------------------------------------ parameters
 
     def _set_flat(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._storage = flat.untyped_storage()
         self._views = [flat[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
 
-    def _set_mapped(self) -> bool:
-        """Set `flat` to the mapping; False, and never again, if there is none."""
-        mapped, self._next_mapped = self._next_mapped, None
-        if mapped is None:
-            self.free_storage()
-            self._gathering_at = self._maps = self._mapped = None
-            self._set_flat(torch.empty(self.unit.numel, dtype=self._nan.dtype))
-            self._storage.resize_(0)
-            return False
-        if mapped is not self._mapped:
-            self._mapped = mapped
-            self._set_flat(torch.from_numpy(mapped.values).view(self._nan.dtype))
-        self._meter.add(self._nbytes if self._values_at is None else 0)
-        return True
-
-    def _allocate(self) -> None:
-        if not self._storage.nbytes():
-            self._storage.resize_(self._nbytes)
-            self._meter.add(self._nbytes)
-
     def _free_flat(self) -> None:
         self._nan.fill_(float("nan"))  # somebody may have written to it
         self._set_data(self._sharded_data)
-        self._set_readable(unsharded=False)
+        self._set_readable(False)
         if self._mapped is not None:
             self._mapped.discard_writes()
         else:
@@ -402,13 +377,53 @@ class FlatUnit:
 
     def _set_data(self, values: Sequence[torch.Tensor]) -> None:
         """Set `data` of the parameters."""
-        self._set_readable(unsharded=True)
+        self._set_readable(True)
         for param, value in zip(self.params, values, strict=True):
             param.data = value
 
-    def _set_readable(self, *, unsharded: bool) -> None:
+    def _set_readable(self, readable: bool) -> None:
         """Make the values of the parameters readable, or not; see `sharded_parameter`."""
-        if self._unsharded is not unsharded:
-            self._unsharded = unsharded
-            for param, states in zip(self.params, self._states, strict=False):
-                become(param, states[unsharded])
+        if self._readable is not readable:
+            self._readable = readable
+            for param, classes in zip(self.params, self._classes, strict=False):
+                become(param, classes[readable])
+
+
+@dataclass(eq=False)
+class ModuleUnit:
+    """A module whose parameters are gathered together: its trainable and its frozen flat unit.
+
+    Attributes:
+        number: position in module order; 0 is the root.
+        name: name of the module; "" for the root.
+        module: the module.
+        flats: one or two flat units.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    flats: list[FlatUnit]
+    depth: int = 0  # forwards of it under way
+    uses: int = 0  # forwards with gradients since the last backward
+    fired: set[nn.Parameter] = field(default_factory=set)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it stays unsharded between forward and backward."""
+        return self.number == 0
+
+    @property
+    def trainable(self) -> FlatUnit | None:
+        """The flat unit that the optimizer moves."""
+        return next((f for f in self.flats if f.trainable), None)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether it has a frozen flat unit."""
+        return any(not f.trainable for f in self.flats)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of it when gathered."""
+        return sum(f.nbytes for f in self.flats)

@@ -14,22 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from axon_ps.collectives import cuda
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
-from axon_ps.host import fork
-from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
-from axon_ps.parallel.fsdp import hooks, materialize, stats, wrap
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit
-from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
-from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
-from axon_ps.parallel.fsdp.memory import Meter, host_empty
-from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime, ReplicatedUnit
-from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime
+from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
+from axon_ps.parallel.fsdp import build, hooks, materialize, stats, wrap
+from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sent_gradients import Home, PendingNorm
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats, UnitBytes
-from axon_ps.parallel.fsdp.steps import Steps
 from axon_ps.parallel.fsdp.strategy import (
     CPUOffload,
     ShardingStrategy,
@@ -44,7 +36,7 @@ from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import DType, StepResult
+from axon_ps.types import StepResult
 from axon_ps.worker.world import World, world_of
 
 
@@ -123,41 +115,49 @@ class FullyShardedDataParallel(ShardedValues):
         self._precision = MixedPrecision.of(mixed_precision)
         self._offload = cpu_offload
         self._policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
-        self._eager = prefetch
         self._node_size = checked_node_size(intra_node_size, sharding_strategy, world_of(group).membership.workers)
         kinds = tuple(unit_types)
         is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
         wrapped_units = wrap.partition(module, is_unit, tuple(ignored_parameters))
         self._built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
         self._spec = self._make_spec(module, wrapped_units, plan_options)
-        where = torch.device(device) if device is not None else _device_of(wrapped_units)
+        plan = build.Plan(
+            group=group,
+            strategy=sharding_strategy,
+            offload=cpu_offload,
+            precision=self._precision,
+            spec=self._spec,
+            device=torch.device(device) if device is not None else _device_of(wrapped_units),
+            built=self._built,
+            node_size=self._node_size,
+            prefetch=prefetch,
+        )
         if self._replicated:
             self._name = name or ""
-            self._make(module, wrapped_units, where, param_init_fn)
+            self._make(plan, module, wrapped_units, param_init_fn)
             return
         with world_of(group).models.names.claiming(name, self._spec.described) as self._name:
-            self._make(module, wrapped_units, where, param_init_fn)
+            self._make(plan, module, wrapped_units, param_init_fn)
 
     # ------------------------------------------------------------------ wrapping
 
-    def _make(
-        self,
-        module: nn.Module,
-        wrapped_units: tuple[wrap.WrappedUnit, ...],
-        where: torch.device,
-        param_init_fn: Callable[[nn.Module], None] | None,
-    ) -> None:
+    def _make(self, plan: build.Plan, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
         """Register the model or join its broadcast, and wrap the user's module."""
-        distribute = self._broadcast_values if self._replicated else self._register
-        values = distribute(module, wrapped_units, param_init_fn)
-        materialize.make_buffers(module, param_init_fn, where)
+        values: list[torch.Tensor] = []
+        if self._replicated:
+            values = build.broadcast_values(plan, module, wrapped_units, init)
+        else:
+            self._register(module, wrapped_units, init)
+        materialize.make_buffers(module, init, plan.device)
         self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
         wrapped_units = materialize.replace_meta(module, wrapped_units)
         self._wrap(module)
-        self._meter = Meter()
-        self._runtime = self._make_runtime(self._make_units(wrapped_units, where), where)
-        for flat, value in zip(self._replicated_units(), values, strict=True):
-            flat.master.copy_(value)
+        self._runtime = (
+            build.replicated_runtime(plan, module, wrapped_units, values)
+            if self._replicated
+            else build.server_runtime(plan, module, wrapped_units, self._steps, self)
+        )
+        self._plan = plan
         self._tag_parameters()
         self._hook_state_dicts()
         hooks.attach(self._runtime)
@@ -188,9 +188,7 @@ class FullyShardedDataParallel(ShardedValues):
     def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
         return even_options(layout, world_of(self._group).num_shards, self._node_size, default_options(precision))
 
-    def _register(
-        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], init: Callable[[nn.Module], None] | None
-    ) -> list[torch.Tensor]:
+    def _register(self, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
         """Give the job the model's layout, and the servers first values if this worker is to upload them."""
         initialized = False
         while not initialized:
@@ -198,102 +196,6 @@ class FullyShardedDataParallel(ShardedValues):
             if registered.upload:
                 materialize.upload(module, wrapped_units, self._steps, init)
             initialized = self._steps.wait_initialized(registered)
-        return []
-
-    def _broadcast_values(
-        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], init: Callable[[nn.Module], None] | None
-    ) -> list[torch.Tensor]:
-        """The first worker's values of every unit, f32, once all are found to have the same layout."""
-        group = self._group
-        digest = torch.frombuffer(bytearray.fromhex(self._spec.layout.digest), dtype=torch.uint8)
-        everybody = group.all_gather(digest).view(group.world_size, -1)
-        for rank, theirs in zip(group.ranks, everybody, strict=True):
-            if not torch.equal(theirs, everybody[0]):
-                raise LayoutMismatch(
-                    f"worker {rank} wraps another model than worker {group.ranks[0]}; all must build the same"
-                )
-        values = []
-        for wrapped in wrapped_units:
-            first = group.rank == 0
-            value = materialize.values_of(module, wrapped, init) if first else torch.zeros(wrapped.unit.numel)
-            values.append(group.broadcast(value))
-        return values
-
-    def _make_units(self, wrapped_units: tuple[wrap.WrappedUnit, ...], device: torch.device) -> list[ModuleUnit]:
-        units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=self.module, flats=[])}
-        for index, wrapped in enumerate(wrapped_units):
-            if wrapped.owner not in units:
-                child = self.module.get_submodule(wrapped.owner)
-                units[wrapped.owner] = ModuleUnit(number=len(units), name=wrapped.owner, module=child, flats=[])
-            units[wrapped.owner].flats.append(self._make_flat(index, wrapped, device))
-        return list(units.values())
-
-    def _wire_of(self, compute: torch.dtype) -> DType:
-        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
-        wire = self._spec.precision
-        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
-
-    def _make_flat(self, index: int, wrapped: wrap.WrappedUnit, device: torch.device) -> FlatUnit:
-        dtype = self._precision.compute(TORCH_DTYPES[wrapped.unit.parameters[0].dtype])
-        wire = self._wire_of(dtype)
-        if self._replicated:
-            return ReplicatedUnit(
-                index,
-                wrapped.unit,
-                wrapped.params,
-                device=device,
-                dtype=dtype,
-                wire=wire,
-                meter=self._meter,
-                master_device=device if self._offload is CPUOffload.NONE else torch.device("cpu"),
-            )
-        host_copy = None
-        if self._offload.offloads_params and self._strategy is not ShardingStrategy.HYBRID_SHARD:
-            host_copy = host_empty(wrapped.unit.numel, TORCH_DTYPES[wire], pinned=cuda.memory().is_device(device))
-            self._meter.add(host_copy.nbytes)
-        return FlatUnit(
-            index,
-            wrapped.unit,
-            wrapped.params,
-            device=device,
-            dtype=dtype,
-            wire=wire,
-            resident=self._strategy is ShardingStrategy.SHARD_GRAD_OP and host_copy is None,
-            meter=self._meter,
-            host_copy=host_copy,
-        )
-
-    def _make_runtime(self, units: list[ModuleUnit], where: torch.device) -> Runtime:
-        grad, pinned = self._spec.precision.grad, cuda.memory().is_device(where)
-        if self._replicated:
-            return ReplicatedRuntime(self._group, units, grad_wire=grad, meter=self._meter)
-        world = world_of(self._group)
-        steps: Steps = self._steps
-        node: NodeSteps | None = None
-        if self._strategy is ShardingStrategy.HYBRID_SHARD:
-            steps = node = NodeSteps(
-                self._steps,
-                WorldNodeGroups(world, self._node_size),
-                self._spec,
-                self._wire_of(self._precision.compute(self._built)),
-                world.num_shards,
-                device=where if pinned else None,
-                retain_on_device=not self._offload.offloads_params,
-                meter=self._meter,
-            )
-            fork.finalize(self, node.close)
-        runtime = Runtime(
-            steps,
-            units,
-            grad_wire=grad,
-            meter=self._meter,
-            pinned=pinned,
-            stage_grads=self._offload.stages_grads,
-            prefetch=self._eager,
-        )
-        if node is not None:
-            runtime.agree = node.agree
-        return runtime
 
     def _tag_parameters(self) -> None:
         for flat in (f for u in self._runtime.units for f in u.flats):
@@ -351,7 +253,7 @@ class FullyShardedDataParallel(ShardedValues):
     @property
     def version(self) -> int:
         """Committed steps of the model, copies from others included, as this worker knows it."""
-        return self._runtime.version if isinstance(self._runtime, ReplicatedRuntime) else self._steps.latest_version
+        return self._runtime.version
 
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
         """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.
@@ -380,15 +282,11 @@ class FullyShardedDataParallel(ShardedValues):
         if other is self:
             raise InvalidRequest("copy_from was given the model itself; give another one")
         self._check_idle("copy_from")
-        mine, theirs = self._runtime, other.runtime
-        if isinstance(mine, ReplicatedRuntime) != isinstance(theirs, ReplicatedRuntime):
+        if self._replicated != other._replicated:
             raise InvalidRequest("copy_from needs both models on the servers, or both under NO_SHARD")
         if difference := self._spec.cut_difference(other.spec):
             raise InvalidRequest(f"model {self._name!r} cannot take the values of {other.name!r}: {difference}")
-        if isinstance(mine, ReplicatedRuntime) and isinstance(theirs, ReplicatedRuntime):
-            return mine.mix(theirs, weight)
-        steps = mine.steps if isinstance(mine.steps, NodeSteps) else self._steps
-        return mine.take_step(lambda: steps.copy_from(other._steps, weight))
+        return self._runtime.copy_from(other.runtime, weight)
 
     def release(self) -> None:
         """Have the servers forget the model and give its memory back; every worker calls it, and none uses it again.
@@ -460,9 +358,7 @@ class FullyShardedDataParallel(ShardedValues):
         """
         if float(norm_type) != 2.0:
             raise InvalidRequest(f"norm_type is {norm_type}; the L2 norm is computed, pass 2")
-        runtime = self._runtime
-        norm = runtime.sent.clip(float(max_norm))  # checks it
-        return torch.tensor(runtime.clip(float(max_norm))) if isinstance(runtime, ReplicatedRuntime) else norm
+        return self._runtime.clip(float(max_norm))
 
     # ------------------------------------------------------------------ by hand
 
@@ -513,29 +409,22 @@ class FullyShardedDataParallel(ShardedValues):
         SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's shard. NO_SHARD: every worker's parameters
         become those of the first. FULL_SHARD: none stay, and nothing happens.
         """
-        runtime = self._runtime
-        if isinstance(runtime, ReplicatedRuntime):
-            runtime.broadcast()
-        elif self._strategy is ShardingStrategy.SHARD_GRAD_OP:
-            runtime.gather_all()
-            runtime.reset()
-        elif isinstance(runtime.steps, NodeSteps):
-            runtime.steps.agree()
-            runtime.steps.wait_pulled()
+        if self._strategy is ShardingStrategy.SHARD_GRAD_OP:
+            self._runtime.gather_all()
+            self._runtime.reset()
+        else:
+            self._runtime.refresh()
 
     # ------------------------------------------------------------------ what it costs
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker: bytes, seconds, steps; with the data plane's as `wire_*`."""
-        wire = {} if self._replicated else {f"wire_{k}": v for k, v in self._steps.statistics().items()}
-        return {**self._runtime.statistics(), **wire}
+        return self._runtime.statistics()
 
     def memory_estimate(self) -> FSDPMemoryStats:
         """What this worker's memory will be at the peak of a step, by strategy; `stats` has the formulas."""
-        runtime, layout = self._runtime, self._spec.layout
-        steps = runtime.steps
-        optimizer = runtime.optimizer if isinstance(runtime, ReplicatedRuntime) else None
-        trainable = max(1, layout.trainable_numel)
+        runtime, layout, compute = self._runtime, self._spec.layout, self._precision.compute(self._built)
+        trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
         return stats.estimate(
             layout,
             [
@@ -547,12 +436,12 @@ class FullyShardedDataParallel(ShardedValues):
             ],
             strategy=self._strategy,
             offload=self._offload,
-            compute_bytes=self._precision.compute(self._built).itemsize,
-            wire_bytes=self._wire_of(self._precision.compute(self._built)).itemsize,
+            compute_bytes=compute.itemsize,
+            wire_bytes=self._plan.wire_of(compute).itemsize,
             grad_bytes=self._spec.precision.grad.itemsize,
             built_bytes=self._built.itemsize,
-            shard_numel=sum(map(steps.shard_numel, range(len(layout.units)))) if isinstance(steps, NodeSteps) else 0,
-            state_bytes=2 * self._built.itemsize if optimizer is None else optimizer.nbytes() // trainable,
+            shard_numel=runtime.shard_numel,
+            state_bytes=2 * self._built.itemsize if state_bytes is None else state_bytes // trainable,
             copied=any(f.swapped for f in self._replicated_units()),
             world_size=self._group.world_size,
         )

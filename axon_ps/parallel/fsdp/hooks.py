@@ -16,7 +16,8 @@ from torch import nn
 
 from axon_ps.host import fork
 from axon_ps.parallel.compile import uncompiled
-from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime, in_backward
+from axon_ps.parallel.fsdp.flat_unit import ModuleUnit
+from axon_ps.parallel.fsdp.runtime import Runtime, in_backward
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -38,21 +39,23 @@ def attach(runtime: Runtime) -> None:
     """Register every hook of every unit. The root's forward is called by the wrapper itself."""
     for unit in runtime.units:
         if not unit.is_root:
-            unit.module.register_forward_pre_hook(
-                partial(_before_forward, runtime, unit), prepend=True, with_kwargs=True
-            )
+            if unit.has_frozen:
+                unit.module.register_forward_pre_hook(
+                    partial(_watch_inputs, runtime, unit), prepend=True, with_kwargs=True
+                )
+            unit.module.register_forward_pre_hook(partial(runtime.before_forward, unit), prepend=True)
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit))
         flat = unit.trainable
         for param in flat.params if flat is not None else ():
-            param.register_post_accumulate_grad_hook(partial(_grad_ready, runtime, unit))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(partial(runtime.grad_ready, unit))  # type: ignore[no-untyped-call]
 
 
 @uncompiled
-def _before_forward(
+def _watch_inputs(
     runtime: Runtime, unit: ModuleUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    runtime.before_forward(unit)
-    if unit.has_frozen and torch.is_grad_enabled() and not in_backward():
+    """Have a unit with frozen parameters resharded when the gradients of its inputs are there."""
+    if torch.is_grad_enabled() and not in_backward():
         inputs = [t for t in tensors_of((args, kwargs)) if t.requires_grad]
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: runtime.inputs_done(unit), mode="all")
@@ -94,15 +97,4 @@ def watch_outputs(runtime: Runtime, unit: ModuleUnit, output: Any) -> None:
         return
     for tensor in tensors_of(output):
         if tensor.requires_grad:
-            tensor.register_hook(partial(_before_backward, runtime, unit))  # type: ignore[no-untyped-call]
-
-
-@uncompiled
-def _before_backward(runtime: Runtime, unit: ModuleUnit, grad: torch.Tensor) -> None:
-    runtime.before_backward(unit)
-
-
-@uncompiled
-def _grad_ready(runtime: Runtime, unit: ModuleUnit, param: torch.Tensor) -> None:
-    assert isinstance(param, nn.Parameter)
-    runtime.grad_ready(unit, param)
+            tensor.register_hook(partial(runtime.before_backward, unit))  # type: ignore[no-untyped-call]

@@ -18,16 +18,6 @@ Note: [Memory]
     its memory plus what is in use stays within two of the largest unit. What backward needs first, the units that
     forward used last, is not resharded in between if it fits, and so not gathered twice.
 
-Note: [Speculative gathers]
-    Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
-    are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
-    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
-    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so nobody
-    ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they travel. It
-    begins once a step went by without clipping.
-    Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
-    backward has freed them: straight into their own memory, which is free then.
-
 Note: [One version a step]
     While this worker is a member nothing commits without its vote, so all that a step reads is of one version. A worker
     that the coordinator gave up (it was frozen, or cut off) does not know it: others commit, units that it has mapped
@@ -42,186 +32,155 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from axon_ps.collectives import cuda
-from axon_ps.errors import Misuse, StepAborted
+from axon_ps.errors import StepAborted
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, array_of
+from axon_ps.parallel.compile import uncompiled
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.steps import Expecting, Mapping, OnDevice, Pending, Speculation, Steps
-from axon_ps.types import Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
-from axon_ps.worker.step_client import Ticket
+from axon_ps.parallel.fsdp.stats import Counters
+from axon_ps.parallel.fsdp.steps import Position
+from axon_ps.types import Hyper, OptimizerSpec, StepResult
 
 _MAX_FORWARDS = 8
 """How often a forward is run before it raises; see Note: [One version a step]."""
 
-_BUFFERS = 2
+BUFFERS = 2
 """How many of the largest unit the prefetched gathers, and the pushes under way, may hold each."""
 
 
-@dataclass(eq=False)
-class ModuleUnit:
-    """A module whose parameters are gathered together: its trainable and its frozen flat unit.
-
-    Attributes:
-        number: position in module order; 0 is the root.
-        name: name of the module; "" for the root.
-        module: the module.
-        flats: one or two flat units.
-    """
-
-    number: int
-    name: str
-    module: nn.Module
-    flats: list[FlatUnit]
-    depth: int = 0  # forwards of it under way
-    uses: int = 0  # forwards with gradients since the last backward
-    fired: set[nn.Parameter] = field(default_factory=set)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it stays unsharded between forward and backward."""
-        return self.number == 0
-
-    @property
-    def trainable(self) -> FlatUnit | None:
-        """The flat unit that the optimizer moves."""
-        return next((f for f in self.flats if f.trainable), None)
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether it has a frozen flat unit."""
-        return any(not f.trainable for f in self.flats)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of it when gathered."""
-        return sum(f.nbytes for f in self.flats)
-
-
-@dataclass
-class Counters:
-    """The counters of `statistics()`."""
-
-    gathers: int = 0
-    host_gathers: int = 0
-    gathered_bytes: int = 0
-    pushed_bytes: int = 0
-    gather_wait_s: float = 0.0
-    push_wait_s: float = 0.0
-    forwards_repeated: int = 0
-    step_wait_s: float = 0.0
-    steps_committed: int = 0
-    steps_not_committed: int = 0
-
-
 class Runtime:
-    """The order of events in one wrapped model.
+    """The order of events in one wrapped model, wherever its steps are made: `ServerRuntime`, `ReplicatedRuntime`.
 
     Args:
-        steps: the worker's half of a step.
         units: module units; the first is the root.
-        grad_wire: what gradients travel as.
+        gather_buffers: what gathers come into that cannot come into their unit.
         meter: counts the bytes of gathered parameters.
-        pinned: page-lock host buffers.
-        stage_grads: move gradients of `no_sync()` to host memory.
+        counters: those of `statistics()`.
         prefetch: gather the next units before they are needed.
+        stage_grads: move gradients of `no_sync()` to host memory.
 
     Attributes:
         sent: gradients that have left this worker for the step under way, and what they are clipped to.
-        agree: called at the start of every forward, before anything is gathered; None = nothing to agree on.
         grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
+        syncing: whether gradients are pushed; not inside `no_sync()`.
         prefetched: a prefetch by hand is pending.
+        expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
     """
 
     def __init__(
         self,
-        steps: Steps,
         units: Sequence[ModuleUnit],
+        gather_buffers: BufferPool,
         *,
-        grad_wire: DType,
         meter: Meter,
-        pinned: bool,
+        counters: Counters,
+        prefetch: bool,
         stage_grads: bool = False,
-        prefetch: bool = True,
     ) -> None:
-        self.steps = self._steps = steps
-        self._speculation = steps if isinstance(steps, Speculation) else None
         self.units = tuple(units)
-        self._grad_wire = grad_wire
+        self.gather_buffers = gather_buffers
         self.meter = meter
+        self.grad_meter = Meter()
+        self.counters = counters
         numbers = [u.number for u in self.units]
         self._orders = {
             True: GatherOrder(numbers + numbers[::-1]),
             False: GatherOrder(numbers),
         }
-        largest = max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
-        self._budget_bytes = _BUFFERS * largest
-        flats = [f for u in self.units for f in u.flats]
-        make = None
-        if isinstance(steps, Mapping):
-            make = None if pinned else steps.buffer
-            for flat in flats:
-                flat.may_map(steps)
-        self._device = steps.device if isinstance(steps, OnDevice) else None
-        if self._device is not None:
-            for flat in flats:
-                flat.gather_on_device()
-        buffers_bytes = _BUFFERS * max(f.gather_bytes for f in flats)
-        buffers_bytes += sum(f.gather_bytes for f in flats if f.resident and f.trainable)
-        self.gather_buffers = BufferPool(buffers_bytes, meter, pinned=pinned, device=self._device)
-        self._grad_meter = Meter()
-        most_numel = max((f.unit.numel for f in flats if f.trainable), default=0)
-        self._out = BufferPool(
-            _BUFFERS * most_numel * grad_wire.itemsize, self._grad_meter, pinned=pinned, device=self._device, make=make
-        )
+        self._budget_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
+        self._eager = prefetch
+        self._stage_grads = stage_grads
         self._training = True
         self._callback_queued = False
-        self._ticket: Ticket | None = None
-        self._read: tuple[int, int] = (0, 0)  # (epoch, version) when the forward began
+        self._read: Position = (0, 0)  # when the forward began
         self._uses: list[int] = []  # of every unit, when the forward began
         self._forwards = 0  # attempts at this forward
-        self._began: tuple[int, int] | None = None  # (epoch, version) when the step began
         self._has_gradients = False  # whether the step has any
-        self._pushes: dict[int, Pending] = {}
-        self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
-        self._unclipped = False
+        self._pushed: set[int] = set()  # units whose gradients have left for this step
         self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.sent = SentGradients()
         self.grad_scale = 1.0
-        self.agree: Callable[[], None] | None = None
         self.prefetched = False
-        self._stage_grads = stage_grads
-        self._eager = prefetch
-        self.counters = Counters()
+
+    # ------------------------------------------------------------------ how steps are made
+
+    @property
+    def now(self) -> Position:
+        """(epoch, version) that this worker computes with."""
+        raise NotImplementedError
+
+    @property
+    def version(self) -> int:
+        """Committed steps, copies from other models included."""
+        raise NotImplementedError
+
+    def register_optimizer(self, spec: OptimizerSpec) -> None:
+        """Give the model its optimizer."""
+        raise NotImplementedError
+
+    def step(self, hyper: Sequence[Hyper]) -> StepResult:
+        """Make a step of the gradients that there are."""
+        raise NotImplementedError
+
+    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+        """A step that needs no gradients: the model becomes (1 - weight) * its values + weight * another's."""
+        raise NotImplementedError
+
+    def _push(self, flat: FlatUnit) -> None:
+        """A unit's gradient is complete: give it to the other replicas."""
+        raise NotImplementedError
+
+    def agree(self) -> None:
+        """Before anything is gathered for a forward: settle with the other workers of a replica on a version."""
+
+    def refresh(self) -> None:
+        """Bring what stays of the parameters on this worker up to date, beside units that are resident."""
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients of this step to a global L2 norm; the norm before, pending if servers compute it."""
+        return self.sent.clip(max_norm)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this worker's shards of units (HYBRID_SHARD)."""
+        return 0
+
+    @property
+    def optimizer_bytes(self) -> int | None:
+        """Memory of the state of our optimizer on this worker; None = there is none here."""
+        return None
+
+    def _begin_step(self) -> None:
+        """The first forward of a step may be about to run."""
+
+    def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Behind its push, gather a unit as the step is expected to leave it."""
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, unit: ModuleUnit) -> None:
+    @uncompiled
+    def before_forward(self, unit: ModuleUnit, *_: object) -> None:
         """A module is about to run: unshard it."""
         recomputing = in_backward()
         if unit.is_root and not recomputing:
-            if self.agree is not None:
-                self.agree()
+            self.agree()
             self.prefetched = False
             self._training = torch.is_grad_enabled()
             self._callback_queued = False
             self._orders[not self._training].restart()
             for other in self.units:  # a forward that raised may have left some behind
                 other.depth = 0
-            self._read = self._now
+            self._read = self.now
             self._uses = [other.uses for other in self.units]
-            first = not self._has_gradients and not self._forwards
-            if self._training and first and (self._began is None or self._replaced_by_us):
-                self._began = self._read
+            if self._training and not (self._has_gradients or self._forwards):
+                self._begin_step()
         if not recomputing:
             unit.depth += 1
             unit.uses += torch.is_grad_enabled()
@@ -245,19 +204,9 @@ class Runtime:
         self._prefetch()
 
     @property
-    def _now(self) -> tuple[int, int]:
-        """(epoch, version) that this worker computes with."""
-        return self._steps.epoch, self._steps.version
-
-    @property
-    def _replaced_by_us(self) -> bool:
-        """Whether, since the step began, this worker itself asked for the parameters that it now computes with."""
-        return self._began is not None and self._began[0] < self._read[0] == self._steps.asked_epoch
-
-    @property
     def torn(self) -> bool:
         """Whether what was read since the forward began is not of one version."""
-        return self._read != self._now or any(f.torn(self._steps) for u in self.units for f in u.flats)
+        return self._read != self.now or any(f.source.torn(f) for u in self.units for f in u.flats)
 
     def forward_again(self) -> bool:
         """After the root's forward: whether it must be made again. See Note: [One version a step].
@@ -294,7 +243,8 @@ class Runtime:
 
     # ------------------------------------------------------------------ backward
 
-    def before_backward(self, unit: ModuleUnit) -> None:
+    @uncompiled
+    def before_backward(self, unit: ModuleUnit, grad: torch.Tensor) -> None:
         """The gradient of a module's output is there: unshard it again."""
         if not self._callback_queued:
             self._callback_queued = True
@@ -303,6 +253,7 @@ class Runtime:
         if not unit.is_root:
             reached(Moment.BACKWARD)
 
+    @uncompiled
     def grad_ready(self, unit: ModuleUnit, param: nn.Parameter) -> None:
         """A parameter's gradient is complete in this backward; see Note: [When a gradient is complete]."""
         unit.fired.add(param)
@@ -342,7 +293,7 @@ class Runtime:
             unit.fired.clear()
             unit.uses = 0
             self._reshard(unit)
-            if flat is not None and flat.index in self._pushes:
+            if flat is not None and flat.index in self._pushed:
                 self._gather_speculative(unit, flat)
         self._orders[True].finish()
 
@@ -350,18 +301,16 @@ class Runtime:
 
     def gather_all(self) -> None:
         """Unshard every unit, and block until it is."""
-        if self.agree is not None:
-            self.agree()
-        self._read = self._now
+        self.agree()
+        self._read = self.now
         for unit in self.units:
             for flat in unit.flats:
-                self._gather(flat)
-                flat.unshard(self._steps, self.gather_buffers)
+                flat.start_gather()
+                flat.unshard()
 
     def prefetch(self) -> None:
         """Begin to gather what the next forward needs first, as far as Note: [Memory] allows."""
-        if self.agree is not None:
-            self.agree()
+        self.agree()
         self._orders[True].restart()
         self._training, self.prefetched = True, True
         self._prefetch(by_hand=True)
@@ -370,7 +319,7 @@ class Runtime:
         """Push every gradient that was accumulated and not pushed yet."""
         for unit in reversed(self.units):
             flat = unit.trainable
-            if flat is not None and flat.index not in self._pushes and flat.has_grads:
+            if flat is not None and flat.index not in self._pushed and flat.has_grads:
                 self._push(flat)
                 self._gather_speculative(unit, flat)
 
@@ -380,23 +329,11 @@ class Runtime:
         self._orders[self._training].visit(unit.number)
         began = time.perf_counter()
         for flat in unit.flats:
-            self._gather(flat)
+            flat.start_gather()
         for flat in unit.flats:
-            flat.unshard(self._steps, self.gather_buffers)
+            flat.unshard()
         self.counters.gather_wait_s += time.perf_counter() - began
         self._prefetch()
-
-    def _gather(self, flat: FlatUnit) -> None:
-        if not flat.is_current(self._steps) and not flat.is_gathering(self._steps):
-            self._count_gather(flat)
-            flat.start_gather(self._steps, self.gather_buffers)
-
-    def _count_gather(self, flat: FlatUnit) -> None:
-        if not flat.remote(self._steps):
-            self.counters.host_gathers += 1
-            return
-        self.counters.gathers += 1
-        self.counters.gathered_bytes += flat.unit.numel * flat.wire.itemsize
 
     def _prefetch(self, *, by_hand: bool = False) -> None:
         """Start gathering the next units expected, as far as Note: [Memory] allows."""
@@ -404,15 +341,12 @@ class Runtime:
             return
         for number in self._orders[self._training].upcoming():
             unit = self.units[number]
-            missing = [f for f in unit.flats if not f.is_current(self._steps) and not f.is_gathering(self._steps)]
-            if not missing:
-                continue
-            for flat in missing:
+            for flat in [f for f in unit.flats if f.missing]:
                 if not unit.is_root and self._reshardable_bytes() + flat.gather_bytes > self._budget_bytes:
                     return
                 if not self.gather_buffers.has_room(flat.gather_bytes):
                     return
-                self._gather(flat)
+                flat.start_gather()
 
     def _reshardable_bytes(self) -> int:
         """Memory of parameters beside the root: gathered, and under way."""
@@ -420,154 +354,22 @@ class Runtime:
 
     def _reshard(self, unit: ModuleUnit) -> None:
         for flat in unit.flats:
-            flat.reshard(self.gather_buffers)
+            flat.reshard()
 
     # ------------------------------------------------------------------ gradients
-
-    def _push(self, flat: FlatUnit) -> None:
-        """Flatten, scale, cast and send a unit's gradient; a parameter without one counts as zero."""
-        if flat.index in self._pushes:
-            raise Misuse(
-                f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
-                "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
-                "backwards but the last one of a step inside model.no_sync()"
-            )
-        ticket = self._current_ticket()
-        began = time.perf_counter()
-        self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
-        self.counters.push_wait_s += time.perf_counter() - began
-        buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
-        scale = 1.0 / (ticket.num_replicas * self.grad_scale)
-        self._grad_meter.add(-flat.staged_bytes)
-        with torch.no_grad():
-            grads = flat.pop_grads()
-            target = buffer
-            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
-                # assembled on the device, so that one copy goes to the host
-                target = torch.empty_like(buffer, device=flat.flat.device)
-            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
-                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
-            if target is not buffer:
-                buffer.copy_(target)
-        self.counters.pushed_bytes += buffer.nbytes
-        self.sent.add(flat.index, len(flat.params))
-        sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
-        self._pushes[flat.index] = self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer))
-
-    def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
-        """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
-        if self._speculation is None or self._expected is None or self._ticket is None or flat.has_speculative:
-            return
-        if not flat.resident:
-            if not (self._eager and flat.vacant and self._needed_soon(unit, self._orders[True].first())):
-                return
-            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
-                return
-        self._count_gather(flat)
-        flat.start_speculative(self._speculation, self.gather_buffers, self._ticket, self._expected)
 
     def _stage(self, flat: FlatUnit) -> None:
         """Move gradients of `no_sync()` to the host."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))
-        self._grad_meter.add(flat.staged_bytes - before)
-
-    def _current_ticket(self) -> Ticket:
-        if self._ticket is None:
-            self._ticket = self._steps.ticket(self._began)
-            speculates = self._unclipped and not self._ticket.is_void
-            self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
-            if isinstance(self._steps, Expecting):
-                self._steps.expect(self._expected)
-        return self._ticket
-
-    # ------------------------------------------------------------------ the step
-
-    def register_optimizer(self, spec: OptimizerSpec) -> None:
-        """Give the job its optimizer.
-
-        Raises:
-            LayoutMismatch: another worker made another one.
-        """
-        self._steps.register_optimizer(spec)
-
-    def step(self, hyper: Sequence[Hyper]) -> StepResult:
-        """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
-        began = time.perf_counter()
-        max_norm, norm = self.sent.checked_max_norm(), None
-        try:
-            ticket = self._current_ticket()
-            for unit in self.units:
-                flat = unit.trainable
-                if flat is None or flat.index in self._pushes:
-                    continue
-                if flat.has_grads:
-                    self._push(flat)
-                    self._gather_speculative(unit, flat)
-                else:
-                    self._pushes[flat.index] = self._steps.push(flat.index, None, ticket)
-            decision = self._steps.vote(ticket, list(self._pushes.values()), max_norm=max_norm, hyper=hyper)
-            norm = decision.grad_norm
-            if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
-        except BaseException:
-            self._settle_speculative(as_expected=False)
-            raise
-        finally:
-            self._unclipped = max_norm == 0.0
-            self.sent.decided(norm)
-            self._ticket, self._began, self._has_gradients = None, self._steps.latest, False
-            self._pushes = {}
-            self.counters.step_wait_s += time.perf_counter() - began
-        committed = decision.outcome is Outcome.COMMIT
-        as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
-        self._settle_speculative(as_expected=as_expected)
-        self.counters.steps_committed += committed
-        self.counters.steps_not_committed += not committed
-        self._training = True
-        self._prefetch()
-        reached(Moment.BETWEEN_STEPS, decision.version)
-        return StepResult(
-            committed=committed, version=decision.version, grad_norm=decision.grad_norm, reason=decision.reason
-        )
-
-    def take_step(self, decide: Callable[[], Decision]) -> StepResult:
-        """A step that needs no gradients; what `decide` gives is its decision.
-
-        Raises:
-            Misuse: gradients were sent for the step under way.
-        """
-        if self._pushes or self._ticket is not None:
-            raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
-        began = time.perf_counter()
-        try:
-            decision = decide()
-            if decision.outcome is Outcome.ABORT:
-                self._steps.wait_complete()
-        finally:
-            self._began = self._steps.latest
-            self.counters.step_wait_s += time.perf_counter() - began
-        committed = decision.outcome is Outcome.COMMIT
-        self.counters.steps_committed += committed
-        self.counters.steps_not_committed += not committed
-        self._prefetch()
-        return StepResult(committed=committed, version=decision.version, grad_norm=0.0, reason=decision.reason)
+        self.grad_meter.add(flat.staged_bytes - before)
 
     def drop_unsent(self) -> None:
         """Forget the gradients that were not pushed."""
-        for flat in (f for u in self.units for f in u.flats if f.index not in self._pushes):
+        for flat in (f for u in self.units for f in u.flats if f.index not in self._pushed):
             flat.pop_grads()
             self.sent.drop(flat.index)
-
-    def _settle_speculative(self, *, as_expected: bool) -> None:
-        for unit in self.units:
-            for flat in unit.flats:
-                if as_expected:
-                    flat.commit_speculative(self._steps, self.gather_buffers)
-                else:
-                    flat.discard_speculative(self.gather_buffers)
-        self._expected = None
 
     def reset(self) -> None:
         """Reshard everything; for code that wants the memory, and at the end."""
@@ -575,10 +377,9 @@ class Runtime:
         for unit in self.units:
             unit.depth = 0
             for flat in unit.flats:
-                flat.discard_speculative(self.gather_buffers)
+                flat.discard_speculative()
             self._reshard(unit)
         self.gather_buffers.trim()
-        self._out.trim()
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker; bytes and seconds."""
@@ -587,9 +388,9 @@ class Runtime:
             "gathers_repeated": float(sum(flat.repeated for unit in self.units for flat in unit.flats)),
             "param_memory_bytes": float(self.meter.current_bytes),
             "peak_param_memory_bytes": float(self.meter.peak_bytes),
-            "grad_buffer_bytes": float(self._grad_meter.current_bytes),
-            "peak_grad_buffer_bytes": float(self._grad_meter.peak_bytes),
-            "peak_memory_bytes": float(self.meter.peak_bytes + self._grad_meter.peak_bytes),
+            "grad_buffer_bytes": float(self.grad_meter.current_bytes),
+            "peak_grad_buffer_bytes": float(self.grad_meter.peak_bytes),
+            "peak_memory_bytes": float(self.meter.peak_bytes + self.grad_meter.peak_bytes),
         }
 
 

@@ -100,6 +100,22 @@ class UnitBytes:
         return self.numel - self.trainable_numel
 
 
+@dataclass
+class Counters:
+    """The counters of `statistics()`."""
+
+    gathers: int = 0
+    host_gathers: int = 0
+    gathered_bytes: int = 0
+    pushed_bytes: int = 0
+    gather_wait_s: float = 0.0
+    push_wait_s: float = 0.0
+    forwards_repeated: int = 0
+    step_wait_s: float = 0.0
+    steps_committed: int = 0
+    steps_not_committed: int = 0
+
+
 def estimate(
     layout: Layout,
     units: Sequence[UnitBytes],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-import torch
+from typing import Any, Protocol, TypeAlias
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
-from axon_ps.worker.step_client import Ticket
+from axon_ps.worker.step_client import StepClient, Ticket
+
+Position: TypeAlias = tuple[int, int]
+"""(epoch, version): which values of a model."""
 
 
 class Pending(Awaited, Protocol):
@@ -42,41 +43,27 @@ class Steps(Protocol):
         """Give the job its optimizer."""
 
     def gather(self, unit: int, out: Any) -> Pending:
-        """Fill `out` with a unit: an array; a tensor in device memory where the steps are `OnDevice`."""
+        """Fill `out` with a unit: an array, or a tensor in device memory where a node's groups are."""
 
     @property
-    def latest(self) -> tuple[int, int]:
+    def latest(self) -> Position:
         """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
 
-    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+    def ticket(self, began: Position | None = None) -> Ticket:
         """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
         """Give this worker's gradient of a unit, scaled by 1 / `ticket.num_replicas`: an array, or None; a tensor in
-        device memory where the steps are `OnDevice`."""
+        device memory where a node's groups are."""
 
     def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
         """Vote: all gradients were pushed; wait for the decision."""
 
+    def copy_from(self, source: StepClient, weight: float) -> Decision:
+        """A step in which the model becomes (1 - weight) * its values + weight * another's."""
+
     def wait_complete(self, timeout_s: float | None = None) -> object:
         """Block until a step can be made."""
-
-
-@runtime_checkable
-class OnDevice(Steps, Protocol):
-    """Steps that may move units and gradients in device memory."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where they take them; None = in host memory."""
-
-
-@runtime_checkable
-class Expecting(Steps, Protocol):
-    """Steps that begin speculative gathers by themselves; see `runtime`, Note: [Speculative gathers]."""
-
-    def expect(self, hyper: Sequence[Hyper] | None) -> None:
-        """The hyperparameters that this step will be voted for with, unclipped; None = expect nothing."""
 
 
 class Mapped(Protocol):
@@ -93,23 +80,17 @@ class Mapped(Protocol):
         """Undo whatever was written to `values` here."""
 
 
-@runtime_checkable
-class Mapping(Steps, Protocol):
-    """Steps whose parameters may be in memory that can be mapped. Nobody reads it beyond the next vote."""
+class ServerSteps(Steps, Protocol):
+    """Steps of a worker by itself: parameters come from the shard servers; see `StepClient`."""
 
     def mapped(self, unit: int) -> Mapped | None:
-        """A unit's current values, if they are mapped and there."""
-
-    def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for a gradient that will be pushed."""
+        """A unit's current values, if they are mapped and there. Nobody reads them beyond the next vote."""
 
     def map(self, unit: int, dtype: DType) -> Pending:
         """Map a unit once its current values are there; the result is a `Mapped`, or None: it must be gathered."""
 
+    def buffer(self, size_bytes: int) -> Array:
+        """u8[size_bytes] for a gradient that will be pushed."""
 
-@runtime_checkable
-class Speculation(Steps, Protocol):
-    """Steps whose expected result can be gathered before they are decided."""
-
-    def gather_speculative(self, unit: int, out: Array, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
-        """Fill `out` with a unit as an unclipped step with `hyper` would make it."""
+    def gather_speculative(self, unit: int, out: Any, ticket: Ticket, hyper: Sequence[Hyper]) -> Pending:
+        """Before the step is decided, fill `out` with a unit as an unclipped step with `hyper` would make it."""

@@ -283,7 +283,7 @@ class ShardedValues(ModuleWrapper):
             for (_, value), flat in zip(values, self._runtime.flats, strict=True):
                 with torch.no_grad():
                     flat.master.copy_(value)
-            self._runtime.broadcast()
+            self._runtime.refresh()
             return
         world_of(self._group).replace_parameters(((index, value.numpy()) for index, value in values), model=self._name)
 

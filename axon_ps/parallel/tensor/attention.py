@@ -41,7 +41,8 @@ class TensorParallelAttention(TensorParallelModule):
         num_key_value_heads: heads of keys and values, each used by as many query heads (grouped-query attention); None
             = `num_heads`. A multiple of the number of ranks too.
         sequence_parallel: input and output are this rank's equal shard of the sequence.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Attributes:

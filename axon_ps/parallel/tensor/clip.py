@@ -91,7 +91,10 @@ def clip_grad_norm(
     Args:
         module: the model, or this rank's stages of it; their parameters' gradients are scaled in place.
         max_norm: the largest norm that is left alone.
-        norm_type, mesh, axes, counted_elsewhere: as for `grad_norm`. What is counted elsewhere is scaled here too.
+        norm_type: as for `grad_norm`.
+        mesh: as for `grad_norm`.
+        axes: as for `grad_norm`.
+        counted_elsewhere: as for `grad_norm`; these are scaled here, too.
 
     Returns:
         The norm before, f32[].

@@ -152,7 +152,8 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: give every rank the full output; if not, its own features of it.
         sequence_parallel: the input is this rank's equal shard of the sequence.
         sequence_dim: which dimension of the input the sequence is.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:
@@ -212,7 +213,8 @@ class RowParallelLinear(ParallelLinear):
             replicated, and each rank takes its own.
         sequence_parallel: the output is this rank's equal shard of the sequence.
         sequence_dim: which dimension of the output the sequence is.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters.
         generator: draws first values; None = torch's default one (see `reset_parameters`).
 
     Raises:

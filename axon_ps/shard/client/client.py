@@ -272,7 +272,7 @@ class ShardGroup:
     ) -> int:
         """Fill `out` with a unit as it will be if `step` commits unclipped with `hyper`. Nothing is retried.
 
-        See `shard.core.slices`, Note: [Speculative update].
+        See `shard.core.speculative`, Note: [Speculative update].
 
         Args:
             unit: its number.

@@ -1,7 +1,7 @@
-"""Where a gradient is summed for one slice: its memory, and which replicas each chunk has.
+"""Where a gradient is summed for one slice: its memory, and which replicas each chunk has. Pure.
 
 A slice has one accumulator where all replicas step together, and one per replica where they step asynchronously. The
-engine decides who may add what and when; the arithmetic is the slice's.
+engine decides who may add what and when.
 
 Invariant: `summed[i]` is how many replicas have been added to chunk i, in replica order. It is bitmap and order in one:
 replica r may be added exactly when `summed[i] == r` (asynchronous: when it is 0).
@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from axon_ps.compress import cast
+from axon_ps.errors import InvalidRequest
+from axon_ps.shard.core.chunks import Chunks
+from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array
 
 
@@ -18,8 +22,9 @@ class Accumulator:
     """Counters and memory of one accumulator.
 
     Args:
-        numel: elements of the slice.
-        chunks: how many chunks the slice has; 0 when it is frozen.
+        chunks: of the slice.
+        precision: what gradient chunks hold.
+        trainable: whether there are gradients at all.
 
     Attributes:
         summed: per chunk, replicas added so far.
@@ -28,17 +33,19 @@ class Accumulator:
         missing: chunks that lack a replica.
     """
 
-    def __init__(self, numel: int, chunks: int) -> None:
-        self._numel = numel
+    def __init__(self, chunks: Chunks, precision: WirePrecision, *, trainable: bool) -> None:
         self._chunks = chunks
+        self._count = len(chunks.bounds) if trainable else 0
+        self._dtype = precision.grad
+        self._compressor = precision.grad_compression
         self._array: Array | None = None
         self.restart()
 
     @property
     def array(self) -> Array:
-        """f32[n], the sum; allocated when it is first needed, and then reused."""
+        """f32[slice_numel], the sum; allocated when it is first needed, and then reused."""
         if self._array is None:
-            self._array = np.zeros(self._numel, np.float32)
+            self._array = np.zeros(self._chunks.numel, np.float32)
         return self._array
 
     @property
@@ -48,7 +55,51 @@ class Accumulator:
 
     def restart(self) -> None:
         """Forget what was added; the memory stays allocated."""
-        self.summed = [0] * self._chunks
-        self.present = bytearray(self._chunks)
-        self.squares = [0.0] * self._chunks
-        self.missing = self._chunks
+        self.summed = [0] * self._count
+        self.present = bytearray(self._count)
+        self.squares = [0.0] * self._count
+        self.missing = self._count
+
+    def freeze(self) -> None:
+        """Every replica was added: make `array` the sum, zero in chunks without gradient. The counters restart."""
+        for elements, present in zip(self._chunks.ranges, self.present, strict=True):
+            if not present:  # some ranges of a unit had gradients and this one had none
+                self.array[elements] = 0
+        self.restart()
+
+    def add(self, index: int, grad: Array | None, *, last: bool) -> None:
+        """Add the next replica's gradient to chunk `index`.
+
+        Args:
+            index: which chunk.
+            grad: wire[c], or u8[compressed_bytes(c)]; None when this replica has no gradient for the unit.
+            last: whether it is the last replica.
+
+        Raises:
+            InvalidRequest: `grad` is of the wrong length, or nothing that a compressor writes.
+        """
+        elements = self._chunks.ranges[index]
+        first = not self.present[index]
+        if grad is not None:
+            compressor, numel = self._compressor, elements.stop - elements.start
+            needed = numel if compressor is None else compressor.compressed_bytes(numel)
+            if grad.size != needed:
+                raise InvalidRequest(
+                    f"a gradient chunk at element {self._chunks.bounds[index][0]} of unit {self._chunks.unit} has "
+                    f"{grad.size} {'elements' if compressor is None else 'bytes'}; it must have {needed}"
+                )
+            total = self.array[elements]
+            if compressor is not None:
+                (compressor.decompress if first else compressor.accumulate)(grad, total)
+                if last:
+                    self.squares[index] = cast.sum_of_squares(total)
+            elif last:
+                self.squares[index] = cast.accumulate_last(total, grad, self._dtype, first)
+            else:
+                cast.accumulate(total, grad, self._dtype, first)
+            self.present[index] = 1
+        elif last and not first:
+            self.squares[index] = cast.sum_of_squares(self.array[elements])
+        self.summed[index] += 1
+        if last:
+            self.missing -= 1

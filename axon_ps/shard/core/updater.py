@@ -1,23 +1,21 @@
-"""The optimizer of a shard server: kernels, hyperparameters and moments over the trainable slices. Pure.
+"""The optimizer of a model: its kernels, hyperparameters, and which moments they need. Pure.
 
-Owns which moments a slice has. Refuses a second optimizer: a job has one.
+Refuses a second optimizer: a model has one. The arithmetic is `shard.core.master`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from axon_ps.errors import InternalError, InvalidRequest, StepAborted
 from axon_ps.optim import registry
 from axon_ps.optim.base import ServerOptimizer
-from axon_ps.shard.core.slices import OwnedSlice
-from axon_ps.types import Array, DType, Hyper, OptimizerSpec
+from axon_ps.shard.core.master import Master, Update
+from axon_ps.types import DType, Hyper, OptimizerSpec
 
 
 class Updater:
-    """Kernels and hyperparameters of one job.
+    """Kernels and hyperparameters of one model.
 
     Args:
         spec: the optimizer as registered.
@@ -39,29 +37,28 @@ class Updater:
         self._kernels: ServerOptimizer = registry.create(spec.name)
         self._hypers: tuple[Hyper, ...] = tuple(self._kernels.validate(group) for group in spec.groups)
         self._state_groups = self._hypers
-        self._scale = 1.0
 
-    def install(self, slices: Iterable[OwnedSlice], moments_of: str) -> None:
-        """Give slices their groups and moments; those they have stay if they are of this optimizer.
+    def install(self, masters: Iterable[Master], moments_of: str) -> None:
+        """Give trainable slices their groups and moments; those they have stay if they are of this optimizer.
 
         Args:
-            slices: which.
+            masters: of the slices.
             moments_of: name of the optimizer whose moments they have; empty for none.
         """
-        for owned in slices:
-            if owned.trainable:
-                if moments_of != self.spec.name:
-                    owned.forget_moments()
-                owned.set_groups(self.spec.group_of)
-                self._complete(owned)
+        for master in masters:
+            if moments_of != self.spec.name:
+                master.forget_moments()
+            master.set_groups(self.spec.group_of)
+            master.add_moments(self._kernels, self._state_groups)
 
-    def begin_step(self, hypers: Sequence[Hyper], scale: float, slices: Iterable[OwnedSlice]) -> None:
-        """Before a step is applied: its hyperparameters, and what its gradient is multiplied by.
+    def update(self, hypers: Sequence[Hyper], scale: float, masters: Iterable[Master]) -> Update:
+        """What a step that commits does.
 
         Args:
             hypers: per parameter group; empty = as before.
             scale: the clip factor.
-            slices: get the moments that a group needs for the first time (it has turned momentum on, say).
+            masters: of trainable slices; get moments that a group needs for the first time (it turned momentum on,
+                say).
 
         Raises:
             InvalidRequest: a hyperparameter is unknown or out of range.
@@ -73,20 +70,14 @@ class Updater:
                     f"a step has hyperparameters of {len(hypers)} groups; there are {len(self.spec.groups)}"
                 )
             self._hypers = tuple(self._kernels.validate(hyper) for hyper in hypers)
-            groups = (*self._state_groups, *self._hypers)
-            if self._kernels.state_names(groups) != self._kernels.state_names(self._state_groups):
-                self._state_groups = groups
-                for owned in slices:
-                    if owned.trainable:
-                        self._complete(owned)
-        self._scale = scale
+            if self._needs_moments(self._hypers):
+                self._state_groups = (*self._state_groups, *self._hypers)
+                for master in masters:
+                    master.add_moments(self._kernels, self._state_groups)
+        return Update(self._kernels, self._hypers, scale)
 
-    def apply(self, owned: OwnedSlice, first: int, last: int, version: int, scratch: Array) -> None:
-        """Update chunks [first, last). Any thread; see `OwnedSlice.apply`."""
-        owned.apply(first, last, self._kernels, self._hypers, self._scale, version, scratch)
-
-    def validate(self, hypers: Sequence[Hyper]) -> tuple[Hyper, ...]:
-        """Check and complete the hyperparameters that a step is expected to have, for `prepare_chunk`.
+    def expected(self, hypers: Sequence[Hyper]) -> Update:
+        """What a step will do that commits with these hyperparameters, unclipped.
 
         Raises:
             InvalidRequest: one is unknown or out of range, or there are not as many as groups.
@@ -97,29 +88,16 @@ class Updater:
                 f"hyperparameters of {len(hypers)} groups were given; there are {len(self.spec.groups)}"
             )
         valid = tuple(self._kernels.validate(hyper) for hyper in hypers)
-        if self._kernels.state_names((*self._state_groups, *valid)) != self._kernels.state_names(self._state_groups):
+        if self._needs_moments(valid):
             raise StepAborted("these hyperparameters need new moments; their update cannot be prepared")
-        return valid
-
-    def prepare_chunk(
-        self, owned: OwnedSlice, index: int, hypers: Sequence[Hyper], version: int, scratch: Array
-    ) -> bytes:
-        """The frame of one chunk as an update with `hypers` would make it; see `OwnedSlice.prepare_chunk`."""
-        return owned.prepare_chunk(index, self._kernels, hypers, version, scratch)
+        return Update(self._kernels, valid)
 
     def warm_up(self, param_dtype: DType) -> None:
         """Compile the kernels, with and without wire copy. Takes about a second the first time; any thread."""
         for wire_dtype in {None, None if param_dtype is DType.F32 else param_dtype}:
             self._kernels.warm_up(self._hypers, wire_dtype)
 
-    def _complete(self, owned: OwnedSlice) -> None:
-        """Make the moments that are missing, and put all in the order in which the kernels take them."""
-        present = owned.state
-        state: dict[str, Array] = {}
-        for name in self._kernels.state_names(self._state_groups):
-            array = present.get(name)
-            if array is None:
-                value = self._kernels.initial_state(name, self._state_groups)
-                array = np.zeros(owned.numel, np.float32) if value == 0.0 else np.full(owned.numel, value, np.float32)
-            state[name] = array
-        owned.state = state
+    def _needs_moments(self, hypers: tuple[Hyper, ...]) -> bool:
+        """Whether a group with these hyperparameters needs moments that there are not yet."""
+        names = self._kernels.state_names
+        return names((*self._state_groups, *hypers)) != names(self._state_groups)

@@ -145,7 +145,7 @@ class VersionPins:
 
 
 class ApplyPool:
-    """Threads that run the engine's `apply`. See Note: [Runs of chunks].
+    """Threads that apply chunks. See Note: [Runs of chunks].
 
     Args:
         engine: whose chunks.
@@ -177,7 +177,7 @@ class ApplyPool:
 
         Args:
             units: which.
-            work: what is done to chunks [first, last) of a unit; None = the engine's `apply`.
+            work: what is done to chunks [first, last) of a unit; None = `OwnedSlice.apply`.
         """
         loop = asyncio.get_running_loop()
         runs = [(unit, first, last) for unit in units for first, last in self._runs(unit)]
@@ -185,13 +185,13 @@ class ApplyPool:
         longest = max((last - first for _, first, last in runs), default=0)
         tasks = iter(runs)
         for _ in range(min(self.threads, len(runs))):
-            self._executor.submit(self._run, work or self._engine.apply, tasks, longest, self._engine.version, loop)
+            self._executor.submit(self._run, work, tasks, longest, self._engine.version, loop)
 
     def _runs(self, unit: int) -> list[tuple[int, int]]:
         """The runs of a unit here, as (first chunk, one past the last)."""
-        owned = self._engine.slices[unit]
-        chunks = len(owned.bounds)
-        length = min(-(-chunks // self.threads), max(1, RUN_NUMEL // owned.chunk_numel))
+        cut = self._engine.slices[unit].chunks
+        chunks = len(cut.bounds)
+        length = min(-(-chunks // self.threads), max(1, RUN_NUMEL // cut.chunk_numel))
         return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class ApplyPool:
 
     def _run(
         self,
-        work: Work,
+        work: Work | None,
         tasks: Iterator[tuple[int, int, int]],
         longest: int,
         version: int,
@@ -210,7 +210,10 @@ class ApplyPool:
             scratch = self._engine.scratch(longest)
             for unit, first, last in tasks:  # a list's iterator: threads may share it
                 self._pins.wait_turn(unit, version)
-                work(unit, first, last, scratch)
+                if work is None:
+                    self._engine.slices[unit].apply(first, last, scratch)
+                else:
+                    work(unit, first, last, scratch)
                 with self._lock:
                     self._left[unit] -= 1
                     last = self._left[unit] == 0

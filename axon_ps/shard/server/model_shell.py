@@ -14,25 +14,25 @@ Note: [In order]
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.coordinator.core.events import UPLOADED, Event, JobState, RestoreOrder, SnapshotFile
+from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
-from axon_ps.shard.core.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
+from axon_ps.shard.server.reports import Server
+from axon_ps.shard.server.restores import Restores
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
-
-_logger = logging.getLogger(__name__)
 
 
 def warm_up(spec: JobSpec) -> None:
@@ -43,54 +43,6 @@ def warm_up(spec: JobSpec) -> None:
     for compression in (precision.param_compression, precision.grad_compression):
         if compression is not None:
             compression.warm_up()
-
-
-class Reports(Protocol):
-    """What a shard server reports to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
-
-    Attributes:
-        rank: our number among the shard servers.
-        num_shards: shard servers of the job.
-    """
-
-    rank: int
-    num_shards: int
-
-    def ready(
-        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
-    ) -> None:
-        """Every slice has every replica's gradients, or those of `replica` where replicas step asynchronously."""
-
-    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
-        """Every slice of a model has its values."""
-
-    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
-        """Our files of a checkpoint are written, or why not."""
-
-    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
-        """We could not restore a model."""
-
-
-class Server(Protocol):
-    """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
-
-    Attributes:
-        reports: the way to the coordinator.
-    """
-
-    reports: Reports | None
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something; if it raises, the server ends."""
-
-    async def in_files_thread(self, work: Callable[[], Any]) -> Any:
-        """Do something slow in the thread for that, after what was given to it before."""
-
-    def fail(self, error: BaseException) -> None:
-        """This server cannot go on."""
-
-    def wake(self) -> None:
-        """Something about a model changed that callers wait for."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +64,9 @@ class ModelShell:
 
     Attributes:
         engine: the state.
+        restores: where its values come from.
+        pins: versions that snapshots and copies still read.
+        members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
     """
 
@@ -120,28 +75,25 @@ class ModelShell:
         self.name = ""
         self.engine = ShardEngine()
         self._server = server
-        self._membership: Membership | None = None
-        self._members: dict[str, Member] = {}
+        self.membership: Membership | None = None
+        self.members: dict[str, Member] = {}
         self._waiters = Waiters()
-        self._pins = VersionPins()
-        self._pool = ApplyPool(self.engine, self._pins, threads, self._finished, server.fail)
+        self.pins = VersionPins()
+        self._pool = ApplyPool(self.engine, self.pins, threads, self._finished, server.fail)
         self._applying = 0
         self._readers = 0  # copies from here that are under way
         self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
         self._idle = asyncio.Event()
         self._idle.set()
+        self.restores = Restores(number, self.engine, server, self._waiters, self._idle)
         self._pushing: set[asyncio.Task[Any]] = set()
-        self._epoch = 0
-        self._ordered = 0  # epoch of the newest restore order, and of the newest that has room for its values
-        self._withdrawn = 0
-        self._served = 0  # epoch of the values that there are
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
         self._events: deque[Event | Copying | Callable[[], None]] = deque()
         self._released = False
 
     def stop(self) -> None:
         """End all waits for a unit; an unfinished snapshot or copy fails."""
-        self._pins.close()
+        self.pins.close()
 
     async def close(self) -> None:
         """End the threads, after `stop`."""
@@ -166,7 +118,7 @@ class ModelShell:
         Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
         report on its next attempt; a copy needs every worker's vote.
         """
-        if self._applying and (self.engine.asynchronous or self._events or isinstance(event, Copying)):
+        if self._applying and (self.engine.gradients.asynchronous or self._events or isinstance(event, Copying)):
             self._events.append(event)
         else:
             self._take(event)
@@ -178,19 +130,15 @@ class ModelShell:
         else:
             call()
 
-    def pin_for_snapshot(self, version: int) -> Pin:
-        """Keep each unit at `version`, once it is there, until a snapshot has written it."""
-        return self._pins.pin(version)
-
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
         self._readers += 1
         self._idle.clear()
-        return self._pins.pin(version, expires=False)
+        return self.pins.pin(version, expires=False)
 
     def unpin_copy(self, pin: Pin) -> None:
         """A copy is done."""
-        self._pins.release(pin)
+        self.pins.release(pin)
         self._readers -= 1
         self._update_idle()
 
@@ -209,17 +157,15 @@ class ModelShell:
             elif isinstance(event, Copying):
                 self._on_copying(event)
             elif isinstance(event, RestoreOrder):
-                self.engine.begin_restore(uploaded=event.uri == UPLOADED)
-                self._ordered = event.epoch
-                self._server.start(self._replace(event) if event.uri == UPLOADED else self._restore(event))
+                self.restores.begin(event)
         except AxonError as error:
             self._server.fail(error)
 
     def _on_membership(self, membership: Membership) -> None:
         spec = self.engine.spec
         numbered = membership if spec is None else membership.numbered(spec.replica_is_node)
-        self._membership = membership
-        self._members = {m.incarnation: m for m in numbered.workers}
+        self.membership = membership
+        self.members = {m.incarnation: m for m in numbered.workers}
         if membership.generation > self.engine.generation:
             step, version = membership.progress(self.number)
             self.engine.membership(membership.generation, step, version, numbered.num_replicas)
@@ -232,23 +178,24 @@ class ModelShell:
         reports = self._server.reports
         assert reports is not None
         self.name = job.name or self.name
-        self._epoch = max(self._epoch, job.epoch)
+        self.restores.epoch = max(self.restores.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             self.engine.configure(job.spec, reports.rank, reports.num_shards)
             self._renumber(job.spec.replica_is_node)
             self._server.start(self._warm_up(partial(warm_up, job.spec)))
-            if self.engine.initialized and self._epoch == 0:  # nothing is owned here, and no restore is on its way
-                reports.initialized(version=job.version, epoch=self._epoch, model=self.number)
+            # nothing is owned here, and no restore is on its way
+            if self.engine.parameters.initialized and self.restores.epoch == 0:
+                reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
-            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.param_dtype)))
+            self._server.start(self._warm_up(partial(updater.warm_up, self.engine.precision.param)))
         self._wake_all()
 
     def _renumber(self, by_node: bool) -> None:
         """The layout defines what a replica is, which may differ from what the membership took it to be."""
-        if self._membership is not None and self._membership.by_node != by_node:
-            numbered = self._membership.numbered(by_node)
-            self._members = {m.incarnation: m for m in numbered.workers}
+        if self.membership is not None and self.membership.by_node != by_node:
+            numbered = self.membership.numbered(by_node)
+            self.members = {m.incarnation: m for m in numbered.workers}
             self.engine.set_replicas(numbered.num_replicas)
 
     def _on_decision(self, decision: Decision) -> None:
@@ -279,18 +226,15 @@ class ModelShell:
             return
 
         def copy(unit: int, first: int, last: int, scratch: Array) -> None:
-            if source._pins.wait_until(lambda: slices[unit].reached >= version):
-                self.engine.copy(unit, first, last, slices[unit], weight, scratch)
+            if source.pins.wait_until(lambda: slices[unit].reached >= version):
+                self.engine.slices[unit].copy(first, last, slices[unit], weight, scratch)
 
         self._copy = source, pin
         self._pool.start(units, copy)
 
     def _finished(self, unit: int) -> None:
-        if self._copy is None:
-            self.engine.finish(unit)
-        else:
-            self.engine.end_copy(unit)
-        self._pins.notify()
+        self.engine.slices[unit].finish()
+        self.pins.notify()
         self._waiters.wake_unit(unit)
         self._applying -= 1
         if self._applying == 0:
@@ -308,9 +252,9 @@ class ModelShell:
 
     def _report_ready(self) -> None:
         engine = self.engine
-        for replica, step in engine.complete():
+        for replica, step in engine.gradients.complete():
             name = (engine.generation, step)
-            if self._reported.get(replica) == name or (total := engine.ready(replica)) is None:
+            if self._reported.get(replica) == name or (total := engine.gradients.ready(replica)) is None:
                 continue
             reports = self._server.reports
             assert reports is not None
@@ -319,7 +263,7 @@ class ModelShell:
                 generation=engine.generation,
                 step=step,
                 sum_of_squares=total,
-                replica=replica if engine.asynchronous else None,
+                replica=replica if engine.gradients.asynchronous else None,
                 model=self.number,
             )
 
@@ -339,52 +283,10 @@ class ModelShell:
         reports = self._server.reports
         assert reports is not None
         try:
-            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self._pins, pin)
+            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self.pins, pin)
         finally:
-            self._pins.release(pin)
+            self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
-
-    def unpin_snapshot(self, pin: Pin) -> None:
-        """A snapshot will not be written."""
-        self._pins.release(pin)
-
-    async def _restore(self, order: RestoreOrder) -> None:
-        reports = self._server.reports
-        assert reports is not None
-        engine = self.engine
-        await self._idle.wait()
-        try:
-            prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section)
-            restore = await self._server.in_files_thread(prepare)
-            engine.withdraw()
-            await self._server.in_files_thread(lambda: snapshot.load(engine, restore))
-        except AxonError as error:
-            _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
-            engine.cancel_restore()
-            self._served = order.epoch  # what is left, if anything is, is all that this epoch has
-            reports.restore_report(order.epoch, error, model=self.number)
-        else:
-            engine.restored(order.version, restore.optimizer)
-            self._epoch, self._served = max(self._epoch, order.epoch), order.epoch
-            reports.initialized(version=order.version, epoch=order.epoch, model=self.number)
-        self._waiters.wake_all()
-
-    async def _replace(self, order: RestoreOrder) -> None:
-        """Make room for the values that a worker is about to upload."""
-        await self._idle.wait()
-        self.engine.withdraw()
-        self._withdrawn = order.epoch
-        self._waiters.wake_all()
-        if self.engine.initialized:  # nothing is owned here
-            self._values_replaced()
-
-    def _values_replaced(self) -> None:
-        reports = self._server.reports
-        assert reports is not None
-        self.engine.replaced()
-        self._served = self._withdrawn
-        reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
-        self._waiters.wake_all()
 
     async def wait_withdrawn(self, epoch: int, generation: int) -> None:
         """Before first values are stored: wait until those that they replace, if any, are withdrawn.
@@ -398,20 +300,11 @@ class ModelShell:
         Raises:
             GenerationChanged: while it waited.
         """
-        while self._withdrawn < epoch and self._ordered <= epoch:
+        while self.restores.waits_for(epoch):
             await self._waiters.wait()
             self.check_generation(generation)
 
     # ------------------------------------------------------------------ streams
-
-    @property
-    def configured(self) -> bool:
-        """Whether the layout is known."""
-        return self.engine.configured
-
-    def member(self, incarnation: str) -> Member | None:
-        """The worker of an incarnation, with the replica that it contributes to here."""
-        return self._members.get(incarnation)
 
     def check_generation(self, generation: int) -> None:
         """Refuse a generation that is over, and calls for a model that was released.
@@ -449,23 +342,23 @@ class ModelShell:
             self._pushing.discard(task)
 
     async def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> bool:
-        """Add a gradient chunk when its turn comes; False for a duplicate. See `ShardEngine.push`."""
-        engine = self.engine
-        while (done := engine.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
+        """Add a gradient chunk when its turn comes; False for a duplicate. See `Gradients.push`."""
+        gradients = self.engine.gradients
+        while (done := gradients.push(step, unit, offset, replica, dtype, grad)) is Push.WAIT:
             await self._waiters.wait(unit, offset, replica)
         if done is Push.DUPLICATE:
             return False
         self._waiters.wake_turn(unit, offset, replica + 1)
-        if engine.is_last(replica):
+        if gradients.is_last(replica):
             self._report_ready()
         return True
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
         """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
-        owned = self.engine.slice_of(unit)
-        first, last = owned.range_of(offset, offset + numel)
-        dtype = self.engine.grad_dtype
-        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in owned.bounds[first:last]])
+        chunks = self.engine.slices.of(unit).chunks
+        first, last = chunks.range_of(offset, offset + numel)
+        dtype = self.engine.gradients.dtype
+        return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in chunks.bounds[first:last]])
 
     async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
         """Wait until the unit can be served at `min_version` of `epoch` or later.
@@ -477,11 +370,11 @@ class ModelShell:
             StepAborted: the parameters are of a later epoch.
         """
         while True:
-            if epoch < self._served:
+            if epoch < self.restores.served:
                 raise StepAborted(
-                    f"the model was restored: the parameters are of epoch {self._served}, no longer {epoch}"
+                    f"the model was restored: the parameters are of epoch {self.restores.served}, no longer {epoch}"
                 )
-            if epoch == self._served and self.engine.available(unit, min_version):
+            if epoch == self.restores.served and self.engine.parameters.available(unit, min_version):
                 return
             await self._waiters.wait(unit)
             self.check_generation(generation)
@@ -495,18 +388,11 @@ class ModelShell:
         engine = self.engine
         scratch = engine.scratch()
         while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
-            await self._waiters.wait(unit, engine.slice_of(unit).bounds[index][0], engine.num_replicas)
+            await self._waiters.wait(
+                unit, engine.slices.of(unit).chunks.bounds[index][0], engine.gradients.num_replicas
+            )
             self.check_generation(generation)
         return frame
-
-    async def encoded(self, unit: int, index: int, dtype: DType, generation: int) -> bytes:
-        """One chunk in a dtype that is encoded on demand, when nothing is changing it.
-
-        Raises:
-            GenerationChanged: while it waited.
-        """
-        await self.unchanging(unit, generation)
-        return self.engine.encode(unit, index, dtype)
 
     async def unchanging(self, unit: int, generation: int) -> None:
         """Wait until the unit has values and no step is being applied to it; frames may be served before.
@@ -514,22 +400,6 @@ class ModelShell:
         Raises:
             GenerationChanged: while it waited.
         """
-        while self.engine.slices[unit].applying or not self.engine.available(unit, 0):
+        while self.engine.slices[unit].applying or not self.engine.parameters.available(unit, 0):
             await self._waiters.wait(unit)
             self.check_generation(generation)
-
-    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
-        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
-        if epoch < self._ordered:
-            return self.engine.initialized
-        before, replacing = self.engine.initialized, self.engine.replacing
-        complete = self.engine.upload(unit, offset, values)
-        if complete and replacing:
-            self._values_replaced()
-        elif complete and not before:
-            reports = self._server.reports
-            assert reports is not None
-            reports.initialized(version=self.engine.version, epoch=self._epoch, model=self.number)
-        if complete or self.engine.available(unit, 0):
-            self._waiters.wake_unit(unit)
-        return complete

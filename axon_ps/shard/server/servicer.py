@@ -30,6 +30,7 @@ from axon_ps.shard.same_host.access import (
     grant,
     lease_from_proto,
 )
+from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
@@ -66,18 +67,20 @@ class ShardServicer:
             return
         await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
         engine.counters["gathers"] += 1
-        if request.compressed and not engine.compresses_params:
-            raise InvalidRequest(f"this job's parameters are not compressed; they travel as {engine.param_dtype.value}")
+        precision = engine.precision
+        if request.compressed and precision.param_compression is None:
+            raise InvalidRequest(f"this job's parameters are not compressed; they travel as {precision.param.value}")
         if request.map:
             await self._send_mapping(shell, context, request, dtype)
             return
-        if dtype is engine.param_dtype and request.compressed == engine.compresses_params:
-            frames = engine.frames(request.unit, request.begin, request.end)
+        if dtype is precision.param and request.compressed == (precision.param_compression is not None):
+            frames = engine.parameters.frames(request.unit, request.begin, request.end)
             for some in _leased_together(frames) if request.accept_leases and not request.compressed else zip(frames):
-                await self._serve(engine, context, request, some, engine.slice_of(request.unit).leases)
+                await self._serve(engine, context, request, some, engine.slices.of(request.unit).wire.leases)
         else:
-            for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
-                frame = await shell.encoded(request.unit, index, dtype, request.context.generation)
+            for index in range(*engine.slices.of(request.unit).chunks.range_of(request.begin, request.end)):
+                await shell.unchanging(request.unit, request.context.generation)
+                frame = engine.parameters.encode(request.unit, index, dtype)
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
@@ -86,12 +89,12 @@ class ShardServicer:
     ) -> None:
         """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
         engine = shell.engine
-        owned = engine.slice_of(request.unit)
+        owned = engine.slices.of(request.unit)
         await shell.unchanging(request.unit, request.context.generation)
-        shared = engine.shared(request.unit) if dtype is engine.param_dtype else None
-        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.numel)
-        if shared is not None:
-            header.mapping.CopyFrom(shared.mapping)
+        memory = map_unit(engine, request.unit) if dtype is engine.precision.param else None
+        header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
+        if memory is not None:
+            header.mapping.CopyFrom(memory.mapping)
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
@@ -99,14 +102,16 @@ class ShardServicer:
     ) -> None:
         """Chunks of a range as an undecided step is expected to make them, each as soon as it can be made."""
         engine = shell.engine
-        if dtype_from_proto(request.dtype) is not engine.param_dtype or request.compressed != engine.compresses_params:
-            how = "compressed" if engine.compresses_params else engine.param_dtype.value
+        precision = engine.precision
+        compressed = precision.param_compression is not None
+        if dtype_from_proto(request.dtype) is not precision.param or request.compressed != compressed:
+            how = "compressed" if compressed else precision.param.value
             raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
-        for index in range(*engine.slice_of(request.unit).range_of(request.begin, request.end)):
+        for index in range(*engine.slices.of(request.unit).chunks.range_of(request.begin, request.end)):
             frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
-            leases = engine.slice_of(request.unit).leases_of(index, frame)
+            leases = engine.slices.of(request.unit).leases_of(index, frame)
             await self._serve(engine, context, request, (frame,), leases)
 
     async def _serve(
@@ -147,7 +152,7 @@ class ShardServicer:
         summed = 0
         async with shell.pushing(header.context.generation):
             if header.numel == 0:
-                position = min(end, engine.resume_offset(step, unit, position, replica))
+                position = min(end, engine.gradients.resume_offset(step, unit, position, replica))
                 await context.write(shard_pb2.ReduceScatterReply(step=step, missing=position))
                 message = None
             while position < end:
@@ -187,7 +192,7 @@ class ShardServicer:
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
             _count(engine, "in", len(message))
-            complete = shell.upload(epoch, unit, position, _first_values(header, payload))
+            complete = shell.restores.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
         return shard_pb2.UploadReply(complete=complete)
@@ -237,7 +242,7 @@ class ShardServicer:
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
     """What a push or an upload is of: first element, and one past the last."""
-    owned = engine.slice_of(header.unit)
+    owned = engine.slices.of(header.unit).chunks
     owned.index_of(header.offset)
     if not header.offset < header.end <= owned.end:
         raise InvalidRequest(
@@ -252,7 +257,7 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"gradients cannot travel as {dtype.value}")
-    compressor = engine.grad_compressor
+    compressor = engine.gradients.compressor
     sizes = None if compressor is None else compressor.compressed_bytes
     return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
 

@@ -20,7 +20,8 @@ from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, 
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostWorkers
 from axon_ps.shard.server.apply import Pin
-from axon_ps.shard.server.model_shell import Copying, ModelShell, Reports
+from axon_ps.shard.server.model_shell import Copying, ModelShell
+from axon_ps.shard.server.reports import Reports
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
 from axon_ps.types import Decision, Member, Membership, Outcome
@@ -145,13 +146,13 @@ class ShardShell:
     def _order_snapshot(self, order: SnapshotOrder) -> None:
         """Pin every model's version at its place among the events, then write the models one after the other."""
         versions = {p.model: p.version for p in order.models}
-        if 0 in self._models and (self._models[0].configured or not versions):
+        if 0 in self._models and (self._models[0].engine.configured or not versions):
             versions[0] = order.version
         pins: dict[int, asyncio.Future[Pin]] = {}
         for number, version in sorted(versions.items()):
             pinned = pins[number] = asyncio.get_running_loop().create_future()
             model = self.model(number)
-            model.in_order(lambda m=model, v=version, p=pinned: p.set_result(m.pin_for_snapshot(v)))  # type: ignore[misc]
+            model.in_order(lambda m=model, v=version, p=pinned: p.set_result(m.pins.pin(v)))  # type: ignore[misc]
         self.start(self._snapshot(order, versions, pins))
 
     async def _snapshot(
@@ -168,7 +169,7 @@ class ShardShell:
         except AxonError as error:
             _logger.error("the checkpoint at %s failed: %s", order.uri, error)
             for number in pins:
-                self.model(number).unpin_snapshot(await pins[number])
+                self.model(number).pins.release(await pins[number])
             if files:
                 await self._discard(order.uri, files)
             reports.snapshot_report(order.id, error=error)
@@ -240,7 +241,7 @@ class ShardShell:
             )
         model = self._models[context.model]
         model.check_generation(context.generation)
-        member = model.member(context.incarnation)
+        member = model.members.get(context.incarnation)
         if member is None:
             raise PermissionDenied(
                 f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
@@ -252,4 +253,4 @@ class ShardShell:
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
-        return model is not None and model.configured and model.engine.generation >= context.generation
+        return model is not None and model.engine.configured and model.engine.generation >= context.generation

@@ -64,9 +64,9 @@ def write(
         StorageFull: no space left; nothing of the file remains.
         CheckpointError: it could not be written; nothing of the file remains.
     """
-    if not engine.initialized:
+    if not engine.parameters.initialized:
         raise Misuse("this shard server holds no parameters yet; there is nothing to save")
-    states = {unit: owned.state for unit, owned in engine.slices.items()}
+    states = {unit: owned.master.state for unit, owned in engine.slices.items()}
     tensors = [t for unit, owned in engine.slices.items() for t in _tensors(unit, owned, list(states[unit]))]
     name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
@@ -82,17 +82,17 @@ def write(
 
 def _tensors(unit: int, owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
     for name in (PARAM, *states):
-        yield TensorSpec(name=f"{unit}.{name}", dtype=DType.F32, shape=(owned.numel,))
+        yield TensorSpec(name=f"{unit}.{name}", dtype=DType.F32, shape=(owned.chunks.numel,))
     if owned.trainable:
-        yield TensorSpec(name=f"{unit}.{UPDATES}", dtype=DType.I64, shape=(len(owned.parameter_updates()),))
+        yield TensorSpec(name=f"{unit}.{UPDATES}", dtype=DType.I64, shape=(len(owned.master.parameter_updates()),))
 
 
 def _write_slice(writer: SafetensorsWriter, unit: int, owned: OwnedSlice, states: list[str]) -> None:
-    writer.write(f"{unit}.{PARAM}", owned.master)
+    writer.write(f"{unit}.{PARAM}", owned.master.values)
     for name in states:
-        writer.write(f"{unit}.{name}", owned.state[name])
+        writer.write(f"{unit}.{name}", owned.master.state[name])
     if owned.trainable:
-        writer.write(f"{unit}.{UPDATES}", np.array(owned.parameter_updates(), np.int64))
+        writer.write(f"{unit}.{UPDATES}", np.array(owned.master.parameter_updates(), np.int64))
 
 
 # ---------------------------------------------------------------------- reading
@@ -143,7 +143,7 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
         )
     layout = engine.spec.layout
     moves = {
-        unit: moves_into(Slice(unit=unit, server=0, begin=s.begin, end=s.end), layout, manifest.layout)
+        unit: moves_into(Slice(unit=unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout)
         for unit, s in engine.slices.items()
     }
     slices = manifest.plan.slices
@@ -193,12 +193,12 @@ class _Loader:
     def fill(self, owned: OwnedSlice, moves: tuple[Move, ...]) -> None:
         """Parameters, moments and update counts of one slice."""
         if owned.trainable:
-            present, owned.state = owned.state, {}
+            present, owned.master.state = owned.master.state, {}
             for name, value in self._initial.items():
                 array = present.pop(name, None)
-                owned.state[name] = np.empty(owned.numel, np.float32) if array is None else array
-                owned.state[name].fill(value)
-            owned.set_updates(self._updates(owned))
+                owned.master.state[name] = np.empty(owned.chunks.numel, np.float32) if array is None else array
+                owned.master.state[name].fill(value)
+            owned.master.set_updates(self._updates(owned))
         for move in moves:
             for old, begin, end in _overlaps(move, self._old_slices[move.source_unit]):
                 self._copy(owned, move, old, begin, end)
@@ -206,21 +206,21 @@ class _Loader:
     def _copy(self, owned: OwnedSlice, move: Move, old: Slice, begin: int, end: int) -> None:
         """Copy elements [begin, end) of the old unit, which lie in its slice `old`."""
         reader = self._readers[old.server]
-        first = move.begin + begin - move.source_begin - owned.begin
+        first = move.begin + begin - move.source_begin - owned.chunks.begin
         target = slice(first, first + end - begin)
-        reader.read_into(f"{old.unit}.{PARAM}", begin - old.begin, owned.master[target])
+        reader.read_into(f"{old.unit}.{PARAM}", begin - old.begin, owned.master.values[target])
         if owned.trainable and self._old.units[old.unit].trainable:
-            for name, array in owned.state.items():
+            for name, array in owned.master.state.items():
                 if f"{old.unit}.{name}" in reader.tensors:
                     reader.read_into(f"{old.unit}.{name}", begin - old.begin, array[target])
 
     def _updates(self, owned: OwnedSlice) -> list[int]:
         """Per parameter of the slice's unit, its update count; 0 for those that lie outside the slice."""
         updates: list[int] = []
-        for p in self._layout.units[owned.unit].parameters:
+        for p in self._layout.units[owned.chunks.unit].parameters:
             u, index, q = self._home[p.name]
-            begin = max(p.offset, owned.begin)
-            if begin >= min(p.end, owned.end) or not self._old.units[u].trainable:
+            begin = max(p.offset, owned.chunks.begin)
+            if begin >= min(p.end, owned.chunks.end) or not self._old.units[u].trainable:
                 updates.append(0)
                 continue
             element = q.offset + begin - p.offset

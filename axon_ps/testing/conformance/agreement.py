@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from axon_ps.collectives.backends.base import Call, Operation
-from axon_ps.collectives.backends.request import Request, perform
+from axon_ps.collectives.backends.base import Call, Operation, Request
 from axon_ps.errors import Disagreement, InvalidRequest
 from axon_ps.testing.conformance.trial import Trial
 from axon_ps.types import DType, ReduceOp
@@ -146,7 +145,7 @@ def what_cannot_be_done_is_refused(trial: Trial) -> None:
     for what, (call, numel) in wrong.items():
         data = np.ones(numel, call.dtype.numpy)
         try:
-            perform(trial.backend, Request(call=call, data=data), trial.timeout_s)
+            trial.backend.run(Request(call=call, data=data), trial.timeout_s)
         except Disagreement as error:
             trial.expect(False, f"{what} is no disagreement: {error}")
         except InvalidRequest:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from axon_ps.collectives.backends.base import Backend
-from axon_ps.collectives.backends.request import Request, RequestBackend, perform
+from axon_ps.collectives.backends.request import Request
 from axon_ps.errors import AxonError
 from axon_ps.types import Array, DType
 
 
-class DeviceBackend(RequestBackend):
+class DeviceBackend(Backend):
     """Copies arrays to the device, has the backend do the call there, and copies them back.
 
     Args:
@@ -29,14 +29,15 @@ class DeviceBackend(RequestBackend):
         self.dtypes = backend.dtypes
         self._to_device = to_device
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
         data, output = request.data, request.output
         device_data, device_output = (None if a is None else self._to_device(a) for a in (data, output))
         if data is not None and output is not None and data.size and np.may_share_memory(data, output):
             if data.size <= output.size:
-                device_data = _same_part(device_output, output, data)
+                device_data = _same_range(device_output, output, data)
             else:
-                device_output = _same_part(device_data, data, output)
+                device_output = _same_range(device_data, data, output)
         staged = Request(
             call=request.call,
             data=device_data,
@@ -44,7 +45,7 @@ class DeviceBackend(RequestBackend):
             output_counts=request.output_counts,
             input_counts=request.input_counts,
         )
-        perform(self._backend, staged, timeout_s)
+        self._backend.run(staged, timeout_s)
         for host, device in ((data, device_data), (output, device_output)):
             if host is not None and device is not None and host.flags.writeable:
                 np.copyto(host, device.get())
@@ -69,7 +70,7 @@ class DeviceBackend(RequestBackend):
         self._backend.close()
 
 
-def _same_part(device_buffer: Any, buffer: Array, part: Array) -> Any:
-    """The part of the device's array that corresponds to `part` of the host's."""
-    begin = (part.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
-    return device_buffer[begin : begin + part.size]
+def _same_range(device_buffer: Any, buffer: Array, view: Array) -> Any:
+    """The part of the device's array that corresponds to `view` of the host's."""
+    begin = (view.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]) // buffer.itemsize
+    return device_buffer[begin : begin + view.size]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from axon_ps.collectives.backends.base import Operation
+from axon_ps.collectives.backends.base import Operation, Request
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
 from axon_ps.testing.conformance.trial import Trial
 from axon_ps.types import DType
@@ -36,7 +36,7 @@ def _expect_timeout(trial: Trial, missing: int, act: Callable[[], object], what:
 def _expect_over(trial: Trial) -> None:
     call = trial.call(Operation.BARRIER)
     try:
-        trial.backend.barrier(call, _SHORT_S)
+        trial.backend.run(Request(call=call), _SHORT_S)
     except AxonError:
         return
     trial.expect(False, "a group that had ended made another barrier")
@@ -69,7 +69,7 @@ def the_last_rank_does_not_come(trial: Trial) -> None:
     receiver = threading.Thread(target=receive, daemon=True)
     if trial.rank == 0:
         receiver.start()
-    _expect_timeout(trial, last, lambda: trial.backend.barrier(call, _SHORT_S), "a barrier")
+    _expect_timeout(trial, last, lambda: trial.backend.run(Request(call=call), _SHORT_S), "a barrier")
     if trial.rank == 0:
         receiver.join(_PROMPT_S)
         trial.expect(not receiver.is_alive(), "a receive outlived its deadline")

@@ -38,7 +38,7 @@ def _some_dtypes(trial: Trial, i: int) -> tuple[DType, ...]:
     return (trial.dtypes[:5], trial.dtypes[3:])[i % 2]
 
 
-def _part(array: Array, counts: tuple[int, ...], rank: int) -> Array:
+def _partition(array: Array, counts: tuple[int, ...], rank: int) -> Array:
     begin = sum(counts[:rank])
     return array[begin : begin + counts[rank]]
 
@@ -138,9 +138,9 @@ def _check_all_gather(trial: Trial, dtype: DType, counts: tuple[int, ...], *, in
     assert request.output is not None
     assert request.data is not None
     if in_place:
-        part = _part(request.output, counts, trial.rank)
-        part[:] = request.data
-        request = Request(call=call, output=request.output, data=part)
+        partition = _partition(request.output, counts, trial.rank)
+        partition[:] = request.data
+        request = Request(call=call, output=request.output, data=partition)
     trial.perform(request)
     want = np.concatenate(trial.all_values(call))
     trial.expect_array(f"{call}{' in place' if in_place else ''}", request.output, want, dtype)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def _check_all_gather(trial: Trial, dtype: DType, counts: tuple[int, ...], *, in
 
 
 def all_gather_even_and_uneven(trial: Trial) -> None:
-    """Also where `data` is its own part of `output`."""
+    """Also where `data` is its own partition of `output`."""
     for dtype in trial.dtypes:
         for i, counts in enumerate(_splits(trial.n)):
             if dtype in _some_dtypes(trial, i):
@@ -168,22 +168,22 @@ def _check_reduce_scatter(
     assert data is not None
     assert output is not None
     if in_place:
-        output = _part(data, counts, trial.rank)
+        output = _partition(data, counts, trial.rank)
     trial.perform(Request(call=call, output=output, data=data))
-    want = _part(oracle.reduced(dtype, op, everything), counts, trial.rank)
+    want = _partition(oracle.reduced(dtype, op, everything), counts, trial.rank)
     allowed = oracle.tolerance(dtype, op, everything)
     where = " in place" if in_place else ""
     trial.expect_array(
-        f"{call}{where}", output, want, dtype, None if allowed is None else _part(allowed, counts, trial.rank)
+        f"{call}{where}", output, want, dtype, None if allowed is None else _partition(allowed, counts, trial.rank)
     )
     only_read = everything[trial.rank].copy()
     if in_place:
-        _part(only_read, counts, trial.rank)[:] = output
+        _partition(only_read, counts, trial.rank)[:] = output
     trial.expect_array(f"data of {call}{where}, only read", data, only_read, dtype)
 
 
 def reduce_scatter_even_and_uneven(trial: Trial) -> None:
-    """Also where `output` is its own part of `data`."""
+    """Also where `output` is its own partition of `data`."""
     for dtype in trial.dtypes:
         ops = oracle.ops_of(dtype)
         for i, counts in enumerate(_splits(trial.n)):
@@ -213,7 +213,7 @@ def scatter_from_every_root(trial: Trial) -> None:
             call = trial.call(Operation.SCATTER, dtype, counts, root=root)
             got = trial.do(call).output
             assert got is not None
-            trial.expect_array(call, got, _part(trial.values(call, root), counts, trial.rank), dtype)
+            trial.expect_array(call, got, _partition(trial.values(call, root), counts, trial.rank), dtype)
 
 
 def all_to_all_even_and_uneven(trial: Trial) -> None:
@@ -236,8 +236,8 @@ def all_to_all_even_and_uneven(trial: Trial) -> None:
                 input_counts=tuple(sent[trial.rank]),
             )
             trial.perform(request)
-            parts = [_part(everything[i], tuple(sent[i]), trial.rank) for i in range(trial.n)]
-            trial.expect_array(f"{call} {sent}", output, np.concatenate(parts), dtype)
+            partitions = [_partition(everything[i], tuple(sent[i]), trial.rank) for i in range(trial.n)]
+            trial.expect_array(f"{call} {sent}", output, np.concatenate(partitions), dtype)
 
 
 def back_to_back(trial: Trial) -> None:

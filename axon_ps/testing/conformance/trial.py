@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from axon_ps.collectives.backends.base import Backend, Call, Operation
-from axon_ps.collectives.backends.request import Request, perform
+from axon_ps.collectives.backends.base import Backend, Call, Operation, Request
 from axon_ps.errors import Disagreement
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, ReduceOp
@@ -98,7 +97,7 @@ class Trial:
         """The input data of a rank for a call: T[numel]; by default this rank's, of the length that the call needs."""
         rank = self.rank if rank is None else rank
         if numel is None:
-            numel = Request(call=call).lengths(rank)["data"] or 0
+            numel = Request(call=call).lengths(rank)[0] or 0
         return oracle.values(call.dtype, numel, SEED, call.sequence, rank)
 
     def all_values(self, call: Call) -> list[Array]:
@@ -107,9 +106,9 @@ class Trial:
 
     def arrays(self, call: Call) -> Request:
         """This rank's arrays for a call; outputs are filled with values that are no result."""
-        lengths = Request(call=call).lengths(self.rank)
-        data = None if lengths["data"] is None else self.values(call)
-        output = None if lengths["output"] is None else self.blank(lengths["output"], call.dtype)
+        data_numel, output_numel = Request(call=call).lengths(self.rank)
+        data = None if data_numel is None else self.values(call)
+        output = None if output_numel is None else self.blank(output_numel, call.dtype)
         return Request(call=call, data=data, output=output)
 
     def blank(self, numel: int, dtype: DType) -> Array:
@@ -118,7 +117,7 @@ class Trial:
 
     def perform(self, request: Request, timeout_s: float | None = None) -> None:
         """Make the call."""
-        perform(self.backend, request, self.timeout_s if timeout_s is None else timeout_s)
+        self.backend.run(request, self.timeout_s if timeout_s is None else timeout_s)
 
     def do(self, call: Call) -> Request:
         """Make the call with fresh arrays, and return them."""

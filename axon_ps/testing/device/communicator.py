@@ -1,7 +1,7 @@
 """NCCL's communicators over Unix sockets: ranks are threads or processes of one host.
 
-Owns: how ranks find each other by a unique id, as NCCL's do: whoever makes the id listens there until all ranks have
-come. And how a call is made: every rank sends what it has to every other, and computes for itself.
+Owns: the rendezvous of ranks by a unique id, as in NCCL: the process that makes the id listens there until all ranks
+have joined. And the calls: every rank sends its data to every other, and computes the result itself.
 
 Invariant: each socket has a thread that reads it, so sending never waits for the other side's calls.
 """
@@ -22,21 +22,21 @@ from axon_ps.types import Array
 
 ID_BYTES = 16
 JOIN_S = 600.0
-"""How long whoever made a unique id listens for its ranks."""
+"""How long the process that made a unique id listens for its ranks."""
 
-_HELLO = struct.Struct("<II")  # ranks, rank
+_JOIN = struct.Struct("<II")  # ranks, rank
 _HEAD = struct.Struct("<BQ")  # kind, size
 _COLLECTIVE, _MESSAGE = 0, 1
 
 
 class Aborted(RuntimeError):
-    """What waits on a communicator gets when it is aborted, here or by a peer, or a peer is gone."""
+    """Raised by calls of a communicator that is aborted, here or by a peer, or whose peer is gone."""
 
 
 def new_unique_id() -> bytes:
-    """A unique id: 128 bytes. Ranks find each other here from now on."""
+    """A unique id: 128 bytes. From now on this process serves its rendezvous."""
     name = secrets.token_bytes(ID_BYTES)
-    threading.Thread(target=_introduce, args=(_listen(_address(name)),), daemon=True, name="nccl-root").start()
+    threading.Thread(target=_rendezvous, args=(_listen(_address(name)),), daemon=True, name="nccl-root").start()
     return name + bytes(128 - ID_BYTES)
 
 
@@ -51,31 +51,31 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _introduce(listener: socket.socket) -> None:
-    """Let the ranks of an id begin once all of them have come."""
+def _rendezvous(listener: socket.socket) -> None:
+    """Release the ranks of an id once all of them have joined."""
     listener.settimeout(JOIN_S)
-    come: list[socket.socket] = []
+    joined: list[socket.socket] = []
     try:
         while True:
             peer, _ = listener.accept()
-            come.append(peer)
-            ranks, _ = _HELLO.unpack(_read(peer, _HELLO.size))
-            if len(come) == ranks:
+            joined.append(peer)
+            ranks, _ = _JOIN.unpack(_read(peer, _JOIN.size))
+            if len(joined) == ranks:
                 break
-        for peer in come:
+        for peer in joined:
             peer.sendall(b"!")
     except OSError:
-        return  # nobody came
+        return  # some did not join
     finally:
-        for peer in (*come, listener):
+        for peer in (*joined, listener):
             peer.close()
 
 
 def _read(sock: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """Read `size` bytes.
 
     Raises:
-        Aborted: there will not be as many.
+        Aborted: the connection ends before that.
     """
     data = bytearray(size)
     view, done = memoryview(data), 0
@@ -93,7 +93,7 @@ class _Link:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
-        self._come: dict[int, queue.SimpleQueue[bytes | None]] = {
+        self._received: dict[int, queue.SimpleQueue[bytes | None]] = {
             kind: queue.SimpleQueue() for kind in (_COLLECTIVE, _MESSAGE)
         }
         threading.Thread(target=self._receive, daemon=True, name="nccl-link").start()
@@ -106,9 +106,9 @@ class _Link:
             raise Aborted(f"a peer of the communicator is gone: {error}") from error
 
     def receive(self, kind: int) -> bytes:
-        data = self._come[kind].get()
+        data = self._received[kind].get()
         if data is None:
-            self._come[kind].put(None)  # for whoever asks next
+            self._received[kind].put(None)  # for the next receive
             raise Aborted("the communicator was aborted, or a peer is gone")
         return data
 
@@ -116,7 +116,7 @@ class _Link:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the peer was first
+            return  # the peer has closed it
         finally:
             self._sock.close()
 
@@ -124,14 +124,14 @@ class _Link:
         try:
             while True:
                 kind, size = _HEAD.unpack(_read(self._sock, _HEAD.size))
-                self._come[kind].put(_read(self._sock, size))
+                self._received[kind].put(_read(self._sock, size))
         except (Aborted, OSError):
-            for come in self._come.values():
-                come.put(None)
+            for joined in self._received.values():
+                joined.put(None)
 
 
 class Clique:
-    """The ranks of one unique id, as one of them sees them; made by all of them together.
+    """One rank's connections to all ranks of a unique id; all of them make it together.
 
     Args:
         unique_id: from `new_unique_id`.
@@ -146,21 +146,21 @@ class Clique:
         links: dict[int, _Link] = {}
         with listener, socket.socket(socket.AF_UNIX) as root:
             root.connect(_address(name))
-            root.sendall(_HELLO.pack(world_size, rank))
+            root.sendall(_JOIN.pack(world_size, rank))
             _read(root, 1)
             for peer in range(rank):
                 sock = socket.socket(socket.AF_UNIX)
                 sock.connect(_address(name, peer))
-                sock.sendall(_HELLO.pack(world_size, rank))
+                sock.sendall(_JOIN.pack(world_size, rank))
                 links[peer] = _Link(sock)
             while len(links) < world_size - 1:
                 sock, _ = listener.accept()
-                _, peer = _HELLO.unpack(_read(sock, _HELLO.size))
+                _, peer = _JOIN.unpack(_read(sock, _JOIN.size))
                 links[peer] = _Link(sock)
         self._links = dict(sorted(links.items()))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank has, by rank."""
+        """All-gather: the data of every rank, by rank."""
         for link in self._links.values():
             link.send(_COLLECTIVE, data)
         return [data if r == self.rank else self._links[r].receive(_COLLECTIVE) for r in range(self.world_size)]
@@ -174,7 +174,7 @@ class Clique:
         return self._links[peer].receive(_MESSAGE)
 
     def close(self) -> None:
-        """Break every link; who waits, here or there, gets `Aborted`."""
+        """Close every connection; pending calls, here or at peers, raise `Aborted`."""
         for link in self._links.values():
             link.close()
 

@@ -1,4 +1,4 @@
-"""The stand-in's cupy: arrays, streams, and NCCL's calls on addresses, as far as our code uses them."""
+"""The stand-in for cupy: arrays, streams, and NCCL's calls on addresses, as far as axon_ps uses them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _pointers = itertools.count(1)
 
 
 class DeviceArray(np.ndarray):
-    """An array in device memory: numpy's, with what cupy's have beside that.
+    """An array in device memory: a numpy array with the further methods of cupy's.
 
     Attributes:
-        noting: what notes its copies; None = nobody.
+        recorder: records its copies; None = nothing does.
         is_pinned: whether an array is in page-locked memory.
     """
 
     __module__ = "cupy"
-    __array_priority__ = 1.0  # what numpy makes of several is in device memory, too
+    __array_priority__ = 1.0  # numpy's results of several are in device memory, too
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
-    noting: ClassVar[Trace | None] = None
+    recorder: ClassVar[Trace | None] = None
     is_pinned: ClassVar[Callable[[Array], bool]] = staticmethod(lambda array: False)
 
     @property
     def data(self) -> Any:
-        """The address, as cupy says it."""
+        """The address, in cupy's form."""
         return SimpleNamespace(ptr=self.__array_interface__["data"][0])
 
     @property
@@ -49,27 +49,27 @@ class DeviceArray(np.ndarray):
 
     def get(self, stream: Any = None, *, out: Any = None) -> Any:
         """A copy in host memory."""
-        noted("download" if out is not None and DeviceArray.is_pinned(out) else "get", self.nbytes)
+        record("download" if out is not None and DeviceArray.is_pinned(out) else "get", self.nbytes)
         host = np.empty(self.shape, self.dtype) if out is None else out
         host[...] = self.view(np.ndarray)
         return host
 
     def set(self, host: Any, stream: Any = None) -> None:
-        """Become what is in host memory."""
-        noted("upload" if DeviceArray.is_pinned(host) else "asarray", self.nbytes)
+        """Copy from host memory."""
+        record("upload" if DeviceArray.is_pinned(host) else "asarray", self.nbytes)
         self.view(np.ndarray)[...] = host
 
 
-def noted(what: str, size_bytes: int) -> None:
-    """Tell the trace, if there is one."""
-    if DeviceArray.noting is not None:
-        DeviceArray.noting.note(what, int(size_bytes))
+def record(what: str, size_bytes: int) -> None:
+    """Record an event in the trace, if there is one."""
+    if DeviceArray.recorder is not None:
+        DeviceArray.recorder.record(what, int(size_bytes))
 
 
 def asarray(host: Any) -> DeviceArray:
-    """A device array of what is in host memory."""
+    """A device array copied from host memory."""
     array = np.array(host).view(DeviceArray)
-    noted("asarray", array.nbytes)
+    record("asarray", array.nbytes)
     return array
 
 
@@ -79,7 +79,7 @@ def empty(numel: int, dtype: Any) -> DeviceArray:
 
 
 def from_dlpack(tensor: Any) -> DeviceArray:
-    """A tensor's memory as a device array, which keeps the tensor."""
+    """A tensor's memory as a device array, which keeps the tensor alive."""
     dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
     if not tensor.nbytes:
         return np.empty(tuple(tensor.shape), dtype).view(DeviceArray)
@@ -92,7 +92,7 @@ def from_dlpack(tensor: Any) -> DeviceArray:
 
 
 class Stream:
-    """A stream on which everything is done at once; within `with` it is the current one."""
+    """A stream that does everything at once; within `with` it is the current one."""
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = next(_pointers) if non_blocking else 0
@@ -105,18 +105,18 @@ class Stream:
         assert _thread.streams.pop() is self
 
     def record(self) -> object:
-        """An event behind what was enqueued: it has come."""
+        """An event after everything enqueued: it is done."""
         return object()
 
     def wait_event(self, event: object) -> None:
-        """What is enqueued from now on comes after the event."""
+        """Order later work after the event."""
 
     def synchronize(self) -> None:
-        """Everything is done."""
+        """Wait for everything; it is done."""
 
 
 class ExternalStream(Stream):
-    """A stream that somebody else made."""
+    """A stream that other code has made."""
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
@@ -181,7 +181,7 @@ class NcclCommunicator:
         self._stream = 0
 
     def abort(self) -> None:
-        """End what waits."""
+        """Abort pending calls."""
         self._clique.close()
 
     def destroy(self) -> None:
@@ -189,7 +189,7 @@ class NcclCommunicator:
         self._clique.close()
 
     def check_async_error(self) -> None:
-        """Nothing fails by itself here."""
+        """No asynchronous errors here."""
 
     def _enqueue(self, what: str, size_bytes: int, go: Callable[[], None], *, first: bool = False) -> None:
         stream = current_stream().ptr
@@ -199,7 +199,7 @@ class NcclCommunicator:
         self._now(what, size_bytes, go, first=first)
 
     def _now(self, what: str, size_bytes: int, go: Callable[[], None], *, first: bool = False) -> None:
-        noted(what, size_bytes)
+        record(what, size_bytes)
         if _thread.group is None:
             go()
         else:
@@ -284,7 +284,7 @@ def _group_end() -> None:
 
 
 def modules(devices: int) -> dict[str, ModuleType]:
-    """What `import cupy` gives, by name in `sys.modules`."""
+    """The modules of `import cupy`, by name in `sys.modules`."""
     cupy, cuda, nccl, runtime = (ModuleType(n) for n in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "runtime"))
     contents: dict[ModuleType, dict[str, Any]] = {
         cupy: {"cuda": cuda, "asarray": asarray, "empty": empty, "from_dlpack": from_dlpack, "ndarray": DeviceArray},
@@ -311,4 +311,4 @@ def modules(devices: int) -> dict[str, ModuleType]:
     return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
 
 
-__all__ = ["Aborted", "DeviceArray", "asarray", "modules", "noted"]
+__all__ = ["Aborted", "DeviceArray", "asarray", "modules", "record"]

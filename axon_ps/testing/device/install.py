@@ -1,4 +1,4 @@
-"""`stand_in`: puts the stand-in in the place of cupy, and torch's CPU tensors in the place of the GPU's."""
+"""`stand_in`: replaces cupy by the stand-in, and the GPU's tensors by torch's CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from axon_ps.types import Array
 
 
 class StandInMemory:
-    """`DeviceMemory` in which every CPU tensor is the device's, but those in page-locked memory."""
+    """`DeviceMemory` in which every CPU tensor is the device's, except those in page-locked memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,11 +63,11 @@ class StandInMemory:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What `stand_in` gives.
+    """The value of `stand_in`.
 
     Attributes:
-        trace: what NCCL did, and what crossed.
-        memory: what is the device's, and what is page-locked.
+        trace: calls of NCCL, and copies.
+        memory: which memory is the device's, and which is page-locked.
     """
 
     trace: Trace
@@ -76,7 +76,7 @@ class StandIn:
 
 @contextlib.contextmanager
 def stand_in(devices: int = 8) -> Iterator[StandIn]:
-    """Inside, the process has `devices` GPUs; see this package. One at a time in a process, for all of its threads."""
+    """A context in which the process has `devices` GPUs; see this package. One at a time, for all threads."""
     device = StandIn(Trace(), StandInMemory())
     modules = cupy_module.modules(devices)
     before = {name: sys.modules.get(name) for name in modules}
@@ -85,10 +85,10 @@ def stand_in(devices: int = 8) -> Iterator[StandIn]:
         stack.callback(_put_back, before)
         stack.callback(cuda.use, cuda.use(device.memory))
         array = cupy_module.DeviceArray
-        array.noting, array.is_pinned = device.trace, lambda a: device.memory.is_pinned_at(a.ctypes.data)
-        stack.callback(setattr, array, "noting", None)
+        array.recorder, array.is_pinned = device.trace, lambda a: device.memory.is_pinned_at(a.ctypes.data)
+        stack.callback(setattr, array, "recorder", None)
         if (torch := sys.modules.get("torch")) is not None:
-            stack.enter_context(_copies_noted(torch, device))
+            stack.enter_context(_copies_recorded(torch, device))
         yield device
 
 
@@ -101,25 +101,25 @@ def _put_back(modules: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _copies_noted(torch: Any, device: StandIn) -> Iterator[None]:
-    """Note what torch is asked to copy between page-locked memory and the device, and what leaves it for numpy."""
-    on_device, note = device.memory.is_on_device, device.trace.note
+def _copies_recorded(torch: Any, device: StandIn) -> Iterator[None]:
+    """Record torch's copies between page-locked memory and the device, and its conversions to numpy."""
+    on_device, record = device.memory.is_on_device, device.trace.record
     numpy, cpu, copy = torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_
 
     def leaving(method: Callable[..., Any]) -> Callable[..., Any]:
         def leave(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if tensor.nbytes and on_device(tensor):
-                note("torch", tensor.nbytes)
+                record("torch", tensor.nbytes)
             return method(tensor, *args, **kwargs)
 
         return leave
 
-    def copy_noted(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def copy_recorded(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.nbytes and on_device(tensor) != on_device(source):
-            note("torch", tensor.nbytes)
+            record("torch", tensor.nbytes)
         return copy(tensor, source, *args, **kwargs)
 
-    torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_ = leaving(numpy), leaving(cpu), copy_noted
+    torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.copy_ = leaving(numpy), leaving(cpu), copy_recorded
     try:
         yield
     finally:

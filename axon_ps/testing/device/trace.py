@@ -1,4 +1,4 @@
-"""What the stand-in saw: calls of NCCL, and copies between device memory and the host's."""
+"""The trace of the stand-in: calls of NCCL, and copies between device memory and the host's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Event:
 
     Attributes:
         what: "download" or "upload": a copy from or to page-locked memory. "get" or "asarray": one from or to other
-            memory. "torch": a copy that torch was asked for, either way. Else a call of NCCL, by its name in cupy.
+            memory. "torch": a copy by torch, in either direction. Else a call of NCCL, by its name in cupy.
         size_bytes: bytes of this rank's array.
     """
 
@@ -21,19 +21,19 @@ class Event:
 
 
 class Trace:
-    """Events in the order in which they came; any thread."""
+    """Events in order; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: list[Event] = []
 
-    def note(self, what: str, size_bytes: int) -> None:
-        """Something happened."""
+    def record(self, what: str, size_bytes: int) -> None:
+        """Record an event."""
         with self._lock:
             self._events.append(Event(what, size_bytes))
 
     def take(self) -> list[Event]:
-        """What has happened since the last time."""
+        """The events since the last call."""
         with self._lock:
             events, self._events = self._events, []
             return events

@@ -290,7 +290,7 @@ def _own_location(env: Mapping[str, str], incarnation: str) -> str:
 
 
 def _read(store: Store, key: str) -> Any:
-    """What is stored there; None when nothing is."""
+    """The value stored there; None when there is none."""
     try:
         return json.loads(store.get(key)) if store.check([key]) else None
     except ValueError:
@@ -313,7 +313,7 @@ def _polls(deadline: Deadline, what: Callable[[], str]) -> Iterator[None]:
 
 
 def _network() -> str:
-    """What processes have in common that reach each other over loopback: the kernel and the network namespace."""
+    """Kernel and network namespace: equal for processes that reach each other over loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -322,9 +322,9 @@ def _network() -> str:
 
 
 def _own_name(env: Mapping[str, str]) -> str:
-    """Under which name or address other hosts reach this one: that of the network card towards MASTER_ADDR.
+    """The name or address at which other hosts reach this one: that of the network card towards MASTER_ADDR.
 
-    MASTER_ADDR itself where that is this host: whoever asks there for the store finds our services, too.
+    MASTER_ADDR itself where that is this host: a worker that finds the store there finds the services, too.
     """
     if given := env.get("AXON_PS_ADVERTISE"):
         return given
@@ -334,7 +334,7 @@ def _own_name(env: Mapping[str, str]) -> str:
     try:
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of datagrams: it chooses the way and sends nothing
+            probe.connect(address)  # a datagram socket: this chooses the route and sends nothing
             own = str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()

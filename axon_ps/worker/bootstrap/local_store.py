@@ -23,7 +23,7 @@ from axon_ps.errors import PermissionDenied, Unreachable
 
 _ANSWER_S = 5.0
 _PAUSE_S = 0.02
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 class LocalStore:
@@ -157,7 +157,7 @@ def _read_line(connection: socket.socket) -> bytes:
     content = b""
     while not content.endswith(b"\n"):
         received = connection.recv(4096)
-        if not received or len(content) > _MOST_BYTES:
+        if not received or len(content) > _MAX_BYTES:
             raise ValueError("a request or reply was cut short")
         content += received
     return content

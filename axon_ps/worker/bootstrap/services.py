@@ -37,7 +37,7 @@ class EmbeddedServices:
         coordinator: "host:port" of the job's coordinator, if it runs elsewhere; empty = start it, too.
         host: address to listen on; beyond loopback, `security` must allow it.
         advertise: the name by which other hosts reach this one; empty = `host`.
-        security: certificates of the services, and the token; without a token one is made up.
+        security: certificates of the services, and the token; without a token a random one.
         environment: of this process; the services get it, with changes.
         start_timeout_s: seconds that starting may take.
 
@@ -149,7 +149,7 @@ class EmbeddedServices:
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
     def _line(self, pipe: LinePipe, deadline: float, what: str) -> str:
-        """The address on which a child listens."""
+        """The address that a child listens on."""
         line = pipe.read(deadline)
         if not line:
             raise Broken(f"the embedded {what} ended, or did not listen in time; what it wrote is on standard error")

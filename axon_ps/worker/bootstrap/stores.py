@@ -36,7 +36,7 @@ class Store(Protocol):
         """Remove a key; whether it was there."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all of these keys are there; waits for nobody."""
+        """Whether all of these keys exist, without waiting."""
 
 
 def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_s: float) -> Store:
@@ -50,7 +50,7 @@ def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_
 
     Raises:
         ConfigurationError: there is no store; the message says what to set.
-        Unreachable: nobody answers there.
+        Unreachable: there is no server at its address.
     """
     if launch.launcher is None or launch.rank < 0 or not launch.world_size:
         master = "MASTER_ADDR is set, but " if env.get("MASTER_ADDR") else "AXON_PS_COORDINATOR is not set, and "
@@ -91,4 +91,4 @@ def first_host(nodes: str) -> str:
     """The first of a Slurm list of hosts: "gpu03" of "gpu[03-05,9],login1"."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
     assert match is not None  # it may match nothing at all
-    return "".join(part or "" for part in match.groups())
+    return "".join(group or "" for group in match.groups())

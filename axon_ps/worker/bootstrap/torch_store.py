@@ -30,7 +30,7 @@ def torch_store(address: str, launch: LaunchInfo, prefix: str, timeout_s: float)
 
     Raises:
         ConfigurationError: torch is not installed.
-        Unreachable: nobody answers there, or not all came.
+        Unreachable: there is no server at the address, or workers are missing.
     """
     try:
         from torch._C._distributed_c10d import PrefixStore

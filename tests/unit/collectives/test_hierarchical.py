@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation
-from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.base import Backend, Call, GroupContext, Operation, Request
+from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.errors import Disagreement, MemberLost, Timeout, Unreachable
 from axon_ps.testing.device import DeviceArray, StandIn, asarray, stand_in
@@ -19,10 +19,10 @@ from axon_ps.types import Array, DType, ReduceOp
 class HostOnly(MockBackend):
     """Refuses device memory, as backends between hosts do."""
 
-    def _perform(self, request, timeout_s):  # type: ignore[no-untyped-def]
+    def run(self, request: Request, timeout_s: float) -> None:
         assert not isinstance(request.data, DeviceArray)
         assert not isinstance(request.output, DeviceArray)
-        super()._perform(request, timeout_s)
+        super().run(request, timeout_s)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_what_was_made_is_closed_when_the_rest_cannot_be() -> None:
 def test_averages_count_every_rank_once_and_do_not_overflow(nodes: str) -> None:
     def act(context: GroupContext) -> list[float]:
         data = np.full(3, 60_000 - 10_000 * context.rank, np.float16)
-        make(context).all_reduce(all_reduce(3, ReduceOp.AVERAGE, DType.F16), data, 10.0)
+        make(context).run(Request(call=all_reduce(3, ReduceOp.AVERAGE, DType.F16), data=data), 10.0)
         return [float(x) for x in data]
 
     n = len(nodes)
@@ -133,11 +133,11 @@ def test_device_memory_crosses_nodes_through_the_host(nodes: str, gpus: StandIn)
     def act(context: GroupContext) -> Array:
         backend = make(context)
         data = asarray(np.arange(5, dtype=np.float32) * (context.rank + 1))
-        backend.all_reduce(all_reduce(5), data, 10.0)
+        backend.run(Request(call=all_reduce(5), data=data), 10.0)
         counts = (5,) * len(nodes)
         everything = asarray(np.zeros(5 * len(nodes), np.float32))
         gather = Call(sequence=1, operation=Operation.ALL_GATHER, dtype=DType.F32, counts=counts)
-        backend.all_gather(gather, everything, data, 10.0)
+        backend.run(Request(call=gather, output=everything, data=data), 10.0)
         if context.rank == 0:
             backend.send(data, DType.F32, 1, 0, 10.0)
         elif context.rank == 1:
@@ -155,7 +155,7 @@ def test_two_nodes_that_each_agree_on_another_call_are_told_by_world_ranks() -> 
     def act(context: GroupContext) -> object:
         backend = make(context)
         numel = 4 if context.rank < 2 else 100_000
-        backend.all_reduce(all_reduce(numel), np.zeros(numel, np.float32), 10.0)
+        backend.run(Request(call=all_reduce(numel), data=np.zeros(numel, np.float32)), 10.0)
         return None
 
     contexts = mock_contexts(4, nodes=list("aabb"), ranks=(10, 11, 12, 13))
@@ -167,7 +167,7 @@ def test_two_nodes_that_each_agree_on_another_call_are_told_by_world_ranks() -> 
 def test_who_is_missing_is_named_on_every_node() -> None:
     def act(context: GroupContext) -> object:
         if context.rank != 1:
-            make(context).all_reduce(all_reduce(4), np.zeros(4, np.float32), 0.2)
+            make(context).run(Request(call=all_reduce(4), data=np.zeros(4, np.float32)), 0.2)
         return None
 
     errors = on_every_rank(mock_contexts(4, nodes=list("aabb"), ranks=(10, 11, 12, 13)), act)
@@ -181,7 +181,7 @@ def test_the_first_abort_counts_for_all_of_its_parts(closing: list[Backend]) -> 
     backend.abort(MemberLost("rank 3 has left"))
     backend.abort(MemberLost("rank 2 has left"))
     with pytest.raises(MemberLost, match="rank 3"):
-        backend.all_reduce(all_reduce(4), np.zeros(4, np.float32), 1.0)
+        backend.run(Request(call=all_reduce(4), data=np.zeros(4, np.float32)), 1.0)
     with pytest.raises(MemberLost, match="rank 3"):
         backend.send(np.zeros(4, np.float32), DType.F32, 1, 0, 1.0)
     assert set(backend.statistics().values()) == {0.0}

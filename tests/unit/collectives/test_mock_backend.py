@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Call, Operation
+from axon_ps.collectives.backends.base import Call, Operation, Request
 from axon_ps.collectives.backends.mock import MockBackend, mock_contexts
 from axon_ps.collectives.store import MAX_VALUE_BYTES, MemoryStore
 from axon_ps.errors import Broken, Closed, InvalidRequest, Timeout
@@ -38,8 +38,12 @@ def test_a_store_wakes_who_waits() -> None:
 def test_one_rank_needs_no_threads() -> None:
     (backend,) = MockBackend.create_world(1)
     data = np.array([3, 4], np.int32)
-    backend.all_reduce(
-        Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=DType.I32, counts=(2,), op=ReduceOp.SUM), data, 0.0
+    backend.run(
+        Request(
+            call=Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=DType.I32, counts=(2,), op=ReduceOp.SUM),
+            data=data,
+        ),
+        0.0,
     )
     assert data.tolist() == [3, 4]
     backend.send(data, DType.I32, 0, 1, 0.0)
@@ -55,17 +59,17 @@ def test_a_closed_backend_and_its_peers_say_so() -> None:
     first.send(np.ones(1, np.uint8), DType.U8, 1, 0, 1.0)
     first.close()
     with pytest.raises(Closed, match="was closed"):
-        first.barrier(BARRIER, 1.0)
+        first.run(Request(call=BARRIER), 1.0)
     assert second.recv(np.zeros(1, np.uint8), DType.U8, 0, 0, 1.0) == 0  # what was sent before still arrives
     with pytest.raises(Broken, match="rank 0 has closed"):
-        second.barrier(BARRIER, 1.0)
+        second.run(Request(call=BARRIER), 1.0)
 
 
 def test_groups_of_one_store_are_told_apart_by_name() -> None:
     one, other = (mock_contexts(1, name=name)[0] for name in ("one", "other"))
     other = dataclasses.replace(other, store=one.store)
     MockBackend(one).close()
-    MockBackend(other).barrier(BARRIER, 1.0)
+    MockBackend(other).run(Request(call=BARRIER), 1.0)
 
 
 def test_what_it_cannot_be_made_of() -> None:
@@ -81,11 +85,11 @@ def test_arrays_and_counts_must_fit(counts: tuple[int, ...], numel: int, words: 
     (backend,) = MockBackend.create_world(1)
     call = Call(sequence=0, operation=Operation.BROADCAST, dtype=DType.F32, counts=counts, root=0)
     with pytest.raises(InvalidRequest, match=words):
-        backend.broadcast(call, np.zeros(numel, np.float32), 1.0)
+        backend.run(Request(call=call, data=np.zeros(numel, np.float32)), 1.0)
     with pytest.raises(InvalidRequest, match="contiguous"):
-        backend.broadcast(dataclasses.replace(call, counts=(2,)), np.zeros(4, np.float32)[::2], 1.0)
+        backend.run(Request(call=dataclasses.replace(call, counts=(2,)), data=np.zeros(4, np.float32)[::2]), 1.0)
     with pytest.raises(InvalidRequest, match="root"):
-        backend.broadcast(dataclasses.replace(call, counts=(2,), root=1), np.zeros(2, np.float32), 1.0)
+        backend.run(Request(call=dataclasses.replace(call, counts=(2,), root=1), data=np.zeros(2, np.float32)), 1.0)
 
 
 def test_messages_need_a_rank_that_is_there() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.base import Call, GroupContext, Operation
+from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
 from axon_ps.collectives.backends.mock import mock_contexts
 from axon_ps.collectives.backends.nccl.backend import NcclBackend
 from axon_ps.collectives.backends.nccl.symbols import AVERAGE, MAX, MIN, SUM, NcclUniqueId, nccl_op, version_of
@@ -81,7 +81,7 @@ def test_a_world_of_the_gpus_of_one_process() -> None:
     call = Call(sequence=0, operation=Operation.ALL_REDUCE, dtype=DType.F32, counts=(3,), op=ReduceOp.SUM)
 
     def reduce(rank: int) -> None:
-        backends[rank].all_reduce(call, arrays[rank], 5.0)
+        backends[rank].run(Request(call=call, data=arrays[rank]), 5.0)
 
     threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(2)]
     for thread in threads:

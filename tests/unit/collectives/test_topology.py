@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axon_ps.collectives.backends.hierarchical.topology import Topology, rearranged
 from axon_ps.collectives.backends.mock import mock_contexts
-from axon_ps.collectives.backends.topology import Topology, rearranged
 
 
 def topology(nodes: str) -> Topology:

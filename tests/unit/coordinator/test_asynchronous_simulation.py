@@ -20,7 +20,7 @@ from axon_ps.coordinator.core.actions import Action, Push
 from axon_ps.coordinator.core.events import JobState, Ready, Vote
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import StepAborted
-from axon_ps.shard.core import engine as engines
+from axon_ps.shard.core import gradients
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -107,9 +107,9 @@ class Server(Client):
         self.report()
 
     def report(self) -> None:
-        for replica, clock in self.engine.complete():
+        for replica, clock in self.engine.gradients.complete():
             name = (self.engine.generation, clock)
-            total = self.engine.ready(replica)
+            total = self.engine.gradients.ready(replica)
             if self.reported.get(replica) != name and total is not None:
                 self.reported[replica] = name
                 self.record(Ready(generation=name[0], step=clock, sum_of_squares=total, replica=replica), replica)
@@ -119,9 +119,9 @@ class Server(Client):
         if not self.units:
             return False
         unit = self.units.pop(0)
-        for index in range(len(self.engine.slices[unit].bounds)):
-            self.engine.apply(unit, index, index + 1, self.engine.scratch())
-        self.engine.finish(unit)
+        for index in range(len(self.engine.slices[unit].chunks.bounds)):
+            self.engine.slices[unit].apply(index, index + 1, self.engine.scratch())
+        self.engine.slices[unit].finish()
         if not self.units:
             self.report()
             while self.waiting and not self.units:
@@ -186,10 +186,10 @@ class Worker(Client):
             return False
         grad = self.sim.grads[self.name][unit][begin:end]
         try:
-            what = server.engine.push(self.name[2], unit, begin, self.name[1], DType.F32, grad)
+            what = server.engine.gradients.push(self.name[2], unit, begin, self.name[1], DType.F32, grad)
         except StepAborted:
             return False
-        if what is engines.Push.WAIT:
+        if what is gradients.Push.WAIT:
             return False
         server.report()
         if rng.random() < 0.8:  # else the answer is lost, and it is pushed again
@@ -246,7 +246,7 @@ class Simulation:
                 pass
             for piece in self.spec.plan(SERVERS).by_server[server.peer.rank]:
                 for begin, end in piece.chunks(4):
-                    server.engine.upload(piece.unit, begin, np.zeros(end - begin, np.float32))
+                    server.engine.parameters.upload(piece.unit, begin, np.zeros(end - begin, np.float32), 0)
             server.peer.initialized()
 
     def join(self) -> None:
@@ -277,8 +277,12 @@ class Simulation:
             if server.units:
                 continue
             for unit, owned in server.engine.slices.items():
-                parts = [self.grads[n][unit][owned.begin : owned.end] for n in names[: server.engine.version]]
-                np.testing.assert_array_equal(owned.master, -sum(parts, np.zeros(owned.numel, np.float32)))
+                parts = [
+                    self.grads[n][unit][owned.chunks.begin : owned.chunks.end] for n in names[: server.engine.version]
+                ]
+                np.testing.assert_array_equal(
+                    owned.master.values, -sum(parts, np.zeros(owned.chunks.numel, np.float32))
+                )
         for name, outcome in self.received.items():
             assert (outcome is Outcome.COMMIT) == (name in names), "a worker gets the outcome of its gradient"
         by_generation: dict[int, dict[int, int]] = {}

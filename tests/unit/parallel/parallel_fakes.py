@@ -15,7 +15,7 @@ import torch
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.coordinator.client.session import Registered
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import Array, Decision, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
+from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership, OptimizerSpec, Outcome, Role
 from axon_ps.worker.models import Names
 from axon_ps.worker.step_client import Ticket
 
@@ -104,6 +104,15 @@ class FakeSteps:
         assert grad is not None
         updated = self.values[unit] - hyper[0]["lr"] * grad
         return FakeWork(lambda: _tensor(out).copy_(updated))
+
+    def mapped(self, unit: int) -> None:
+        """Nothing is mapped here."""
+
+    def map(self, unit: int, dtype: DType) -> FakeWork:
+        return FakeWork(lambda: None)
+
+    def buffer(self, size_bytes: int) -> Array:
+        return np.empty(size_bytes, np.uint8)
 
     @property
     def latest(self) -> tuple[int, int]:

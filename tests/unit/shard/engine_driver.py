@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.shard.core.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
@@ -83,7 +84,7 @@ class Servers:
         """First values: f32[unit_numel] per unit."""
         for unit, whole in enumerate(values):
             for engine, begin, end in self.chunks(unit):
-                engine.upload(unit, begin, whole[begin:end])
+                engine.parameters.upload(unit, begin, whole[begin:end], engine.version)
 
     def chunks(self, unit: int) -> list[tuple[ShardEngine, int, int]]:
         """Every chunk of a unit with its owner."""
@@ -99,7 +100,7 @@ class Servers:
         wire = None if grad is None else cast_to(grad, dtype)
         for engine, begin, end in self.chunks(unit):
             part = None if wire is None else wire[begin:end]
-            assert engine.push(engine.step, unit, begin, replica, dtype, part) is Push.SUMMED
+            assert engine.gradients.push(engine.step, unit, begin, replica, dtype, part) is Push.SUMMED
 
     def commit(self, hyper: Sequence[Hyper] = (), clip_factor: float = 1.0) -> None:
         """A decision to commit, applied everywhere, chunks in order."""
@@ -125,7 +126,7 @@ class Servers:
         dtype = self.spec.precision.param
         out = np.empty(self.spec.layout.units[unit].numel, dtype.numpy)
         for s in self.plan.slices[unit]:
-            for frame in self.engines[s.server].frames(unit, s.begin, s.end):
+            for frame in self.engines[s.server].parameters.frames(unit, s.begin, s.end):
                 header, payload = decode_chunk(frame)
                 out[header.offset : header.offset + header.numel] = payload_array(header, payload, s.numel)
         return out
@@ -156,7 +157,7 @@ def apply(engine: ShardEngine, decision: Decision) -> None:
     """Take a decision and perform what follows from it, two chunks at a time."""
     scratch = engine.scratch(2)
     for unit in engine.decide(decision):
-        chunks = len(engine.slices[unit].bounds)
+        chunks = len(engine.slices[unit].chunks.bounds)
         for first in range(0, chunks, 2):
-            engine.apply(unit, first, min(first + 2, chunks), scratch)
-        engine.finish(unit)
+            engine.slices[unit].apply(first, min(first + 2, chunks), scratch)
+        engine.slices[unit].finish()

@@ -20,7 +20,10 @@ SPEC = JobSpec(
 
 
 def upload(engine: ShardEngine, value: float) -> list[bool]:
-    return [engine.upload(0, begin, np.full(end - begin, value, np.float32)) for begin, end in ((0, 100), (100, NUMEL))]
+    return [
+        engine.parameters.upload(0, begin, np.full(end - begin, value, np.float32), engine.version)
+        for begin, end in ((0, 100), (100, NUMEL))
+    ]
 
 
 def make() -> ShardEngine:
@@ -34,27 +37,27 @@ def make() -> ShardEngine:
 def test_other_values_are_taken_at_any_version_and_moments_stay() -> None:
     engine = make()
     moment = np.ones(NUMEL, np.float32)
-    engine.slices[0].state = {"exp_avg": moment}
-    engine.begin_restore(uploaded=True)
-    assert not engine.replacing  # the old values are still being read
-    engine.withdraw()
-    assert engine.replacing
-    assert not engine.available(0, 0)
+    engine.slices[0].master.state = {"exp_avg": moment}
+    engine.parameters.begin_restore(uploaded=True)
+    assert not engine.parameters.replacing  # the old values are still being read
+    engine.parameters.withdraw()
+    assert engine.parameters.replacing
+    assert not engine.parameters.available(0, 0)
     assert upload(engine, 2.0) == [False, True]
-    assert not engine.available(0, 0)
-    engine.replaced()
-    assert engine.serving
-    assert engine.available(0, 3)
+    assert not engine.parameters.available(0, 0)
+    engine.parameters.restored()
+    assert engine.parameters.serving
+    assert engine.parameters.available(0, 3)
     assert engine.version == 3
-    assert np.array_equal(engine.slices[0].master, np.full(NUMEL, 2.0))
-    assert engine.slices[0].state["exp_avg"] is moment
+    assert np.array_equal(engine.slices[0].master.values, np.full(NUMEL, 2.0))
+    assert engine.slices[0].master.state["exp_avg"] is moment
 
 
 def test_nobody_uploads_over_values_that_were_trained() -> None:
     engine = make()
     with pytest.raises(Misuse, match="version 3"):
         upload(engine, 2.0)
-    engine.begin_restore()  # from a checkpoint
-    engine.withdraw()
+    engine.parameters.begin_restore()  # from a checkpoint
+    engine.parameters.withdraw()
     with pytest.raises(Misuse, match="version 3"):
         upload(engine, 2.0)

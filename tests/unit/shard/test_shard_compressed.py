@@ -18,7 +18,7 @@ from axon_ps.coordinator.core.records import (
     spec_record,
 )
 from axon_ps.errors import InvalidRequest
-from axon_ps.shard.core.engine import Push
+from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.precision import WirePrecision
@@ -51,7 +51,7 @@ def servers(spec: JobSpec, *, replicas: int = 1, lr: float = 0.1) -> Servers:
 
 
 def master(made: Servers, unit: int) -> Array:
-    return np.concatenate([made.engines[s.server].slices[unit].master for s in made.plan.slices[unit]])
+    return np.concatenate([made.engines[s.server].slices[unit].master.values for s in made.plan.slices[unit]])
 
 
 def gathered(made: Servers, unit: int) -> Array:
@@ -59,7 +59,7 @@ def gathered(made: Servers, unit: int) -> Array:
     c = PARAMS
     out = np.empty(LAYOUT.units[unit].numel, np.float32)
     for s in made.plan.slices[unit]:
-        for frame in made.engines[s.server].frames(unit, s.begin, s.end):
+        for frame in made.engines[s.server].parameters.frames(unit, s.begin, s.end):
             header, payload = decode_chunk(frame)
             assert header.compressed
             data = payload_array(header, payload, s.numel, c.compressed_bytes)
@@ -74,7 +74,7 @@ def push(made: Servers, unit: int, replica: int, grad: Array, c: Compressor) -> 
         data = np.empty(c.compressed_bytes(end - begin), np.uint8)
         c.compress(grad[begin:end], data)
         c.decompress(data, arrived[begin:end])
-        assert engine.push(engine.step, unit, begin, replica, DType.U8, data) is Push.SUMMED
+        assert engine.gradients.push(engine.step, unit, begin, replica, DType.U8, data) is Push.SUMMED
     return arrived
 
 
@@ -92,7 +92,7 @@ def test_compressed_gradients_are_summed_in_f32_in_replica_order(grad: Compresso
         for replica in range(3):
             total += push(made, unit, replica, normals(total.size, 10 + replica), c)
         totals.append(total)
-    squares = [e.ready() for e in made.engines]
+    squares = [e.gradients.ready() for e in made.engines]
     assert math.isclose(
         sum(x for x in squares if x is not None), sum(float((t**2).sum()) for t in totals), rel_tol=1e-5
     )
@@ -109,7 +109,7 @@ def test_a_nan_reaches_the_vote(grad: Compressor) -> None:
     bad[17] = math.nan
     push(made, 0, 0, bad, c)
     push(made, 1, 0, normals(50), c)
-    assert any(math.isnan(x) for x in (e.ready() for e in made.engines) if x is not None)
+    assert any(math.isnan(x) for x in (e.gradients.ready() for e in made.engines) if x is not None)
 
 
 def test_frames_are_within_a_quantum_and_right_on_average() -> None:
@@ -124,7 +124,7 @@ def test_frames_are_within_a_quantum_and_right_on_average() -> None:
         total, masters = total + seen, masters + master(made, 0)
     assert np.abs(total - masters).max() / 64 <= 0.6 * quantum(master(made, 0)) / 32  # 1 / 64 of a residual or two
     assert made.engines[0].statistics()["residual_bytes"] == 4.0 * sum(
-        s.numel for s in made.engines[0].slices.values() if s.trainable
+        s.chunks.numel for s in made.engines[0].slices.values() if s.trainable
     )
 
 
@@ -145,15 +145,15 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
     made, other = servers(job()), servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     other.train_step([[normals(341, 1), normals(50, 1), None]])
-    hyper = tuple(made.engines[0].updater.validate(({"lr": 0.1},))) if made.engines[0].updater else ()
+    hyper = tuple(made.engines[0].updater.expected(({"lr": 0.1},)).hypers) if made.engines[0].updater else ()
     grads = [normals(341, 2), normals(50, 2)]
     for unit in (0, 1):
         made.push(unit, 0, grads[unit])
     speculative = {}
     for engine in made.engines:
         for unit, owned in engine.slices.items():
-            for index in range(len(owned.bounds) if owned.trainable else 0):
-                speculative[unit, owned.bounds[index]] = engine.prepare_chunk(
+            for index in range(len(owned.chunks.bounds) if owned.trainable else 0):
+                speculative[unit, owned.chunks.bounds[index]] = engine.prepare_chunk(
                     engine.step, unit, index, hyper, engine.scratch()
                 )
     if commits:
@@ -162,7 +162,7 @@ def test_speculative_frames_are_those_of_the_commit(commits: bool) -> None:
         for engine in made.engines:
             for unit, owned in engine.slices.items():
                 if owned.trainable:
-                    assert [speculative[unit, b] for b in owned.bounds] == list(owned.frames)
+                    assert [speculative[unit, b] for b in owned.chunks.bounds] == list(owned.wire.frames)
         other.train_step([[*grads, None]], hyper)
     else:
         made.end(Outcome.ABORT)
@@ -174,13 +174,13 @@ def test_a_restore_starts_without_residuals() -> None:
     made = servers(job())
     made.train_step([[normals(341, 1), normals(50, 1), None]])
     owned = made.engines[0].slices[0]
-    values, residual = owned.master.copy(), owned.residual
+    values, residual = owned.master.values.copy(), owned.wire.residual
     assert residual is not None
     assert residual.any()
     owned.publish(5)
-    first = owned.frames
+    first = owned.wire.frames
     owned.publish(5)
-    assert owned.frames == first
+    assert owned.wire.frames == first
     assert np.abs(residual).max() <= 0.51 * quantum(values)
 
 
@@ -189,7 +189,7 @@ def test_sizes_are_the_formula_exactly() -> None:
     for unit in range(3):
         for s in made.plan.slices[unit]:
             for frame, (begin, end) in zip(
-                made.engines[s.server].frames(unit, s.begin, s.end), s.chunks(64), strict=True
+                made.engines[s.server].parameters.frames(unit, s.begin, s.end), s.chunks(64), strict=True
             ):
                 _, payload = decode_chunk(frame)
                 numel = end - begin
@@ -205,7 +205,7 @@ def test_what_does_not_fit_the_job_is_refused() -> None:
         (DType.U8, np.zeros(end - begin + 4096, np.uint8)),
     ):
         with pytest.raises(InvalidRequest):
-            engine.push(engine.step, 0, begin, 0, dtype, grad)
+            engine.gradients.push(engine.step, 0, begin, 0, dtype, grad)
     c = Int8(16)
     header = common_pb2.Chunk(numel=1 << 40, dtype=common_pb2.D_TYPE_F32, compressed=True)
     for numel, size, sizes in ((1 << 40, 100, c.compressed_bytes), (64, 79, c.compressed_bytes), (64, 80, None)):

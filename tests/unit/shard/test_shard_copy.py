@@ -14,7 +14,9 @@ import pytest
 from axon_ps.compress import Int8
 from axon_ps.coordinator.core.events import JobState, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
-from axon_ps.shard.core.engine import Push
+from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.same_host.shared_copy import SharedCopy
+from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.precision import WirePrecision
@@ -54,9 +56,9 @@ def copied(target: Servers, source: Servers, weight: float) -> None:
     for engine, other in zip(target.engines, source.engines, strict=True):
         for unit in engine.decide(decision):
             owned = engine.slices[unit]
-            for index in range(len(owned.bounds)):
-                engine.copy(unit, index, index + 1, other.slices[unit], weight, engine.scratch())
-            engine.end_copy(unit)
+            for index in range(len(owned.chunks.bounds)):
+                engine.slices[unit].copy(index, index + 1, other.slices[unit], weight, engine.scratch())
+            engine.slices[unit].finish()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, FROZEN])
@@ -76,10 +78,10 @@ def test_values_are_mixed_on_every_server_and_served_at_the_next_version(
         for engine in target.engines:
             owned = engine.slices.get(unit)
             if owned is not None:
-                np.testing.assert_array_equal(owned.master, wanted[owned.begin : owned.end])
+                np.testing.assert_array_equal(owned.master.values, wanted[owned.chunks.begin : owned.chunks.end])
                 assert (owned.reached, owned.changed, owned.copied) == (1, 1, 1)
-                assert engine.available(unit, 1)
-                assert not engine.available(unit, 2)
+                assert engine.parameters.available(unit, 1)
+                assert not engine.parameters.available(unit, 2)
         if param is DType.F32:
             np.testing.assert_array_equal(target.values(unit), wanted)
 
@@ -97,10 +99,10 @@ def test_moments_and_update_counts_stay_and_what_was_summed_is_dropped() -> None
     copied(target, source, 1.0)
     (a,), (b,) = target.engines, plain.engines
     for unit in a.slices:
-        assert a.slices[unit].parameter_updates() == b.slices[unit].parameter_updates()
-        for name, state in b.slices[unit].state.items():
-            np.testing.assert_array_equal(a.slices[unit].state[name], state)
-    assert a.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].bounds[0][1]]) is Push.SUMMED
+        assert a.slices[unit].master.parameter_updates() == b.slices[unit].master.parameter_updates()
+        for name, state in b.slices[unit].master.state.items():
+            np.testing.assert_array_equal(a.slices[unit].master.state[name], state)
+    assert a.gradients.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].chunks.bounds[0][1]]) is Push.SUMMED
     assert a.statistics()["copies"] == 1
 
 
@@ -113,9 +115,9 @@ def test_compressed_parameters_keep_their_error_feedback() -> None:
     copied(target, source, 0.5)
     (engine,) = target.engines
     owned = engine.slices[0]
-    assert owned.residual is not None
-    assert np.abs(owned.residual).max() > 0
-    assert len(owned.frames) == len(owned.bounds)
+    assert owned.wire.residual is not None
+    assert np.abs(owned.wire.residual).max() > 0
+    assert len(owned.wire.frames) == len(owned.chunks.bounds)
 
 
 def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then() -> None:
@@ -124,13 +126,15 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         target.upload(VALUES)
         source.upload(OTHERS)
         (engine,), (other,) = target.engines, source.engines
-        shared = engine.shared(1)
-        assert shared is not None
+        shared = map_unit(engine, 1)
+        assert isinstance(shared, SharedCopy)
         engine.decide(copy_decision(target, 1.0))
         assert int(shared._tag[0]) == 0
         for unit, owned in engine.slices.items():
-            engine.copy(unit, 0, len(owned.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.bounds)))
-            engine.end_copy(unit)
+            engine.slices[unit].copy(
+                0, len(owned.chunks.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.chunks.bounds))
+            )
+            engine.slices[unit].finish()
         np.testing.assert_array_equal(shared.values, OTHERS[1])
         assert int(shared._tag[0]) == holds + 1
 
@@ -182,8 +186,8 @@ class Job:
             state = JobState(model=number, name=f"m{number}", spec=job_of(layout), optimizer=optimizer)
             self.shell.on_event(state)
             for unit, whole in enumerate(values):
-                for begin, end in self.slices(number)[unit].bounds:
-                    self.shell.model(number).upload(0, unit, begin, whole[begin:end])
+                for begin, end in self.slices(number)[unit].chunks.bounds:
+                    self.shell.model(number).restores.upload(0, unit, begin, whole[begin:end])
         self.steps = {0: 1, 1: 1}
 
     def slices(self, number: int) -> Any:
@@ -199,7 +203,7 @@ class Job:
     async def train(self, grad: float) -> None:
         """A step of model 0, as soon as the one before it is applied."""
         for unit, owned in self.slices(0).items():
-            for begin, end in owned.bounds:
+            for begin, end in owned.chunks.bounds:
                 whole = np.full(end - begin, grad, np.float32)
                 await self.shell.model(0).push(self.steps[0], unit, begin, 0, DType.F32, whole)
         while (0, self.steps[0]) not in self.reports.readied:
@@ -211,7 +215,7 @@ class Job:
             await self.shell.model(number)._idle.wait()
 
     def values(self, number: int, unit: int = 0) -> Array:
-        return np.asarray(self.slices(number)[unit].master)
+        return np.asarray(self.slices(number)[unit].master.values)
 
 
 def run(body: Any) -> None:
@@ -249,12 +253,12 @@ def test_copies_take_the_version_decided_before_them_whatever_is_being_applied()
 def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
     async def body(job: Job) -> None:
         # a snapshot of the target: nothing is copied to it before that has passed
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         await job.train(1.0)
         np.testing.assert_array_equal(job.values(0), OTHERS[0])
         assert not job.shell.model(0)._idle.is_set()
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         await job.settled()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         np.testing.assert_array_equal(job.values(0), OTHERS[0] - np.float32(1.0))
@@ -264,13 +268,13 @@ def test_a_copy_that_is_read_holds_the_next_step_of_its_source_back() -> None:
 
 def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> None:
     async def body(job: Job) -> None:
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         job.decide(1, CopyFrom(source=0, weight=0.5, version=0))
         order = SnapshotOrder(id=1, uri=str(tmp_path), version=0, models=(ModelProgress(model=1, step=0, version=2),))
         job.shell.on_event(order)
         job.decide(1, CopyFrom(source=0, weight=0.25, version=0))
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         files, error = await job.reports.snapshots.get()
         assert error is None
         assert [f.model for f in files] == [0, 1]
@@ -282,13 +286,13 @@ def test_a_checkpoint_is_of_the_moment_between_two_copies(tmp_path: Path) -> Non
 
 def test_what_is_released_is_freed_once_nobody_copies_from_it_and_is_refused_then() -> None:
     async def body(job: Job) -> None:
-        pin = job.shell.model(1).pin_for_snapshot(0)
+        pin = job.shell.model(1).pins.pin(0)
         job.decide(1, CopyFrom(source=0, weight=1.0, version=0))
         source = job.shell.model(0)
         job.shell.on_event(JobState(model=0, name="m0", released=True))
         await asyncio.sleep(0)
         assert source.engine.slices, "the copy still reads it"
-        job.shell.model(1).unpin_snapshot(pin)
+        job.shell.model(1).pins.release(pin)
         await job.shell.model(1)._idle.wait()
         np.testing.assert_array_equal(job.values(1), OTHERS[0])
         context = CallContext(job="j", generation=1, incarnation="w")

@@ -30,7 +30,7 @@ def test_memory_formula(param: DType, itemsize: int, optimizer: str, moments: in
         assert total["master_bytes"] == 4 * (TRAINABLE + FROZEN)
         assert total["accumulator_bytes"] == 4 * TRAINABLE
         assert total["state_bytes"] == 4 * TRAINABLE * moments
-        chunks = sum(len(s.bounds) for e in servers.engines for s in e.slices.values())
+        chunks = sum(len(s.chunks.bounds) for e in servers.engines for s in e.slices.values())
         wire = itemsize * (TRAINABLE + FROZEN)
         assert wire < total["frame_bytes"] <= wire + 32 * chunks
         servers.train_step([[np.ones(TRAINABLE, np.float32), None]])
@@ -43,7 +43,7 @@ def test_every_chunk_is_encoded_once_a_version() -> None:
     assert engine.statistics()["encodings"] == 10 + 6
     servers.train_step([[np.ones(TRAINABLE, np.float32), None]])
     for _ in range(4):
-        engine.frames(0, 0, TRAINABLE)
+        engine.parameters.frames(0, 0, TRAINABLE)
     assert engine.statistics()["encodings"] == 10 + 6 + 10
 
 

@@ -114,7 +114,7 @@ def test_momentum_that_is_turned_on_later_gets_its_buffer() -> None:
     servers.upload([first])
     grad = rng.standard_normal(50).astype(np.float32)
     servers.train_step([[grad]], [{"lr": 0.1}])
-    assert not servers.engines[0].slices[0].state
+    assert not servers.engines[0].slices[0].master.state
     servers.train_step([[grad]], [{"lr": 0.1, "momentum": 0.5}])
     servers.train_step([[grad]], [{"lr": 0.1, "momentum": 0.5}])
     servers.train_step([[grad]], [{"lr": 0.1, "momentum": 0.0}])
@@ -140,7 +140,7 @@ def test_frames_hold_the_rounded_masters(param: DType) -> None:
     servers.upload(first)
     for _ in range(2):
         for unit in range(2):
-            master = servers.engines[0].slices[unit].master
+            master = servers.engines[0].slices[unit].master.values
             expected = {
                 DType.F32: lambda m=master: m.view(np.uint8),
                 DType.BF16: lambda m=master: torch.from_numpy(m).bfloat16().view(torch.uint8).numpy(),
@@ -156,6 +156,6 @@ def test_a_dtype_of_the_callers_choice_is_encoded_on_demand() -> None:
     servers.upload([values])
     (engine,) = servers.engines
     before = engine.statistics()["encodings"]
-    frame = engine.encode(0, 1, DType.F32)
+    frame = engine.parameters.encode(0, 1, DType.F32)
     assert values[64:].tobytes() in frame
     assert engine.statistics()["encodings"] == before + 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.compress import cast
-from axon_ps.shard.core.engine import Push
+from axon_ps.shard.core.gradients import Push
 from axon_ps.types import Array, DType
 from engine_driver import Servers, cast_to, commit_of, job_of, layout_of, one_group
 
@@ -60,27 +60,27 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
         begin, end = chunks[0]
         engine = servers.engines[server]
         wire = cast_to(grads[replica][unit], dtype)[begin:end]
-        before = engine.slices[unit].summed[engine.slices[unit].index_of(begin)]
-        done = engine.push(1, unit, begin, replica, dtype, wire)
+        before = engine.slices[unit].accumulators[0].summed[engine.slices[unit].chunks.index_of(begin)]
+        done = engine.gradients.push(1, unit, begin, replica, dtype, wire)
         assert done is (Push.SUMMED if before == replica else Push.WAIT)
         if done is Push.SUMMED:
             if random.random() < 0.3:
-                assert engine.push(1, unit, begin, replica, dtype, wire) is Push.DUPLICATE
+                assert engine.gradients.push(1, unit, begin, replica, dtype, wire) is Push.DUPLICATE
             chunks.pop(0)
             if not chunks:
                 streams.remove(stream)
         elif random.random() < 0.5:
-            assert engine.resume_offset(1, unit, begin, replica) == begin
+            assert engine.gradients.resume_offset(1, unit, begin, replica) == begin
 
     total = 0.0
     for unit in range(len(units)):
         expected = numpy_sum(grads, unit, dtype)
         for s in servers.plan.slices[unit]:
-            got = servers.engines[s.server].slices[unit].gradient_sum
+            got = servers.engines[s.server].slices[unit].accumulators[0].array
             assert got is not None
             assert got.tobytes() == expected[s.begin : s.end].tobytes()
         total += float(np.sum(expected.astype(np.float64) ** 2))
-    sums = [e.ready() for e in servers.engines]
+    sums = [e.gradients.ready() for e in servers.engines]
     owners = {s.server for slices in servers.plan.slices for s in slices}
     assert [x is not None for x in sums] == [rank in owners for rank in range(len(sums))]
     assert np.isclose(sum(x or 0.0 for x in sums), total, rtol=1e-12)
@@ -102,12 +102,14 @@ def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length
             servers.push(unit, 0, grads[0][unit])
         (engine,) = servers.engines
         units = engine.decide(commit_of(engine))
-        chunks = [(unit, index) for unit in units for index in range(len(engine.slices[unit].bounds))]
+        chunks = [(unit, index) for unit in units for index in range(len(engine.slices[unit].chunks.bounds))]
         assert len(chunks) == 12
         for unit, index in (chunks[number] for number in numbers):
             if index % run == 0:
-                engine.apply(unit, index, min(index + run, len(engine.slices[unit].bounds)), engine.scratch(run))
+                engine.slices[unit].apply(
+                    index, min(index + run, len(engine.slices[unit].chunks.bounds)), engine.scratch(run)
+                )
         for unit in units:
-            engine.finish(unit)
+            engine.slices[unit].finish()
         results.append([servers.values(unit).tobytes() for unit in range(2)])
     assert results[0] == results[1]

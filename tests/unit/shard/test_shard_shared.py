@@ -10,10 +10,10 @@ import pytest
 from axon_ps.compress import Int8
 from axon_ps.errors import Busy, Unreachable
 from axon_ps.host.shared_memory import PAGE_BYTES
-from axon_ps.shard.core import engine as engine_module
-from axon_ps.shard.core import slices
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.shared_copy import MappedCopy, SharedCopy
+from axon_ps.shard.server import mapped_units
+from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType, Outcome
@@ -33,9 +33,9 @@ def servers(param: DType = DType.F32, num_servers: int = 1) -> Servers:
 
 
 def mapped(engine: ShardEngine, unit: int = 0) -> MappedCopy:
-    shared = engine.shared(unit)
+    shared = map_unit(engine, unit)
     assert shared is not None
-    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.param_dtype)
+    return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.precision.param)
 
 
 def grad(seed: int) -> Array:
@@ -69,9 +69,9 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     assert not copy.is_at(1)
     np.testing.assert_array_equal(copy.values, before)
     with pytest.raises(AssertionError, match="being changed"):
-        engine.shared(0)
-    engine.apply(unit, 0, len(engine.slices[0].bounds), engine.scratch(8))
-    engine.finish(unit)
+        map_unit(engine, 0)
+    engine.slices[unit].apply(0, len(engine.slices[0].chunks.bounds), engine.scratch(8))
+    engine.slices[unit].finish()
     assert copy.is_at(1)
     assert np.all(copy.values != before)
 
@@ -108,7 +108,7 @@ def test_frames_are_made_only_for_those_who_ask() -> None:
     assert engine.statistics()["encodings"] == before
     made.values(0)
     made.values(0)
-    assert engine.statistics()["encodings"] == before + len(engine.slices[0].bounds)
+    assert engine.statistics()["encodings"] == before + len(engine.slices[0].chunks.bounds)
     assert 0 < engine.statistics()["shared_bytes"] < 2 * PAGE_BYTES  # the master's own memory is mapped
 
 
@@ -119,13 +119,26 @@ def test_prepared_frames_are_served_beside_it() -> None:
     for one in (made, plain):
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
-    chunks = range(len(engine.slices[0].bounds))
+    chunks = range(len(engine.slices[0].chunks.bounds))
     prepared = tuple(engine.prepare_chunk(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
-    assert prepared == engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N)
+    assert prepared == engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
     np.testing.assert_array_equal(copy.values, plain.values(0))
+
+
+def test_a_commit_before_every_frame_was_prepared_serves_no_half_of_them() -> None:
+    made, plain = servers(), servers()
+    (engine,) = made.engines
+    mapped(engine)
+    for one in (made, plain):
+        one.push(0, 0, grad(0))
+    hyper = ({"lr": 0.1},)
+    assert engine.prepare_chunk(engine.step, 0, 0, hyper, engine.scratch())
+    for one in (made, plain):
+        one.commit(hyper)
+    assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
 
 
 def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
@@ -135,7 +148,7 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
     owned.withdraw()
     assert not copy.is_at(0)
     other = np.arange(N, dtype=np.float32)
-    for index, (begin, end) in enumerate(owned.bounds):
+    for index, (begin, end) in enumerate(owned.chunks.bounds):
         owned.store(index, other[begin:end])
     assert not copy.is_at(0)
     owned.publish(7)
@@ -144,28 +157,28 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
 
 
 def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [engine.shared(0) for engine in servers(num_servers=2).engines] == [None, None]
+    assert [map_unit(engine, 0) for engine in servers(num_servers=2).engines] == [None, None]
     for spec in (
         replace(job_of(LAYOUT), precision=WirePrecision(param_compression=Int8())),
         replace(job_of(LAYOUT), policy=BoundedStaleness(max_staleness=2)),
     ):
         other = Servers(spec)
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
-        assert other.engines[0].shared(0) is None
+        assert map_unit(other.engines[0], 0) is None
 
-    monkeypatch.setattr(engine_module, "MAX_MAPPED_UNITS", 1)
+    monkeypatch.setattr(mapped_units, "MAX_MAPPED_UNITS", 1)
     crowded = servers().engines[0]
-    assert crowded.shared(0) is not None
-    assert crowded.shared(1) is None
-    assert crowded.shared(0) is not None
+    assert map_unit(crowded, 0) is not None
+    assert map_unit(crowded, 1) is None
+    assert map_unit(crowded, 0) is not None
 
     def no_room(*_: object) -> SharedCopy:
         raise Busy("a shared-memory segment needs more than there is")
 
-    monkeypatch.setattr(slices, "SharedCopy", no_room)
+    monkeypatch.setattr(mapped_units, "SharedCopy", no_room)
     full = servers()
-    assert full.engines[0].shared(0) is None
-    assert len(full.engines[0].frames(0, 0, N)) == len(full.engines[0].slices[0].bounds)
+    assert map_unit(full.engines[0], 0) is None
+    assert len(full.engines[0].parameters.frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)
 
 
 def test_what_a_worker_writes_it_alone_sees_until_it_forgets() -> None:

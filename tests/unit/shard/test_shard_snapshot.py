@@ -43,9 +43,9 @@ def save(servers: Servers, uri: str, optimizer: OptimizerSpec | None) -> None:
 
 
 def restore(engine: ShardEngine, uri: str, version: int) -> None:
-    engine.begin_restore()
+    engine.parameters.begin_restore()
     prepared = snapshot.prepare(engine, uri, version)
-    engine.withdraw()
+    engine.parameters.withdraw()
     snapshot.load(engine, prepared)
     engine.restored(version, prepared.optimizer)
 
@@ -53,7 +53,7 @@ def restore(engine: ShardEngine, uri: str, version: int) -> None:
 def restored(spec_servers: Servers, uri: str, version: int) -> Servers:
     for engine in spec_servers.engines:
         restore(engine, uri, version)
-        assert engine.initialized
+        assert engine.parameters.initialized
     return spec_servers
 
 
@@ -159,12 +159,12 @@ def test_the_optimizer_may_be_registered_after_the_restore(tmp_path: Path) -> No
     late.set_optimizer(optimizer_of(units))
     early = restored(made(units, 1), str(tmp_path), 1)
     for unit, owned in early.engines[0].slices.items():
-        assert {n: s.tobytes() for n, s in late.slices[unit].state.items()} == {
-            n: s.tobytes() for n, s in owned.state.items()
+        assert {n: s.tobytes() for n, s in late.slices[unit].master.state.items()} == {
+            n: s.tobytes() for n, s in owned.master.state.items()
         }
         assert (
-            late.slices[unit].parameter_updates()
-            == owned.parameter_updates()
+            late.slices[unit].master.parameter_updates()
+            == owned.master.parameter_updates()
             == (1,) * len(units.units[unit].parameters)
         )
 
@@ -184,9 +184,9 @@ def test_moments_of_another_optimizer_are_not_taken(tmp_path: Path, late: bool) 
     restore(engine, str(tmp_path), 1)
     if late:
         engine.set_optimizer(lion)
-    assert list(engine.slices[0].state) == ["exp_avg"]
-    assert not engine.slices[0].state["exp_avg"].any()
-    assert engine.slices[0].parameter_updates() == (0, 0)
+    assert list(engine.slices[0].master.state) == ["exp_avg"]
+    assert not engine.slices[0].master.state["exp_avg"].any()
+    assert engine.slices[0].master.parameter_updates() == (0, 0)
 
 
 def test_frozen_units_come_along_and_may_thaw(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_frozen_units_come_along_and_may_thaw(tmp_path: Path) -> None:
     save(servers, str(tmp_path), optimizer_of(old))
     new = restored(made(layout("ac", "b"), 1), str(tmp_path), 1)
     assert by_name(new)["c"].tobytes() == by_name(servers)["c"].tobytes()
-    assert new.engines[0].slices[0].parameter_updates() == (1, 0)
-    assert not new.engines[0].slices[0].state["exp_avg"][NUMELS["a"] :].any()
+    assert new.engines[0].slices[0].master.parameter_updates() == (1, 0)
+    assert not new.engines[0].slices[0].master.state["exp_avg"][NUMELS["a"] :].any()
     step(new, 1)
 
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     save(servers, str(tmp_path), None)
     restore(engine, str(tmp_path), 0)
     engine.set_optimizer(optimizer_of(units))
-    assert engine.slices[0].master.tobytes() == first_values(units)[0].tobytes()
+    assert engine.slices[0].master.values.tobytes() == first_values(units)[0].tobytes()
 
 
 # ---------------------------------------------------------------------- refusals, before anything is overwritten
@@ -236,10 +236,10 @@ def test_what_does_not_fit_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match=f"{damaged.name} has SHA-256"):
         snapshot.prepare(servers.engines[1], str(tmp_path), 1)
     snapshot.prepare(servers.engines[0], str(tmp_path), 1)  # needs the other file only
-    servers.engines[1].begin_restore()
-    assert not servers.engines[1].available(0, 1)
-    servers.engines[1].cancel_restore()
-    assert servers.engines[1].available(0, 1)
+    servers.engines[1].parameters.begin_restore()
+    assert not servers.engines[1].parameters.available(0, 1)
+    servers.engines[1].parameters.cancel_restore()
+    assert servers.engines[1].parameters.available(0, 1)
 
 
 def test_nothing_is_saved_before_there_are_values(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_snapshot_is_of_its_version_while_training_goes_on(tmp_path: Path) -> 
         left = [0]
 
         def finished(unit: int) -> None:
-            engine.finish(unit)
+            engine.slices[unit].finish()
             pins.notify()
             left[0] -= 1
             if not left[0]:
@@ -294,7 +294,7 @@ def test_a_snapshot_is_of_its_version_while_training_goes_on(tmp_path: Path) -> 
         )  # fmt: skip
         write_manifest(str(tmp_path), manifest)
         got = restored(made(units, 1), str(tmp_path), 1)
-        assert got.engines[0].slices[0].parameter_updates() == (1, 1)
+        assert got.engines[0].slices[0].master.parameter_updates() == (1, 1)
         return expected, {n: v.tobytes() for n, v in by_name(got).items()}
 
     expected, got = asyncio.run(scenario())
@@ -316,9 +316,9 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     writer.start()
     for unit in changed:
         assert not entries
-        for index in range(len(engine.slices[unit].bounds)):
-            engine.apply(unit, index, index + 1, engine.scratch())
-        engine.finish(unit)
+        for index in range(len(engine.slices[unit].chunks.bounds)):
+            engine.slices[unit].apply(index, index + 1, engine.scratch())
+        engine.slices[unit].finish()
         pins.notify()
     writer.join()
     assert len(entries) == 1
@@ -355,9 +355,9 @@ def test_a_kernel_that_fails_is_reported() -> None:
         servers.push(0, 0, np.ones(10, np.float32))
         (engine,) = servers.engines
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        pool = ApplyPool(engine, VersionPins(), None, engine.finish, failed.set_result)
+        pool = ApplyPool(engine, VersionPins(), None, lambda unit: engine.slices[unit].finish(), failed.set_result)
         units = engine.decide(commit_of(engine))
-        engine.updater = None
+        engine.slices[0]._update = None
         pool.start(units)
         error = await failed
         pool.close()

@@ -34,7 +34,9 @@ def grad(seed: int) -> Array:
 def prepare(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
     step = engine.step if step is None else step
     scratch = engine.scratch()
-    return tuple(engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].bounds)))
+    return tuple(
+        engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].chunks.bounds))
+    )
 
 
 def frame_bytes(engine: ShardEngine) -> float:
@@ -56,8 +58,8 @@ def test_prepared_frames_are_those_the_commit_makes(param: DType) -> None:
         assert engine.statistics()["encodings"] == made_once
         for made in (speculative, plain):
             made.commit([ADAMW])
-        assert engine.frames(0, 0, N) == prepared == plain.engines[0].frames(0, 0, N)
-        np.testing.assert_array_equal(engine.slices[0].master, plain.engines[0].slices[0].master)
+        assert engine.parameters.frames(0, 0, N) == prepared == plain.engines[0].parameters.frames(0, 0, N)
+        np.testing.assert_array_equal(engine.slices[0].master.values, plain.engines[0].slices[0].master.values)
         assert {decode_chunk(f)[0].version for f in prepared if f} == {step + 1}
         assert prepare(engine, step=engine.step - 1) == prepared  # who asks late gets the same
 
@@ -78,7 +80,7 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
     (engine,) = made.engines
     for m in (made, plain):  # Adam's first step would not show a clip factor
         m.train_step([[grad(5), None], [grad(6), None]], [ADAMW])
-    before = engine.frames(0, 0, N)
+    before = engine.parameters.frames(0, 0, N)
     for m in (made, plain):
         m.push(0, 0, grad(0))
         m.push(0, 1, grad(1))
@@ -91,9 +93,9 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
     else:
         for m in (made, plain):
             m.commit([hyper], clip_factor)
-        assert engine.frames(0, 0, N) == plain.engines[0].frames(0, 0, N) != prepared
+        assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N) != prepared
     if how in ("skip", "abort", "generation"):
-        assert engine.frames(0, 0, N) == before  # encoded again
+        assert engine.parameters.frames(0, 0, N) == before  # encoded again
     with pytest.raises(StepAborted, match="did not commit as expected"):
         prepare(engine, step=step)
 
@@ -102,8 +104,8 @@ def test_a_step_that_ends_otherwise_leaves_no_trace(how: str) -> None:
 def test_leases_on_speculative_frames_stay_valid_when_they_are_committed(as_expected: bool) -> None:
     made = servers()
     (engine,) = made.engines
-    frame_before = engine.frames(0, 0, N)[0]
-    before = engine.slices[0].leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
+    frame_before = engine.parameters.frames(0, 0, N)[0]
+    before = engine.slices[0].wire.leases.grant(address_of(np.frombuffer(frame_before, np.uint8)), len(frame_before))
     made.push(0, 0, grad(0))
     made.push(0, 1, grad(1))
     owned, frames = engine.slices[0], [f for f in prepare(engine) if f is not None]
@@ -129,8 +131,8 @@ def test_there_is_one_wire_copy_all_the_same() -> None:
     made.push(0, 1, grad(1))
     prepare(engine)
     assert frame_bytes(engine) == pytest.approx(usual, rel=0.02)  # headers name another version
-    assert engine.available(0, 0)
-    assert engine.frames(0, 0, N)  # a joiner wants the version that counts: encoded for it
+    assert engine.parameters.available(0, 0)
+    assert engine.parameters.frames(0, 0, N)  # a joiner wants the version that counts: encoded for it
 
 
 def test_what_cannot_be_prepared_says_so() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
-from axon_ps.shard.core.engine import Push, ShardEngine
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.gradients import Push
 from axon_ps.types import Array, Decision, DType, OptimizerSpec, Outcome
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 
@@ -25,13 +26,13 @@ def servers(replicas: int = 1, num_servers: int = 1) -> Servers:
 
 def push(engine: ShardEngine, offset: int = 0, *, unit: int = 0, replica: int = 0, step: int = 1) -> Push:
     numel = min(32, LAYOUT.units[unit].numel - offset)
-    return engine.push(step, unit, offset, replica, DType.F32, np.ones(numel, np.float32))
+    return engine.gradients.push(step, unit, offset, replica, DType.F32, np.ones(numel, np.float32))
 
 
 def push_all(engine: ShardEngine, replicas: int = 1, step: int = 1) -> None:
     for unit in (0, 1):
         for replica in range(replicas):
-            for offset, _ in engine.slices[unit].bounds:
+            for offset, _ in engine.slices[unit].chunks.bounds:
                 assert push(engine, offset, unit=unit, replica=replica, step=step) is Push.SUMMED
 
 
@@ -61,14 +62,14 @@ def test_resume_names_the_first_missing_chunk() -> None:
     (engine,) = servers(2).engines
     for offset in (0, 32):
         assert push(engine, offset) is Push.SUMMED
-    assert engine.resume_offset(1, 0, 0, 0) == 64
-    assert engine.resume_offset(1, 0, 64, 0) == 64
-    assert engine.resume_offset(1, 0, 0, 1) == 0
+    assert engine.gradients.resume_offset(1, 0, 0, 0) == 64
+    assert engine.gradients.resume_offset(1, 0, 64, 0) == 64
+    assert engine.gradients.resume_offset(1, 0, 0, 1) == 0
     for offset in (64, 96):
         assert push(engine, offset) is Push.SUMMED
-    assert engine.resume_offset(1, 0, 0, 0) == 100  # the slice's end: nothing is missing
+    assert engine.gradients.resume_offset(1, 0, 0, 0) == 100  # the slice's end: nothing is missing
     with pytest.raises(InvalidRequest, match="no chunk of unit 0 begins at element 5"):
-        engine.resume_offset(1, 0, 5, 0)
+        engine.gradients.resume_offset(1, 0, 5, 0)
 
 
 def test_ready_comes_with_the_last_chunk_and_not_before() -> None:
@@ -76,15 +77,15 @@ def test_ready_comes_with_the_last_chunk_and_not_before() -> None:
     for unit, offsets in ((0, (0, 32, 64, 96)), (1, (0, 32))):
         for replica in (0, 1):
             for offset in offsets:
-                assert engine.ready() is None
+                assert engine.gradients.ready() is None
                 push(engine, offset, unit=unit, replica=replica)
-    assert engine.ready() == 4.0 * 140
+    assert engine.gradients.ready() == 4.0 * 140
 
 
 def test_a_server_without_trainable_slices_is_never_ready() -> None:
     made = Servers(job_of(layout_of([10], frozen=[0])), 1)
     made.upload([np.zeros(10, np.float32)])
-    assert made.engines[0].ready() is None
+    assert made.engines[0].gradients.ready() is None
 
 
 # ---------------------------------------------------------------------- refusals
@@ -109,9 +110,9 @@ def test_a_wrong_chunk_is_refused_and_changes_nothing(change: dict[str, object],
         "step": 1, "unit": 0, "offset": 0, "replica": 0, "dtype": DType.F32, "grad": np.ones(32, np.float32),
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=words):
-        engine.push(**{**values, **change})  # type: ignore[arg-type]
-    assert engine.slices[0].summed == [0, 0, 0, 0]
-    assert engine.push(**values) is Push.SUMMED  # type: ignore[arg-type]
+        engine.gradients.push(**{**values, **change})  # type: ignore[arg-type]
+    assert engine.slices[0].accumulators[0].summed == [0, 0, 0, 0]
+    assert engine.gradients.push(**values) is Push.SUMMED  # type: ignore[arg-type]
 
 
 def test_a_frozen_unit_takes_no_gradients() -> None:
@@ -124,23 +125,23 @@ def test_nothing_works_before_the_layout() -> None:
     engine = ShardEngine()
     for call in (
         lambda: push(engine),
-        lambda: engine.upload(0, 0, ONES[0]),
-        lambda: engine.frames(0, 0, 100),
-        lambda: engine.available(0, 0),
-        lambda: engine.resume_offset(0, 0, 0, 0),
+        lambda: engine.parameters.upload(0, 0, ONES[0], engine.version),
+        lambda: engine.parameters.frames(0, 0, 100),
+        lambda: engine.parameters.available(0, 0),
+        lambda: engine.gradients.resume_offset(0, 0, 0, 0),
     ):
         with pytest.raises(Misuse, match="no layout yet"):
             call()
     with pytest.raises(Misuse, match="before the layout"):
         engine.set_optimizer(one_group(LAYOUT))
     assert not engine.configured
-    assert not engine.initialized
+    assert not engine.parameters.initialized
 
 
 def test_what_another_server_owns_is_refused() -> None:
     made = Servers(job_of(layout_of([10], [10]), min_slice_numel=100), 2)
     with pytest.raises(InvalidRequest, match="owns nothing of unit 1"):
-        made.engines[0].available(1, 0)
+        made.engines[0].parameters.available(1, 0)
 
 
 def test_a_second_spec_or_optimizer_is_refused() -> None:
@@ -168,30 +169,30 @@ def test_first_values_may_come_in_any_order_and_twice() -> None:
     engine.configure(SPEC, 0, 1)
     values = np.arange(100, dtype=np.float32)
     for offset in (64, 0, 64, 96):
-        assert not engine.upload(0, offset, values[offset : offset + 32])
-        assert not engine.available(0, 0)
-    assert not engine.upload(0, 32, values[32:64])
-    assert engine.available(0, 0)
-    assert not engine.upload(2, 0, np.zeros(30, np.float32))
-    assert not engine.upload(1, 32, np.zeros(8, np.float32))
-    assert engine.upload(1, 0, np.zeros(32, np.float32))
-    assert engine.initialized
-    assert engine.upload(0, 0, np.zeros(32, np.float32))  # a retry: acknowledged, not stored
-    assert engine.slices[0].master.tobytes() == values.tobytes()
+        assert not engine.parameters.upload(0, offset, values[offset : offset + 32], engine.version)
+        assert not engine.parameters.available(0, 0)
+    assert not engine.parameters.upload(0, 32, values[32:64], engine.version)
+    assert engine.parameters.available(0, 0)
+    assert not engine.parameters.upload(2, 0, np.zeros(30, np.float32), engine.version)
+    assert not engine.parameters.upload(1, 32, np.zeros(8, np.float32), engine.version)
+    assert engine.parameters.upload(1, 0, np.zeros(32, np.float32), engine.version)
+    assert engine.parameters.initialized
+    assert engine.parameters.upload(0, 0, np.zeros(32, np.float32), engine.version)  # a retry: acknowledged, not stored
+    assert engine.slices[0].master.values.tobytes() == values.tobytes()
 
 
 def test_first_values_after_a_step_are_refused() -> None:
     made = servers()
     made.train_step([ONES])
     with pytest.raises(Misuse, match="restore a checkpoint"):
-        made.engines[0].upload(0, 0, np.zeros(32, np.float32))
+        made.engines[0].parameters.upload(0, 0, np.zeros(32, np.float32), made.version)
 
 
 def test_first_values_of_a_wrong_length_are_refused() -> None:
     engine = ShardEngine()
     engine.configure(SPEC, 0, 1)
     with pytest.raises(InvalidRequest, match="have 33 elements; they must have 32"):
-        engine.upload(0, 0, np.zeros(33, np.float32))
+        engine.parameters.upload(0, 0, np.zeros(33, np.float32), engine.version)
 
 
 # ---------------------------------------------------------------------- decisions
@@ -209,24 +210,24 @@ def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     (engine,) = servers().engines
     push_all(engine)
     assert engine.decide(commit_of(engine)) == (0, 1)
-    assert not engine.available(0, 1)
-    assert engine.available(0, 0)  # the old frames are still there for those who want no later version
+    assert not engine.parameters.available(0, 1)
+    assert engine.parameters.available(0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
-        engine.apply(0, index, index + 1, engine.scratch())
-    engine.finish(0)
-    assert engine.available(0, 1)
-    assert not engine.available(1, 1)
-    assert engine.available(2, 1)  # frozen: at every version
+        engine.slices[0].apply(index, index + 1, engine.scratch())
+    engine.slices[0].finish()
+    assert engine.parameters.available(0, 1)
+    assert not engine.parameters.available(1, 1)
+    assert engine.parameters.available(2, 1)  # frozen: at every version
 
 
 def test_who_reads_frames_reads_one_version() -> None:
     made = servers()
     (engine,) = made.engines
-    before = engine.frames(0, 0, 100)
+    before = engine.parameters.frames(0, 0, 100)
     copy = tuple(bytes(f) for f in before)
     made.train_step([ONES])
     assert before == copy
-    assert engine.frames(0, 0, 100) != before
+    assert engine.parameters.frames(0, 0, 100) != before
 
 
 def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply() -> None:
@@ -236,8 +237,8 @@ def test_pushes_of_the_next_step_wait_for_the_decision_and_for_the_units_apply()
     engine.decide(commit_of(engine))
     assert push(engine, step=2) is Push.WAIT
     for index in range(4):
-        engine.apply(0, index, index + 1, engine.scratch())
-    engine.finish(0)
+        engine.slices[0].apply(index, index + 1, engine.scratch())
+    engine.slices[0].finish()
     assert push(engine, step=2) is Push.SUMMED
     assert push(engine, unit=1, step=2) is Push.WAIT
 
@@ -260,7 +261,7 @@ def test_a_dropped_step_leaves_everything_as_it_was(outcome: Outcome, late: Push
             push(engine, step=1)
     else:
         assert push(engine, step=1) is late
-    assert engine.ready() is None
+    assert engine.gradients.ready() is None
     made.train_step([ONES])
     assert np.allclose(made.values(0), 0.9)
 
@@ -274,7 +275,7 @@ def test_a_decision_is_taken_once() -> None:
     push_all(engine, step=2)
     assert engine.decide(decision) == ()
     assert (engine.version, engine.step) == (1, 2)
-    assert engine.ready() is not None
+    assert engine.gradients.ready() is not None
 
 
 def test_a_commit_without_all_gradients_is_a_bug() -> None:
@@ -303,7 +304,7 @@ def test_a_non_finite_gradient_shows_in_ready(poison: float) -> None:
     made.push(0, 1, bad)
     made.push(1, 0, ONES[1])
     made.push(1, 1, ONES[1])
-    total = engine.ready()
+    total = engine.gradients.ready()
     assert total is not None
     assert not math.isfinite(total)
 
@@ -313,7 +314,7 @@ def test_opposite_infinities_are_not_finite() -> None:
     for replica, value in ((0, np.inf), (1, -np.inf)):
         made.push(0, replica, np.full(100, value, np.float32))
         made.push(1, replica, np.full(40, value, np.float32))
-    assert math.isnan(made.engines[0].ready() or 0.0)
+    assert math.isnan(made.engines[0].gradients.ready() or 0.0)
 
 
 # ---------------------------------------------------------------------- membership
@@ -325,17 +326,17 @@ def test_a_new_generation_drops_what_was_summed() -> None:
     push(engine)
     push(engine, 32)
     engine.membership(2, 2, 0, 1)
-    assert engine.slices[0].summed == [0, 0, 0, 0]
+    assert engine.slices[0].accumulators[0].summed == [0, 0, 0, 0]
     assert push(engine, step=2) is Push.SUMMED
     with pytest.raises(StepAborted):
         push(engine, step=1)
     push_rest(engine)
-    assert engine.ready() == 140.0  # of the new generation's only replica
+    assert engine.gradients.ready() == 140.0  # of the new generation's only replica
 
 
 def push_rest(engine: ShardEngine) -> None:
     for unit in (0, 1):
-        for offset, _ in engine.slices[unit].bounds:
+        for offset, _ in engine.slices[unit].chunks.bounds:
             push(engine, offset, unit=unit, step=engine.step)
 
 
@@ -343,7 +344,7 @@ def test_the_same_generation_again_changes_nothing() -> None:
     (engine,) = servers().engines
     push(engine)
     engine.membership(1, 1, 0, 1)
-    assert engine.slices[0].summed == [1, 0, 0, 0]
+    assert engine.slices[0].accumulators[0].summed == [1, 0, 0, 0]
 
 
 def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> None:
@@ -354,9 +355,9 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     engine.membership(2, 3, 1, 1)
     assert push(engine, step=3) is Push.WAIT
     for unit in units:
-        for index in range(len(engine.slices[unit].bounds)):
-            engine.apply(unit, index, index + 1, engine.scratch())
-        engine.finish(unit)
+        for index in range(len(engine.slices[unit].chunks.bounds)):
+            engine.slices[unit].apply(index, index + 1, engine.scratch())
+        engine.slices[unit].finish()
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)
 
@@ -384,7 +385,7 @@ def test_an_absent_replica_passes_its_turn() -> None:
         made.push(0, replica, grad)
     for replica in range(3):
         made.push(1, replica, ONES[1])
-    assert made.engines[0].ready() == 100.0 + 9 * 40
+    assert made.engines[0].gradients.ready() == 100.0 + 9 * 40
     made.commit()
     assert np.allclose(made.values(0), 0.9)
 
@@ -400,10 +401,10 @@ def test_a_unit_that_is_absent_everywhere_is_not_touched_and_says_its_old_versio
         for unit, owned in engine.slices.items():
             assert owned.reached == 1 or unit == 2
             assert owned.changed == (1 if unit == 1 else 0)
-            assert engine.available(unit, 1)
+            assert engine.parameters.available(unit, 1)
             if unit == 0:
-                assert owned.updates == 0
-                assert not any(s.any() for s in owned.state.values())
+                assert owned.master.updates == 0
+                assert not any(s.any() for s in owned.master.state.values())
     assert np.array_equal(made.values(0), ONES[0])
     assert not np.array_equal(made.values(1), ONES[1])
 
@@ -411,11 +412,11 @@ def test_a_unit_that_is_absent_everywhere_is_not_touched_and_says_its_old_versio
 def test_absence_in_one_range_only_counts_as_zero() -> None:
     (engine,) = servers().engines
     for offset, grad in ((0, np.ones(32, np.float32)), (32, None), (64, np.ones(32, np.float32)), (96, None)):
-        engine.push(1, 0, offset, 0, DType.F32, grad)
-    for offset, _ in engine.slices[1].bounds:
-        engine.push(1, 1, offset, 0, DType.F32, None)
+        engine.gradients.push(1, 0, offset, 0, DType.F32, grad)
+    for offset, _ in engine.slices[1].chunks.bounds:
+        engine.gradients.push(1, 1, offset, 0, DType.F32, None)
     apply(engine, commit_of(engine))
-    got = engine.slices[0].master
+    got = engine.slices[0].master.values
     assert np.allclose(got[:32], 0.9)
     assert np.array_equal(got[32:64], np.ones(32, np.float32))
 
@@ -425,14 +426,14 @@ def test_absence_in_one_range_only_counts_as_zero() -> None:
 
 def test_frames_of_a_range() -> None:
     (engine,) = servers().engines
-    whole = engine.frames(0, 0, 100)
+    whole = engine.parameters.frames(0, 0, 100)
     assert len(whole) == 4
-    assert engine.frames(0, 32, 100) == whole[1:]
-    assert engine.frames(0, 32, 64) == whole[1:2]
-    assert engine.frames(0, 0, 100) is whole  # served to everybody, encoded once
+    assert engine.parameters.frames(0, 32, 100) == whole[1:]
+    assert engine.parameters.frames(0, 32, 64) == whole[1:2]
+    assert engine.parameters.frames(0, 0, 100) is whole  # served to everybody, encoded once
     for begin, end in ((1, 100), (0, 99), (0, 200), (64, 32), (0, 0)):
         with pytest.raises(InvalidRequest):
-            engine.frames(0, begin, end)
+            engine.parameters.frames(0, begin, end)
 
 
 def test_a_skip_is_not_a_commit() -> None:

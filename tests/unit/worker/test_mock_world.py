@@ -15,7 +15,7 @@ import pytest
 import axon_ps
 from axon_ps import Backend, ProcessGroup, World
 from axon_ps.collectives.backends.grpc import GrpcBackend
-from axon_ps.collectives.backends.hierarchical import HierarchicalBackend
+from axon_ps.collectives.backends.hierarchical.backend import HierarchicalBackend
 from axon_ps.collectives.backends.mock import MockBackend
 from axon_ps.collectives.selection import NAMES
 from axon_ps.errors import Closed, ConfigurationError, InvalidRequest, MemberLost, Misuse, Timeout

@@ -1,8 +1,7 @@
 """`NcclBackend`: collectives of GPUs through NCCL, on cupy arrays.
 
-Owns: what NCCL lacks. Ranks compare their calls by a small all-gather before each collective; bitwise reductions, NaN
-in minima and maxima, bool, and uneven counts are composed of NCCL's operations, in one group each. A bf16 array is
-uint16 here.
+Owns: the order of calls on streams and communicators, and how calls end. Ranks compare their calls by a small
+all-gather before each collective. Refuses: what a collective is in NCCL's operations (`calls`).
 
 Invariants:
 - A call first waits for the calling thread's current stream, on which the data was computed, and then runs on the
@@ -23,25 +22,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import numpy as np
-
 from axon_ps.collectives import reason
 from axon_ps.collectives.backends import header
-from axon_ps.collectives.backends.base import GroupContext, Operation
+from axon_ps.collectives.backends.base import Backend, GroupContext
 from axon_ps.collectives.backends.mock import mock_contexts
+from axon_ps.collectives.backends.nccl.calls import NcclCalls, address
 from axon_ps.collectives.backends.nccl.messages import Messages
-from axon_ps.collectives.backends.nccl.symbols import MAX, NCCL_DTYPES, NcclUniqueId, nccl_op, version_of
+from axon_ps.collectives.backends.nccl.symbols import NCCL_DTYPES, NcclUniqueId, version_of
 from axon_ps.collectives.backends.nccl.watchdog import Watchdog
-from axon_ps.collectives.backends.request import Request, RequestBackend, check_message
+from axon_ps.collectives.backends.request import Request, check_message
 from axon_ps.collectives.cuda import load, load_nccl
 from axon_ps.errors import AxonError, Closed, InvalidRequest, Misuse, NcclError, Timeout
-from axon_ps.types import NUMBERS, Array, DType, ReduceOp
+from axon_ps.types import NUMBERS, Array, DType
 
-_BITWISE: dict[ReduceOp, Any] = {
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-}
 _LATE_S = 0.5
 _FAILED = b"failed: "
 
@@ -50,7 +43,7 @@ class _Late(Timeout):
     """The watchdog's error, until it is known which rank is missing."""
 
 
-class NcclBackend(RequestBackend):
+class NcclBackend(Backend):
     """The collectives of a group of GPUs, one for each rank.
 
     Args:
@@ -87,7 +80,8 @@ class NcclBackend(RequestBackend):
         self._settling = threading.Lock()
         self._sequence = -1
         self._comms: list[Any] = []
-        self._comm = self._connect(unique_id, world_size, rank)
+        comm = self._connect(unique_id, world_size, rank)
+        self._calls = NcclCalls(self._cupy, self._nccl, comm, rank, world_size)
         with self._cupy.cuda.Device(device):
             self._own_stream = self._cupy.cuda.Stream(non_blocking=True)
         self._messages = Messages(self.context, self._connect_pair, self.generate_unique_id)
@@ -200,13 +194,15 @@ class NcclBackend(RequestBackend):
 
     # ------------------------------------------------------------------ collectives
 
-    def _perform(self, request: Request, timeout_s: float) -> None:
+    def run(self, request: Request, timeout_s: float) -> None:
+        """See `Backend.run`."""
+        request.check(self.rank, self.world_size, self.dtypes)
         self._sequence = request.call.sequence
         with self._watched(timeout_s, str(request.call)):
             self._wait()  # for the data
             with self._own_stream:
-                matrix = self._agree(request)
-                _PERFORM[request.call.operation](self, request, matrix)
+                self._agree(request)
+                self._calls.run(request)
                 self._wait()
 
     @contextlib.contextmanager
@@ -249,15 +245,14 @@ class NcclBackend(RequestBackend):
             if isinstance(self._error, _Late):
                 self._error = ended
 
-    def _agree(self, request: Request) -> list[list[int]]:
-        """Exchange headers; how many elements go from rank to rank in an all-to-all."""
+    def _agree(self, request: Request) -> None:
+        """Exchange headers, and check that all ranks make the same call."""
         mine = self._cupy.asarray(header.encode(request, self.world_size))
-        headers = self._cupy.empty(mine.size * self.world_size, np.uint8)
-        self._comm.allGather(_address(mine), _address(headers), mine.size, NCCL_DTYPES[DType.U8], self._stream)
+        headers = self._calls.gather(mine)
         self._wait()
         if request.call.sequence == 0 and self._has_store and self.rank == 0:
             self.context.store.delete(_id_key(self.context))  # every rank has it
-        return header.check(list(headers.get().reshape(self.world_size, -1)), request.call, self.context)
+        header.check(list(headers.get().reshape(self.world_size, -1)), request.call, self.context)
 
     def _wait(self) -> None:
         """Return when all work that was enqueued on the current stream is done."""
@@ -265,163 +260,25 @@ class NcclBackend(RequestBackend):
         if self._error is not None:
             raise self._error.with_traceback(None)
 
-    @property
-    def _stream(self) -> int:
-        return int(self._cupy.cuda.get_current_stream().ptr)
-
-    @contextlib.contextmanager
-    def _group(self) -> Iterator[None]:
-        """All calls of the body become one launch, so their order does not matter."""
-        self._nccl.groupStart()
-        try:
-            yield
-        finally:
-            self._nccl.groupEnd()
-
-    def _partitions(self, array: Array, counts: tuple[int, ...]) -> list[Array]:
-        ends = np.cumsum(counts).tolist()
-        return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    def _native_reduce(self, source: Array, target: Array, op: int, dtype: DType, root: int = -1) -> None:
-        """target: T[m] becomes the reduction of all ranks' source: T[m], or only on the root's if there is one."""
-        where = _address(source), _address(target), source.size, NCCL_DTYPES[dtype], op
-        if root < 0:
-            self._comm.allReduce(*where, self._stream)
-        else:
-            self._comm.reduce(*where, root, self._stream)
-
-    def _reduced(self, request: Request, target: Array | None = None, root: int = -1) -> Array:
-        """The reduction of all ranks' data, in `target` or a new array; with a root, there only."""
-        call, data = request.call, _required(request.data)
-        assert call.op is not None
-        result: Array = self._cupy.empty(data.size, data.dtype) if target is None else target
-        if not data.size:
-            return result
-        op = nccl_op(call.op, call.dtype)
-        if op is None:
-            everything: Array = self._cupy.empty(data.size * self.world_size, data.dtype)
-            self._comm.allGather(_address(data), _address(everything), data.size, NCCL_DTYPES[call.dtype], self._stream)
-            rows = everything.reshape(self.world_size, -1)
-            reduced = rows[0]
-            for row in rows[1:]:
-                reduced = _BITWISE[call.op](reduced, row)
-            result[:] = reduced
-            return result
-        nan: Array | None = None
-        if call.op in (ReduceOp.MIN, ReduceOp.MAX) and call.dtype.is_float:  # NCCL ignores a NaN there
-            nan = _is_nan(data, call.dtype).view(np.uint8)
-            self._native_reduce(nan, nan, MAX, DType.U8)
-        self._native_reduce(data, result, op, call.dtype, root)
-        if nan is not None and root in (-1, self.rank):
-            result[nan.view(np.bool_)] = 0x7FC0 if call.dtype is DType.BF16 else np.nan
-        return result
-
-    def _all_reduce(self, request: Request, _: Any) -> None:
-        self._reduced(request, _required(request.data))
-
-    def _reduce(self, request: Request, _: Any) -> None:
-        is_root = self.rank == request.call.root
-        self._reduced(request, _required(request.data) if is_root else None, request.call.root)
-
-    def _reduce_scatter(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _required(request.data), _required(request.output)
-        assert call.op is not None
-        op = nccl_op(call.op, call.dtype)
-        if op is None or call.op in (ReduceOp.MIN, ReduceOp.MAX):
-            output[:] = self._partitions(self._reduced(request), call.counts)[self.rank]
-            return
-        dtype = NCCL_DTYPES[call.dtype]
-        if len(set(call.counts)) == 1:
-            if output.size:
-                self._comm.reduceScatter(_address(data), _address(output), output.size, dtype, op, self._stream)
-            return
-        with self._group():
-            for root, partition in enumerate(self._partitions(data, call.counts)):
-                if partition.size:
-                    target = output if root == self.rank else partition
-                    self._comm.reduce(
-                        _address(partition), _address(target), partition.size, dtype, op, root, self._stream
-                    )
-
-    def _broadcast(self, request: Request, _: Any) -> None:
-        self._broadcast_one(_required(request.data), request.call.dtype, request.call.root)
-
-    def _broadcast_one(self, array: Array, dtype: DType, root: int) -> None:
-        if array.size:
-            address = _address(array)
-            self._comm.broadcast(address, address, array.size, NCCL_DTYPES[dtype], root, self._stream)
-
-    def _all_gather(self, request: Request, _: Any) -> None:
-        call, data, output = request.call, _required(request.data), _required(request.output)
-        if len(set(call.counts)) == 1:
-            if data.size:
-                dtype = NCCL_DTYPES[call.dtype]
-                self._comm.allGather(_address(data), _address(output), data.size, dtype, self._stream)
-            return
-        partitions = self._partitions(output, call.counts)
-        if data.size and _address(partitions[self.rank]) != _address(data):
-            partitions[self.rank][:] = data
-        with self._group():
-            for root, partition in enumerate(partitions):
-                self._broadcast_one(partition, call.dtype, root)
-
-    def _exchange(self, outputs: list[Array | None], inputs: list[Array | None], dtype: DType) -> None:
-        """inputs[i] goes to rank i, outputs[i] comes from there; None = nothing is sent or received."""
-        number, stream = NCCL_DTYPES[dtype], self._stream
-        own_output, own_input = outputs[self.rank], inputs[self.rank]
-        if own_output is not None and own_input is not None and own_output.size:
-            own_output[:] = own_input
-        with self._group():
-            for peer in range(self.world_size):
-                source, target = inputs[peer], outputs[peer]
-                if peer != self.rank and source is not None and source.size:
-                    self._comm.send(_address(source), source.size, number, peer, stream)
-                if peer != self.rank and target is not None and target.size:
-                    self._comm.recv(_address(target), target.size, number, peer, stream)
-
-    def _gather(self, request: Request, _: Any) -> None:
-        call = request.call
-        outputs: list[Array | None] = [None] * self.world_size
-        if request.output is not None:
-            outputs = [*self._partitions(request.output, call.counts)]
-        inputs = [request.data if peer == call.root else None for peer in range(self.world_size)]
-        self._exchange(outputs, inputs, call.dtype)
-
-    def _scatter(self, request: Request, _: Any) -> None:
-        call = request.call
-        inputs: list[Array | None] = [None] * self.world_size
-        if request.data is not None:
-            inputs = [*self._partitions(request.data, call.counts)]
-        outputs = [request.output if peer == call.root else None for peer in range(self.world_size)]
-        self._exchange(outputs, inputs, call.dtype)
-
-    def _all_to_all(self, request: Request, _: Any) -> None:
-        outputs = self._partitions(_required(request.output), request.output_counts)
-        inputs = self._partitions(_required(request.data), request.input_counts)
-        self._exchange([*outputs], [*inputs], request.call.dtype)
-
-    def _barrier(self, request: Request, _: Any) -> None:
-        """Nothing is left to do: the ranks have exchanged headers."""
-
     # ------------------------------------------------------------------ point to point
 
     def send(self, data: Array, dtype: DType, to: int, tag: int, timeout_s: float) -> None:
         """See `Backend.send`; returns when the receiver has the message."""
-        self._check_message(data, dtype, to, tag, any_source=False)
+        self._check_message(data, dtype, to, tag, receiving=False)
         with self._watched(timeout_s, f"a message with tag {tag}", to):
             self._messages.send(data, dtype, to, tag, timeout_s)
 
     def recv(self, data: Array, dtype: DType, source: int, tag: int, timeout_s: float) -> int:
         """See `Backend.recv`."""
-        self._check_message(data, dtype, source, tag, any_source=True)
+        self._check_message(data, dtype, source, tag, receiving=True)
         with self._watched(timeout_s, f"a message with tag {tag}", source):
             sender = self._messages.recv(data, dtype, source, tag, timeout_s)
         return sender
 
-    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, any_source: bool) -> None:
+    def _check_message(self, data: Array, dtype: DType, peer: int, tag: int, *, receiving: bool) -> None:
         if dtype not in self.dtypes:
             raise InvalidRequest(f"nccl does not send {dtype.value}; use a backend for host memory")
-        check_message(data, dtype, peer, tag, self.context, any_source=any_source)
+        check_message(data, dtype, peer, tag, self.world_size, receiving=receiving)
         if peer == self.rank or self.world_size == 1:
             raise InvalidRequest(f"rank {self.rank} cannot exchange messages with itself")
         if not self._has_store:
@@ -435,7 +292,7 @@ class NcclBackend(RequestBackend):
             stream = self._cupy.cuda.Stream(non_blocking=True)
             self._cupy.cuda.get_current_stream().synchronize()  # for the data
             one_way = comm.recv if end else comm.send
-            one_way(_address(array), array.size, NCCL_DTYPES[dtype], 1 - end, int(stream.ptr))
+            one_way(address(array), array.size, NCCL_DTYPES[dtype], 1 - end, int(stream.ptr))
             stream.synchronize()
 
         return move
@@ -536,33 +393,5 @@ class NcclBackend(RequestBackend):
                 comm.destroy()
 
 
-_PERFORM: dict[Operation, Callable[[NcclBackend, Request, list[list[int]]], None]] = {
-    Operation.ALL_REDUCE: NcclBackend._all_reduce,
-    Operation.REDUCE: NcclBackend._reduce,
-    Operation.BROADCAST: NcclBackend._broadcast,
-    Operation.ALL_GATHER: NcclBackend._all_gather,
-    Operation.REDUCE_SCATTER: NcclBackend._reduce_scatter,
-    Operation.GATHER: NcclBackend._gather,
-    Operation.SCATTER: NcclBackend._scatter,
-    Operation.ALL_TO_ALL: NcclBackend._all_to_all,
-    Operation.BARRIER: NcclBackend._barrier,
-    Operation.REFUSAL: NcclBackend._barrier,
-}
-
-
 def _id_key(context: GroupContext) -> str:
     return f"nccl/{context.name}/id"
-
-
-def _is_nan(data: Array, dtype: DType) -> Array:
-    found: Array = (data & 0x7FFF) > 0x7F80 if dtype is DType.BF16 else np.isnan(data)
-    return found
-
-
-def _required(array: Array | None) -> Array:
-    assert array is not None, "Request.check has checked this"
-    return array
-
-
-def _address(array: Any) -> int:
-    return int(array.data.ptr)

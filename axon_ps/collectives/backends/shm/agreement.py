@@ -20,6 +20,7 @@ from axon_ps.collectives.backends.shm.exchange import PeerMemory
 from axon_ps.types import Array, DType, ReduceOp
 
 _HEADER = struct.Struct("<QIiBBB")  # sequence, number of counts, root, operation, dtype, op
+_COUNT = struct.Struct("<Q")
 _OPERATIONS = {operation: i for i, operation in enumerate(Operation)}
 _DTYPES = {dtype: i for i, dtype in enumerate(DType)}
 _OPS: dict[ReduceOp | None, int] = {None: 255, **{op: i for i, op in enumerate(ReduceOp)}}
@@ -82,7 +83,9 @@ class Agreement:
         memory, headers = control.memory, self._headers[buffer_index]
         mine = headers[self.rank]
         counts = call.counts
-        numbers = struct.pack(f"<{len(counts) or len(pairs)}Q", *(counts or pairs))
+        numbers = (
+            _COUNT.pack(*counts) if len(counts) == 1 else struct.pack(f"<{len(counts or pairs)}Q", *counts, *pairs)
+        )
         head = _HEADER.pack(
             call.sequence,
             len(counts),
@@ -106,14 +109,15 @@ class Agreement:
                 memory[header : header + len(head)] != head
                 or (agreed and memory[header + COUNTS : header + COUNTS + agreed] != numbers)
             ):
-                self._disagree(call, str(call), buffer_index, deadline)
+                self._disagree(call, buffer_index, deadline)
         return buffer_index
 
-    def _disagree(self, call: Call, text: str, buffer_index: int, deadline: float) -> None:
+    def _disagree(self, call: Call, buffer_index: int, deadline: float) -> None:
         """Publish our call as text, and raise the error with all ranks' texts, which every rank raises."""
         control, layout = self._control, self._control.layout
         headers = self._headers[buffer_index]
         sequences = [control.numbers(header, "<Q")[0] for header in headers]
+        text = str(call)
         if len(set(sequences)) > 1:
             text += f" as its call {call.sequence}"
         control.put_text(headers[self.rank] + layout.text, text)
@@ -127,9 +131,7 @@ class Agreement:
         numbers = self._control.numbers(self._headers[buffer_index][rank] + COUNTS, f"<{2 * n}Q")
         return numbers[:n], numbers[n:]
 
-    def check_pairs(
-        self, call: Call, counts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], deadline: float
-    ) -> None:
+    def check_pairs(self, call: Call, counts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
         """Check that in an all-to-all every rank sends what the receiver expects.
 
         Raises:

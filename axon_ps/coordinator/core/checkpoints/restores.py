@@ -101,7 +101,7 @@ class Restores:
             return
         r = model.registration
         if r.initialized_by(entry.member, version, epoch, model.version):
-            if r.all_hold(a.shards()):
+            if r.all_loaded(a.shards()):
                 order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
                 a.announce(model)
                 if order is not None and not self._loading():

@@ -19,7 +19,7 @@ from axon_ps.optim.clipping import clip_factor, global_norm
 from axon_ps.optim.registry import create
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome
 
-_MOST_RANKS = 8
+_MAX_RANKS = 8
 
 
 class Tally:
@@ -135,8 +135,8 @@ class Tally:
 def format_ranks(ranks: Iterable[int]) -> str:
     """ "3" or "0, 1, 5"; a long list is cut."""
     ranks = sorted(ranks)
-    shown = ", ".join(str(r) for r in ranks[:_MOST_RANKS])
-    return shown if len(ranks) <= _MOST_RANKS else f"{shown} and {len(ranks) - _MOST_RANKS} more"
+    listed = ", ".join(str(r) for r in ranks[:_MAX_RANKS])
+    return listed if len(ranks) <= _MAX_RANKS else f"{listed} and {len(ranks) - _MAX_RANKS} more"
 
 
 def _norm(sums: Iterable[float]) -> float:

@@ -38,14 +38,14 @@ class Stepping:
     """The attempts in progress.
 
     Args:
-        models: whose.
+        models: the models of the job.
         roster: the members that get the decisions.
         out: gets the records to write and the events to send.
         disturbed: whether the members have changed since the job was complete for the first time.
 
     Attributes:
         counters: steps by outcome, copies, staleness.
-        membership: of the generation that they are in.
+        membership: that of the current generation.
     """
 
     def __init__(self, models: Models, roster: Roster, out: Outbox, membership: Membership, *, disturbed: bool) -> None:

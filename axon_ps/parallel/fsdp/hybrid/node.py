@@ -1,7 +1,7 @@
 """HYBRID_SHARD: the workers of a node as one replica, behind the interface that `Runtime` knows from `StepClient`.
 
-`NodeSteps` gathers a unit from the node's workers, each of which has a shard of it in the wire dtype, and averages a
-gradient inside the node before each worker pushes its shard. Only shards cross the network.
+`NodeSteps` gathers a unit from the node's workers, each of which has a shard of it in the wire dtype (`shards.py`), and
+averages a gradient inside the node before each worker pushes its shard. Only shards cross the network.
 
 Invariants:
 - The workers of a node make the same calls in the same order; what they decide by (epoch, version, ticket) is agreed on
@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -40,11 +38,12 @@ from axon_ps.collectives import arrays
 from axon_ps.collectives.arrays import Flat
 from axon_ps.collectives.staging import Staging
 from axon_ps.collectives.work import Awaited, LoopWork, WorkQueue
-from axon_ps.errors import AxonError, Broken, Closed, Disagreement, StepAborted
+from axon_ps.errors import AxonError, Broken, Closed, Disagreement
 from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.flat_unit import array_of
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
-from axon_ps.parallel.fsdp.memory import Meter, host_empty
+from axon_ps.parallel.fsdp.hybrid.shards import NodeShards, Shard
+from axon_ps.parallel.fsdp.memory import Meter
+from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
@@ -71,26 +70,6 @@ class NodeTicket(Ticket):
     def void(self, why: str) -> Self:
         """See `Ticket.void`."""
         return dataclasses.replace(self, generation=NO_GENERATION, why_void=why, shared=self.shared.void(why))
-
-
-class _LocalShard:
-    """This worker's shard of a unit: wire[end - begin], and of which version it is."""
-
-    def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self.begin, self.end = bounds[rank], bounds[rank + 1]
-        self.counts = [b - a for a, b in itertools.pairwise(bounds)]
-        self.values = host_empty(self.end - self.begin, dtype, pinned=pinned)
-        self.uploaded: torch.Tensor | None = None  # the same in device memory, once it was needed there
-        self.values_at: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
-        self.work: LoopWork[int] | None = None
-        self.speculative = False  # whether what is under way is of a step that is not decided
-        self.was_speculative = False  # whether it was begun so, and the step was decided as expected
-
-    def drop(self) -> None:
-        """Drop the values and cancel the pull."""
-        if self.work is not None:
-            self.work.cancel()
-        self.values_at, self.work, self.speculative, self.was_speculative = None, None, False, False
 
 
 class NodeSteps:
@@ -120,7 +99,6 @@ class NodeSteps:
         meter: Meter,
     ) -> None:
         self.device = None if device is None else torch.empty(0, device=device).device  # with its number
-        self._retain_on_device = retain_on_device
         self._staging = Staging()
         self._steps = steps
         self._groups = groups
@@ -128,32 +106,24 @@ class NodeSteps:
         self._units = spec.layout.units
         self._grad = spec.precision.grad
         self._wire = wire
-        size, chunk_numel = groups.data.world_size, spec.options.chunk_numel
-        self._bounds = [partition_bounds(slices, chunk_numel, size) for slices in spec.plan(num_servers).slices]
-        self._meter = meter
-        self._rank = -1
-        self._shards: list[_LocalShard] = []
-        self._make_shards()
+        self._num_workers, chunk_numel = groups.data.world_size, spec.options.chunk_numel
+        slices_of = spec.plan(num_servers).slices
+        self._shards = NodeShards(
+            steps,
+            self._wanted,
+            [partition_bounds(slices, chunk_numel, self._num_workers) for slices in slices_of],
+            wire=wire,
+            device=self.device,
+            retain_on_device=retain_on_device,
+            staging=self._staging,
+            meter=meter,
+        )
+        self._shards.make(groups.data.rank)
         self._call_digest = hashlib.sha256()
         self._failure: AxonError | None = None  # what no further step can be made after
         self._group_error: AxonError | None = None  # what ended the node's groups, until they are formed again
         self._expected: Sequence[Hyper] | None = None
-        self._pulling = threading.RLock()  # speculative pulls begin on the queue's thread, others on the caller's
         self._agreed = steps.latest
-
-    def _make_shards(self) -> None:
-        """Make this worker's shards, empty; others than before if its rank in the node has changed."""
-        for shard in self._shards:
-            shard.drop()
-            self._free_on_device(shard)
-        if self._rank != self._groups.data.rank:
-            self._meter.add(-self.shard_bytes)
-            self._rank = self._groups.data.rank
-            dtype = TORCH_DTYPES[self._wire]
-            self._shards = [
-                _LocalShard(bounds, self._rank, dtype, pinned=self.device is not None) for bounds in self._bounds
-            ]
-            self._meter.add(self.shard_bytes)
 
     @property
     def epoch(self) -> int:
@@ -174,11 +144,6 @@ class NodeSteps:
     def copied(self) -> int:
         """See `StepClient.copied`; a worker was notified of nothing newer than the node agreed on."""
         return self._steps.copied
-
-    @property
-    def shard_bytes(self) -> int:
-        """Memory of all shards of this worker."""
-        return sum(p.values.nbytes for p in self._shards)
 
     def shard_numel(self, unit: int) -> int:
         """Elements of this worker's shard of a unit."""
@@ -206,16 +171,16 @@ class NodeSteps:
         self._work_queue.submit(lambda: None).result(self._steps.timeout_s)
         _logger.warning("this node makes its groups again, since a worker of it was lost: %s", self._group_error)
         self._groups.form(self._group_error)
-        self._make_shards()
+        self._shards.make(self._groups.data.rank)
         self._call_digest, self._expected = hashlib.sha256(), None
         self._group_error = None
 
     @property
-    def latest(self) -> tuple[int, int]:
+    def latest(self) -> Position:
         """The newest (epoch, version) that this worker was notified of; the node may not have agreed on it yet."""
         return self._steps.latest
 
-    def ticket(self, began: tuple[int, int] | None = None) -> NodeTicket:
+    def ticket(self, began: Position | None = None) -> NodeTicket:
         """The ticket of the node's first worker: whether it is valid is the same for all of them.
 
         It is void if any of them began at something else than the node agreed on, or than is there now.
@@ -240,7 +205,7 @@ class NodeSteps:
             generation=shared.generation,
             step=shared.step,
             replica=shared.replica,
-            num_replicas=shared.num_replicas * len(self._bounds[0][1:]),
+            num_replicas=shared.num_replicas * self._num_workers,
             shared=shared,
         )
 
@@ -276,7 +241,7 @@ class NodeSteps:
         self._record(b"g", unit)
         target = bytes_of(out)
         if self._group_error is None:
-            self._pull(unit)
+            self._shards.pull(unit)
 
         def run() -> int:
             version = self._within(lambda: self._gather_within(unit, target))
@@ -286,12 +251,9 @@ class NodeSteps:
 
     def _gather_within(self, unit: int, target: Flat) -> int:
         shard = self._shards[unit]
-        with self._pulling:
-            if shard.speculative:  # used once more after its push, which went through this queue before us
-                self._pull(unit)
-        self._wait(unit)
+        self._shards.wait_pulled(unit)
         counts = [n * self._wire.itemsize for n in shard.counts]
-        mine = dataclasses.replace(bytes_of(self._shard_values(shard)), stream=target.stream)
+        mine = dataclasses.replace(bytes_of(self._shards.values(shard)), stream=target.stream)
         self._groups.data.all_gather(mine, out=target, counts=counts)
         return self.version
 
@@ -309,109 +271,15 @@ class NodeSteps:
         finally:
             self._staging.free(host)
 
-    def _shard_values(self, shard: _LocalShard) -> torch.Tensor:
-        """This worker's shard in the memory of the node's collectives."""
-        if self.device is None:
-            return shard.values
-        values_at, uploaded = shard.values_at, shard.uploaded
-        if uploaded is not None:
-            return uploaded
-        uploaded = torch.empty_like(shard.values, device=self.device)
-        self._staging.upload(array_of(shard.values, self._wire), arrays.flatten(uploaded).array)
-        with self._pulling:
-            # else another version is being pulled
-            if self._retain_on_device and shard.values_at == values_at and not shard.speculative:
-                shard.uploaded = uploaded
-                self._meter.add(uploaded.nbytes)
-        return uploaded
-
-    def _free_on_device(self, shard: _LocalShard) -> None:
-        """Free a shard's memory on the device."""
-        with self._pulling:
-            if shard.uploaded is not None:
-                self._meter.add(-shard.uploaded.nbytes)
-                shard.uploaded = None
-
-    def pull(self) -> None:
-        """Begin to pull this worker's shard of every unit that has changed, in forward order."""
-        for unit in range(len(self._shards)):
-            self._pull(unit)
-
     def wait_pulled(self) -> None:
         """Block until this worker's shards are those of the current version."""
-        self.pull()
-        for unit in range(len(self._shards)):
-            self._wait(unit)
+        self._shards.pull_all()
+        for unit in range(len(self._units)):
+            self._shards.wait_pulled(unit)
 
-    def _wanted(self, unit: int) -> tuple[int, int]:
+    def _wanted(self, unit: int) -> Position:
+        """(epoch, version) that this worker's shard of a unit must have now."""
         return self.epoch, self.version if self._units[unit].trainable else self.copied
-
-    def _pull(self, unit: int) -> None:
-        shard = self._shards[unit]
-        with self._pulling:
-            if shard.values_at != self._wanted(unit):
-                shard.drop()
-                shard.values_at = self._wanted(unit)
-                self._begin_pull(unit)
-
-    def _begin_pull(self, unit: int) -> None:
-        shard = self._shards[unit]
-        shard.was_speculative = False
-        self._free_on_device(shard)
-        if shard.end > shard.begin:
-            out = array_of(shard.values, self._wire)
-            shard.work = self._steps.gather(unit, out, begin=shard.begin, end=shard.end)
-
-    def _pull_speculative(self, unit: int, ticket: NodeTicket) -> None:
-        """Behind its push, begin to pull our shard as the step is expected to leave it, over the old values."""
-        shard = self._shards[unit]
-        with self._pulling:
-            if self._expected is not None and shard.end > shard.begin:
-                shard.drop()
-                self._free_on_device(shard)
-                shard.speculative = True
-                out = array_of(shard.values, self._wire)
-                shard.work = self._steps.gather_speculative(
-                    unit, out, ticket.shared, self._expected, begin=shard.begin, end=shard.end
-                )
-
-    def _settle(self, decision: Decision | None) -> None:
-        """Commit the speculative pulls if the step was decided as expected, and discard them if not."""
-        as_expected = (
-            decision is not None
-            and decision.outcome is Outcome.COMMIT
-            and (decision.clip_factor, decision.hyper) == (1.0, self._expected)
-        )
-        with self._pulling:
-            for shard in self._shards:
-                if shard.speculative and decision is not None and as_expected:
-                    shard.values_at, shard.speculative, shard.was_speculative = (
-                        (self.epoch, decision.version),
-                        False,
-                        True,
-                    )
-                elif shard.speculative:
-                    shard.drop()
-            self._expected = None
-
-    def _wait(self, unit: int) -> None:
-        shard = self._shards[unit]
-        while (work := shard.work) is not None:
-            try:
-                work.wait()
-            except Closed:
-                if shard.work is work:
-                    raise
-                continue  # cancelled for a newer one
-            except AxonError as error:
-                # restored to an older version meanwhile, or the pull was speculative: pull in the ordinary way
-                if not (shard.was_speculative or isinstance(error, StepAborted)):
-                    raise
-                if shard.work is work:
-                    self._begin_pull(unit)
-                continue
-            if shard.work is work:
-                shard.work = None
 
     # ------------------------------------------------------------------ gradients
 
@@ -441,7 +309,8 @@ class NodeSteps:
                 sent, free = (None, done) if mine is None else self._on_host(mine, done)
                 started = True
                 pushing = self._steps.push(unit, sent, ticket.shared, free, begin=shard.begin, end=shard.end)
-                self._pull_speculative(unit, ticket)
+                if (hyper := self._expected) is not None:
+                    self._shards.pull_speculative(unit, ticket.shared, hyper)
                 return pushing
             finally:
                 if not started and done is not None:
@@ -449,7 +318,7 @@ class NodeSteps:
 
         return self._in_order(run, f"pushing unit {unit} of the node", lambda: done() if done is not None else None)
 
-    def _reduced(self, shard: _LocalShard, full: Flat) -> Flat:
+    def _reduced(self, shard: Shard, full: Flat) -> Flat:
         """This worker's shard of the node's sum, a view of `full`."""
         mine = dataclasses.replace(full, array=full.array[shard.begin : shard.end], shape=(shard.end - shard.begin,))
         self._groups.data.reduce_scatter(full, out=mine, counts=shard.counts)
@@ -479,15 +348,16 @@ class NodeSteps:
             Disagreement: they have not; nobody has voted, and the step will not commit.
         """
         assert isinstance(ticket, NodeTicket)
-        decision = None
+        committed: Position | None = None
         try:
             decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper)
+            as_expected = (decision.clip_factor, decision.hyper) == (1.0, self._expected)
+            if decision.outcome is Outcome.COMMIT and as_expected:
+                committed = self.epoch, decision.version
         finally:
-            self._settle(decision)
-        if decision.outcome is Outcome.COMMIT:
-            self._agreed = self._agreed[0], decision.version
-            self.pull()
-        return decision
+            self._shards.settle_speculative(committed)
+            self._expected = None
+        return self._decided(decision)
 
     def _vote(
         self, ticket: NodeTicket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]
@@ -507,10 +377,13 @@ class NodeSteps:
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """As `StepClient.copy_from`: every worker of the node votes for it."""
-        decision = self._steps.copy_from(source, weight)
+        return self._decided(self._steps.copy_from(source, weight))
+
+    def _decided(self, decision: Decision) -> Decision:
+        """After a commit, begin to pull what the step has changed."""
         if decision.outcome is Outcome.COMMIT and self._group_error is None:
             self._agreed = self._agreed[0], decision.version
-            self.pull()
+            self._shards.pull_all()
         return decision
 
     def expect(self, hyper: Sequence[Hyper] | None) -> None:

@@ -126,12 +126,12 @@ def save(
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
     for flat in runtime.flats:
-        owned = engine.slice_of(flat.index)
-        owned.master[:] = flat.master.detach().to("cpu", torch.float32).numpy()
+        owned = engine.slices.of(flat.index)
+        owned.master.values[:] = flat.master.detach().to("cpu", torch.float32).numpy()
         owned.publish(version)
         if flat.trainable and moments.spec is not None:
-            owned.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
-            owned.set_updates(moments.updates(flat))
+            owned.master.state = {name: array.numpy() for name, array in moments.arrays(flat).items()}
+            owned.master.set_updates(moments.updates(flat))
     engine.restored(version, "")
     entry = snapshot.write(engine, uri, version, 0, 1, VersionPins(), Pin(version))
     manifest = Manifest(
@@ -166,12 +166,12 @@ def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, 
     snapshot.load(engine, restore)
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
     for flat in runtime.flats:
-        owned = engine.slice_of(flat.index)
+        owned = engine.slices.of(flat.index)
         with torch.no_grad():
-            flat.master.copy_(torch.from_numpy(owned.master))
+            flat.master.copy_(torch.from_numpy(owned.master.values))
         if flat.trainable and ours:
-            arrays = {name: torch.from_numpy(array) for name, array in owned.state.items()}
-            moments.load(flat, arrays, owned.parameter_updates())
+            arrays = {name: torch.from_numpy(array) for name, array in owned.master.state.items()}
+            moments.load(flat, arrays, owned.master.parameter_updates())
     runtime.restored(restore.manifest.version)
     return _info(restore.manifest)
 

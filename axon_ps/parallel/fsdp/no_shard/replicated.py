@@ -21,17 +21,47 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, State
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
-from axon_ps.parallel.fsdp.runtime import ModuleUnit, Runtime
-from axon_ps.parallel.fsdp.steps import Steps
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, StepResult
-from axon_ps.worker.step_client import Ticket
+from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp.sources import ParameterSource, Transfer
+from axon_ps.parallel.fsdp.stats import Counters
+from axon_ps.parallel.fsdp.steps import Position
+from axon_ps.sharding.layout import Unit
+from axon_ps.types import Array, DType, Hyper, OptimizerSpec, StepResult
+
+_ALWAYS: Position = (0, 0)
+"""What the values of a unit are of that is always current."""
+
+
+class LocalSource(ParameterSource):
+    """The values are the unit's masters, which are always current."""
+
+    def __init__(self) -> None:
+        """There are no steps that a version could be of."""
+
+    def wanted(self, flat: FlatUnit) -> Position:
+        return _ALWAYS
+
+    def is_remote(self, at: Position) -> bool:
+        return False
+
+    def gather_bytes(self, flat: FlatUnit) -> int:
+        return 0
+
+    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+        return Transfer(at)
+
+    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+        assert isinstance(flat, ReplicatedUnit)
+        flat.fill(flat.master, non_blocking=True)
+        return True
 
 
 class ReplicatedUnit(FlatUnit):
@@ -42,69 +72,55 @@ class ReplicatedUnit(FlatUnit):
 
     Attributes:
         master: built_dtype[unit_numel]; what the optimizer moves.
+        swapped: whether the module computes with a copy of the masters.
     """
 
     sharded = False
 
-    def __init__(self, *args: Any, master_device: torch.device, meter: Meter, **kwargs: Any) -> None:
-        super().__init__(*args, meter=meter, resident=True, **kwargs)
-        built = TORCH_DTYPES[self.unit.parameters[0].dtype]
-        self.swapped = built != self.flat.dtype or master_device.type != self.flat.device.type
+    def __init__(
+        self,
+        index: int,
+        unit: Unit,
+        params: Sequence[nn.Parameter],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        master_device: torch.device,
+        meter: Meter,
+        **options: Any,
+    ) -> None:
+        built = TORCH_DTYPES[unit.parameters[0].dtype]
+        self.swapped = built != dtype or master_device.type != device.type
+        options |= {"device": device, "dtype": dtype, "meter": meter, "resident": not self.swapped}
+        super().__init__(index, unit, params, LocalSource(), **options)
         self.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
-        self._is_copied = False
         if self.swapped:
             self.master = torch.zeros(self.unit.numel, dtype=built, device=master_device)
             meter.add(self.master.nbytes)
             self._sharded_data = [self.master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
             self._set_data(self._sharded_data)
         else:
-            self._allocate()
+            self.allocate()
             self.master = self.flat
             self._set_data(self._views)
+            self.state, self._values_at = State.UNSHARDED, _ALWAYS
 
-    def remote(self, steps: Steps) -> bool:
-        """Never: everything is here."""
-        return False
-
-    def is_current(self, steps: Steps) -> bool:
-        """Whether the module can compute with it."""
-        return self._is_copied or not self.swapped
-
-    def start_gather(self, steps: Steps, pool: BufferPool) -> None:
-        """Nothing is under way: `unshard` copies."""
-
-    @property
-    def gather_bytes(self) -> int:
-        """Memory that a gather takes until `unshard`."""
-        return 0
-
-    @property
-    def reshardable_bytes(self) -> int:
-        """Memory that resharding frees."""
-        return self.nbytes if self._is_copied else 0
-
-    def unshard(self, steps: Steps, pool: BufferPool) -> None:
+    def unshard(self) -> None:
         """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
-        if self.is_current(steps):
+        if self.is_current:
             return
-        self._allocate()
-        with torch.no_grad():
-            self.flat.copy_(self.master, non_blocking=True)
         for i, param in enumerate(self.params):
             self._master_grads[i], param.grad = param.grad, None
-        self._set_data(self._views)
-        self._is_copied = True
+        super().unshard()
 
-    def reshard(self, pool: BufferPool) -> None:
+    def reshard(self) -> None:
         """Free the copy."""
-        if not self._is_copied:
+        if self.resident or not self.state.has_values:
+            self.abandon()
             return
-        self._is_copied = False
         self.stage_grads()  # a gradient that was not reduced is the copy's; none is left when it was
-        self._set_data(self._sharded_data)
-        self._storage.resize_(0)
-        self._meter.add(-self._nbytes)
+        super().reshard()
         for i, param in enumerate(self.params):
             param.grad, self._master_grads[i] = self._master_grads[i], None
 
@@ -116,37 +132,6 @@ class ReplicatedUnit(FlatUnit):
             param.grad = grad if param.grad is None else param.grad + grad
 
 
-class _Local:
-    """The `Steps` of a model whose parameters are all local."""
-
-    epoch = asked_epoch = copied = 0
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def gather(self, unit: int, out: Array) -> Any:
-        raise AssertionError("nothing is gathered under NO_SHARD")
-
-    def register_optimizer(self, optimizer: OptimizerSpec) -> None:
-        raise AssertionError("an optimizer is local under NO_SHARD")
-
-    @property
-    def latest(self) -> tuple[int, int]:
-        return self.epoch, self.version
-
-    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
-        raise AssertionError("there are no tickets under NO_SHARD")
-
-    def push(self, *_: Any) -> Any:
-        raise AssertionError("nothing is pushed under NO_SHARD")
-
-    def vote(self, *_: Any, **__: Any) -> Decision:
-        raise AssertionError("there are no votes under NO_SHARD")
-
-    def wait_complete(self, timeout_s: float | None = None) -> None:
-        """There is nobody to wait for."""
-
-
 class ReplicatedRuntime(Runtime):
     """`Runtime` for a model of which every worker of a group has all parameters.
 
@@ -155,12 +140,16 @@ class ReplicatedRuntime(Runtime):
         units: module units, of `ReplicatedUnit`s.
         grad_wire: what gradients travel as.
         meter: counts the bytes of parameters.
+        counters: as for `Runtime`.
     """
 
-    def __init__(self, group: ProcessGroup, units: Sequence[ModuleUnit], *, grad_wire: DType, meter: Meter) -> None:
-        self._local = _Local()
-        super().__init__(self._local, units, grad_wire=grad_wire, meter=meter, pinned=False, prefetch=False)
+    def __init__(
+        self, group: ProcessGroup, units: Sequence[ModuleUnit], *, grad_wire: DType, meter: Meter, counters: Counters
+    ) -> None:
+        super().__init__(units, BufferPool(0, meter), meter=meter, counters=counters, prefetch=False)
         self._group = group
+        self._grad_wire = grad_wire
+        self._version = 0
         self._launch_order = [u.trainable for u in reversed(self.units) if u.trainable is not None]
         self._ready: set[int] = set()
         self._reducing: list[tuple[ReplicatedUnit, Any, torch.Tensor]] = []
@@ -176,7 +165,12 @@ class ReplicatedRuntime(Runtime):
     @property
     def version(self) -> int:
         """Steps of our optimizer."""
-        return self._local.version
+        return self._version
+
+    @property
+    def now(self) -> Position:
+        """See `Runtime.now`."""
+        return 0, self._version
 
     # ------------------------------------------------------------------ gradients
 
@@ -199,7 +193,7 @@ class ReplicatedRuntime(Runtime):
             for spec, grad in zip(flat.unit.parameters, flat.pop_grads(), strict=True):
                 scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
         self.counters.pushed_bytes += buffer.nbytes
-        self._grad_meter.add(buffer.nbytes)
+        self.grad_meter.add(buffer.nbytes)
         self._reducing.append((flat, self._group.all_reduce(buffer, async_op=True), buffer))
 
     def _after_backward(self) -> None:
@@ -216,33 +210,34 @@ class ReplicatedRuntime(Runtime):
             work.wait()
             if float(buffer[-1]):
                 flat.set_grads(buffer[:-1])
-            self._grad_meter.add(-buffer.nbytes)
+            self.grad_meter.add(-buffer.nbytes)
 
     def push_accumulated(self) -> None:
         """Average the gradients accumulated inside `no_sync()`."""
         if any(f.has_grads for f in self._launch_order):
             self._finish_reductions()
 
-    def broadcast(self) -> None:
+    def refresh(self) -> None:
         """Copy the first worker's masters to every other."""
         for flat in self.flats:
             self._group.broadcast(flat.master)
 
-    def mix(self, other: ReplicatedRuntime, weight: float) -> StepResult:
-        """Move the masters towards another model's, the same on every worker; counted as a step."""
+    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+        """See `Runtime.copy_from`: the masters move, the same on every worker."""
+        assert isinstance(other, ReplicatedRuntime)
         with torch.no_grad():
             for mine, theirs in zip(self.flats, other.flats, strict=True):
                 mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
-        self._local.version += 1
+        self._version += 1
         self.counters.steps_committed += 1
         return StepResult(committed=True, version=self.version, grad_norm=0.0)
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients to a global L2 norm now; the norm before."""
+        self.sent.clip(max_norm)  # checks it
         params = [p for f in self._launch_order for p in f.params]
-        norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
-        self._clipped_norm = norm
-        return norm
+        self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
+        return torch.tensor(self._clipped_norm)
 
     # ------------------------------------------------------------------ our optimizers
 
@@ -269,7 +264,7 @@ class ReplicatedRuntime(Runtime):
         self._optimizer.apply(hyper)
         for p in (p for f in self._launch_order for p in f.params):
             p.grad = None
-        self._local.version += 1
+        self._version += 1
         self.counters.steps_committed += 1
         return StepResult(committed=True, version=self.version, grad_norm=norm)
 
@@ -278,9 +273,14 @@ class ReplicatedRuntime(Runtime):
         """Our optimizer, if the model has one."""
         return self._optimizer
 
+    @property
+    def optimizer_bytes(self) -> int | None:
+        """See `Runtime.optimizer_bytes`."""
+        return None if self._optimizer is None else self._optimizer.nbytes()
+
     def restored(self, version: int) -> None:
         """The masters were replaced by those of a checkpoint."""
-        self._local.version = version
+        self._version = version
 
 
 class LocalOptimizer:

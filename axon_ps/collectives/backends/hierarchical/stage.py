@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from axon_ps.collectives.backends.base import Backend, Call, Operation
-from axon_ps.collectives.backends.request import Request, perform
+from axon_ps.collectives.backends.base import Backend, Call, Operation, Request
 from axon_ps.collectives.staging import Staging
 from axon_ps.types import Array, DType, ReduceOp
 
@@ -63,7 +62,7 @@ class Stage:
         if staging is None or not any(map(on_device, (data, output))):
             if prepare is not None and data is not None:
                 prepare(data)
-            perform(self.backend, request, timeout_s)
+            self.backend.run(request, timeout_s)
             return
         host_data, host_output = (None if a is None else staging.allocate(a) for a in (data, output))
         try:
@@ -78,10 +77,10 @@ class Stage:
                 output_counts=request.output_counts,
                 input_counts=request.input_counts,
             )
-            perform(self.backend, staged, timeout_s)
+            self.backend.run(staged, timeout_s)
             if output is not None and host_output is not None:
                 staging.upload(host_output, output)
-            elif data is not None and host_data is not None and self._writes(request.call):
+            elif data is not None and host_data is not None and request.target(self.backend.rank) is data:
                 staging.upload(host_data, data)
         finally:
             for host in (host_data, host_output):
@@ -115,13 +114,6 @@ class Stage:
     def _reads(self, call: Call) -> bool:
         """Whether the call reads this rank's data."""
         return call.operation is not Operation.BROADCAST or call.root == self.backend.rank
-
-    def _writes(self, call: Call) -> bool:
-        """Whether an operation without an output changes this rank's data."""
-        if call.operation is Operation.ALL_REDUCE:
-            return True
-        is_root = call.root == self.backend.rank
-        return is_root if call.operation is Operation.REDUCE else call.operation is Operation.BROADCAST and not is_root
 
 
 def on_device(array: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Collectives of several ranks on several hosts: one backend inside nodes, another across them."""

@@ -1,0 +1,40 @@
+"""`NodeRuntime`: the steps of a worker that is one replica together with the other workers of its node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
+from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.types import Hyper
+
+
+class NodeRuntime(ServerRuntime):
+    """`ServerRuntime` under HYBRID_SHARD.
+
+    Args:
+        node: makes the worker's half of a step with the node's workers.
+        rest: as for `ServerRuntime`.
+    """
+
+    def __init__(self, node: NodeSteps, *rest: Any, **options: Any) -> None:
+        super().__init__(*rest, steps=node, device=node.device, **options)
+        self._node = node
+
+    @property
+    def shard_numel(self) -> int:
+        """See `Runtime.shard_numel`."""
+        return sum(self._node.shard_numel(flat.index) for unit in self.units for flat in unit.flats)
+
+    def agree(self) -> None:
+        """See `Runtime.agree`."""
+        self._node.agree()
+
+    def refresh(self) -> None:
+        """See `Runtime.refresh`."""
+        self._node.agree()
+        self._node.wait_pulled()
+
+    def _expect(self, hyper: Sequence[Hyper] | None) -> None:
+        self._node.expect(hyper)

@@ -1,0 +1,238 @@
+"""`ServerRuntime`: the steps of a model whose parameters are on the shard servers: push, vote, take the decision.
+
+Note: [Speculative gathers]
+    Under SHARD_GRAD_OP a step would push the whole model one way and only then pull it the other way. When gradients
+    are not clipped, what a unit will be is known to its servers as soon as every replica has pushed it; so each unit is
+    gathered right behind its own push, into a buffer beside the current values, expecting the hyperparameters that the
+    optimizer has now. `step()` commits the buffers if the decision is as expected and discards them if not, so nobody
+    ever sees parameters of a step that did not commit. This costs a second copy of the parameters, as they travel. It
+    begins once a step went by without clipping.
+    Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
+    backward has freed them: straight into their own memory, which is free then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from axon_ps.collectives import cuda
+from axon_ps.errors import Misuse
+from axon_ps.observe.moments import Moment, reached
+from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
+from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.parallel.fsdp.runtime import BUFFERS, Runtime
+from axon_ps.parallel.fsdp.sources import array_of
+from axon_ps.parallel.fsdp.steps import Pending, Position, Steps
+from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
+from axon_ps.worker.step_client import StepClient, Ticket
+
+
+class ServerRuntime(Runtime):
+    """`Runtime` of a model whose steps are made on the shard servers.
+
+    Args:
+        client: the worker's step client.
+        units: module units; the first is the root.
+        gather_buffers: as for `Runtime`.
+        grad_wire: what gradients travel as.
+        pinned: page-lock the buffers of gradients.
+        make: gives memory for them; None = torch does.
+        device: where they are; None = in host memory.
+        steps: makes the worker's half of a step; None = `client`.
+        options: the rest is `Runtime`'s.
+    """
+
+    def __init__(
+        self,
+        client: StepClient,
+        units: Sequence[ModuleUnit],
+        gather_buffers: BufferPool,
+        *,
+        grad_wire: DType,
+        pinned: bool,
+        make: Callable[[int], Array] | None = None,
+        device: torch.device | None = None,
+        steps: Steps | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(units, gather_buffers, **options)
+        self._client = client
+        self._steps: Steps = client if steps is None else steps
+        self._grad_wire = grad_wire
+        self._device = device
+        most_numel = max((u.trainable.unit.numel for u in self.units if u.trainable is not None), default=0)
+        self._out = BufferPool(
+            BUFFERS * most_numel * grad_wire.itemsize, self.grad_meter, pinned=pinned, device=device, make=make
+        )
+        self._ticket: Ticket | None = None
+        self._began: Position | None = None  # when the step began
+        self._pushes: list[Pending] = []
+        self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
+        self._unclipped = False
+
+    @property
+    def now(self) -> Position:
+        """(epoch, version) that this worker computes with."""
+        return self._steps.epoch, self._steps.version
+
+    @property
+    def version(self) -> int:
+        """Committed steps, copies from other models included."""
+        return self._client.latest_version
+
+    def _begin_step(self) -> None:
+        """A step begins where the one before ended, or anew if this worker itself asked for other parameters since."""
+        if self._began is None or self._began[0] < self._read[0] == self._steps.asked_epoch:
+            self._began = self._read
+
+    # ------------------------------------------------------------------ gradients
+
+    def _push(self, flat: FlatUnit) -> None:
+        """Flatten, scale, cast and send a unit's gradient; a parameter without one counts as zero."""
+        if flat.index in self._pushed:
+            raise Misuse(
+                f"a second backward before optimizer.step(): the first one's gradient of unit {flat.unit.name!r} was "
+                "sent already. Step after each backward, with an optimizer of axon_ps.parallel; to accumulate, run all "
+                "backwards but the last one of a step inside model.no_sync()"
+            )
+        ticket = self._current_ticket()
+        began = time.perf_counter()
+        self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
+        self.counters.push_wait_s += time.perf_counter() - began
+        buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
+        scale = 1.0 / (ticket.num_replicas * self.grad_scale)
+        self.grad_meter.add(-flat.staged_bytes)
+        with torch.no_grad():
+            grads = flat.pop_grads()
+            target = buffer
+            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
+                # assembled on the device, so that one copy goes to the host
+                target = torch.empty_like(buffer, device=flat.flat.device)
+            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
+                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
+            if target is not buffer:
+                buffer.copy_(target)
+        self.counters.pushed_bytes += buffer.nbytes
+        self.sent.add(flat.index, len(flat.params))
+        sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
+        self._pushes.append(self._steps.push(flat.index, sent, ticket, lambda: self._out.give(buffer)))
+        self._pushed.add(flat.index)
+
+    def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
+        """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
+        if self._expected is None or self._ticket is None or not flat.may_speculate:
+            return
+        if not flat.resident:
+            if not (self._eager and self._needed_soon(unit, self._orders[True].first())):
+                return
+            if not unit.is_root and self._reshardable_bytes() + flat.nbytes > self._budget_bytes:
+                return
+        flat.start_speculative(self._ticket, self._expected)
+
+    def _current_ticket(self) -> Ticket:
+        if self._ticket is None:
+            self._ticket = self._steps.ticket(self._began)
+            speculates = self._unclipped and not self._ticket.is_void
+            self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
+            self._expect(self._expected)
+        return self._ticket
+
+    def _expect(self, hyper: Sequence[Hyper] | None) -> None:
+        """The hyperparameters that this step will be voted for with, unclipped; None = they are not known."""
+
+    # ------------------------------------------------------------------ the step
+
+    def register_optimizer(self, spec: OptimizerSpec) -> None:
+        """Give the job its optimizer.
+
+        Raises:
+            LayoutMismatch: another worker made another one.
+        """
+        self._steps.register_optimizer(spec)
+
+    def step(self, hyper: Sequence[Hyper]) -> StepResult:
+        """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
+        began = time.perf_counter()
+        max_norm, norm = self.sent.checked_max_norm(), None
+        try:
+            ticket = self._current_ticket()
+            for unit in self.units:
+                flat = unit.trainable
+                if flat is None or flat.index in self._pushed:
+                    continue
+                if flat.has_grads:
+                    self._push(flat)
+                    self._gather_speculative(unit, flat)
+                else:
+                    self._pushes.append(self._steps.push(flat.index, None, ticket))
+                    self._pushed.add(flat.index)
+            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper)
+            norm = decision.grad_norm
+            if decision.outcome is Outcome.ABORT:
+                self._steps.wait_complete()
+        except BaseException:
+            self._settle_speculative(as_expected=False)
+            raise
+        finally:
+            self._unclipped = max_norm == 0.0
+            self.sent.decided(norm)
+            self._ticket, self._began, self._has_gradients = None, self._steps.latest, False
+            self._pushes, self._pushed = [], set()
+            self.counters.step_wait_s += time.perf_counter() - began
+        committed = decision.outcome is Outcome.COMMIT
+        as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
+        self._settle_speculative(as_expected=as_expected)
+        self._training = True
+        result = self._decided(decision, decision.grad_norm)
+        reached(Moment.BETWEEN_STEPS, decision.version)
+        return result
+
+    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+        """See `Runtime.copy_from`.
+
+        Raises:
+            Misuse: gradients were sent for the step under way.
+        """
+        assert isinstance(other, ServerRuntime)
+        if self._pushed or self._ticket is not None:
+            raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
+        began = time.perf_counter()
+        try:
+            decision = self._steps.copy_from(other._client, weight)
+            if decision.outcome is Outcome.ABORT:
+                self._steps.wait_complete()
+        finally:
+            self._began = self._steps.latest
+            self.counters.step_wait_s += time.perf_counter() - began
+        return self._decided(decision, 0.0)
+
+    def _decided(self, decision: Decision, norm: float) -> StepResult:
+        """Count a decision, and begin to gather for the next forward."""
+        committed = decision.outcome is Outcome.COMMIT
+        self.counters.steps_committed += committed
+        self.counters.steps_not_committed += not committed
+        self._prefetch()
+        return StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
+
+    def _settle_speculative(self, *, as_expected: bool) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                if as_expected:
+                    flat.commit_speculative()
+                else:
+                    flat.discard_speculative()
+        self._expected = None
+
+    def reset(self) -> None:
+        """See `Runtime.reset`."""
+        super().reset()
+        self._out.trim()
+
+    def statistics(self) -> dict[str, float]:
+        """See `Runtime.statistics`; the data plane's as `wire_*`."""
+        return {**super().statistics(), **{f"wire_{k}": v for k, v in self._client.statistics().items()}}

@@ -1,0 +1,266 @@
+"""`ParameterSource`: the ways in which the values of a unit come into this worker's memory.
+
+source           where the values are              how they come
+RemoteSource     on the shard servers              as messages, into `flat` or into a buffer beside it
+MappedSource     on a server of this host          `flat` is the server's memory; see `flat_unit`, Note: [Mapped units]
+NodeSource       in shards on the node's workers   as from the servers; in device memory where the node's groups are
+HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
+LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated`)
+
+Which one a unit has is decided when the model is wrapped. What is under way is a `Transfer`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from axon_ps.parallel.dtypes import TORCH_DTYPES
+from axon_ps.parallel.fsdp.memory import BufferPool
+from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps
+from axon_ps.types import Array, DType, Hyper
+from axon_ps.worker.step_client import Ticket
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.fsdp.flat_unit import FlatUnit
+
+_STORAGE_VIEW = {DType.F32: torch.float32, DType.BF16: torch.uint16, DType.F16: torch.float16}
+
+
+def array_of(buffer: torch.Tensor, wire: DType) -> Array:
+    """A host buffer as numpy sees it (bf16 as uint16), without a copy."""
+    array: Array = buffer.view(_STORAGE_VIEW[wire]).numpy()
+    return array
+
+
+def _window(tensor: torch.Tensor, wire: DType) -> Array:
+    """Memory of a host tensor as numpy, without torch knowing; see `flat_unit`, Note: [Memory that comes and goes]."""
+    raw = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    array: Array = np.frombuffer(memoryview(raw), dtype=wire.numpy)
+    return array
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Values of a unit that are on their way.
+
+    Attributes:
+        at: (epoch, version) that they are of; of an undecided step, that before it.
+        work: what to wait for; None = nothing.
+        buffer: what they come into; None = `flat`, or memory that the source knows.
+        in_place: whether they come into `flat`, so that what was there is lost.
+        speculative: whether it was begun before its step was decided.
+        result: what `work` gives, where there is no work.
+        flat_bytes: memory that will count as that of `flat`.
+    """
+
+    at: Position
+    work: Pending | None = None
+    buffer: torch.Tensor | None = None
+    in_place: bool = False
+    speculative: bool = False
+    result: Any = None
+    flat_bytes: int = 0
+
+
+class ParameterSource(ABC):
+    """How the values of a unit come.
+
+    Args:
+        steps: whose version the values must have.
+
+    Attributes:
+        buffered: whether a gather takes memory beside `flat`.
+        speculates: whether values of an undecided step may come.
+    """
+
+    buffered = True
+    speculates = False
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def wanted(self, flat: FlatUnit) -> Position:
+        """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
+        return self._steps.epoch, self._steps.version if flat.trainable else self._steps.copied
+
+    def is_remote(self, at: Position) -> bool:
+        """Whether the values of `at` must be requested from others."""
+        return True
+
+    def gather_bytes(self, flat: FlatUnit) -> int:
+        """Memory that a gather takes before the unit is unsharded."""
+        return flat.wire_bytes
+
+    def torn(self, flat: FlatUnit) -> bool:
+        """Whether current values were changed since they were read: the job goes on without this worker."""
+        return False
+
+    @abstractmethod
+    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+        """Request the values of `at`."""
+
+    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> Transfer:
+        """Request what the step of `ticket` will make of the unit if it commits unclipped with `hyper`."""
+        raise NotImplementedError(f"{type(self).__name__} does not speculate")
+
+    @abstractmethod
+    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+        """Make what has come the values of `flat`; False = it has not come, and must be requested again."""
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Stop what is under way; its memory is not touched afterwards."""
+        if transfer.work is not None:
+            transfer.work.cancel()
+
+
+class _GatheringSource(ParameterSource):
+    """Whoever makes the steps gathers, into `flat` or into a buffer.
+
+    Args:
+        steps: gathers.
+        pool: buffers.
+        buffered: whether values come into a buffer: where `flat` is of another dtype or kind of memory than what is
+            gathered, or its old values are needed meanwhile.
+    """
+
+    def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool) -> None:
+        super().__init__(steps)
+        self._pool = pool
+        self.buffered = buffered
+
+    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+        buffer, out = self._target(flat)
+        return Transfer(at, self._steps.gather(flat.index, out), buffer, in_place=buffer is None)
+
+    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+        if transfer.buffer is not None:
+            flat.fill(transfer.buffer, non_blocking=False)
+            self._pool.give(transfer.buffer)
+        return True
+
+    def cancel(self, transfer: Transfer) -> None:
+        super().cancel(transfer)
+        if transfer.buffer is not None:
+            self._pool.give(transfer.buffer)
+
+    def _target(self, flat: FlatUnit) -> tuple[torch.Tensor | None, Array | torch.Tensor]:
+        """The buffer, if there is one, and what to gather into."""
+        if not self.buffered:
+            flat.allocate()
+            return None, self._output(flat.flat, flat.wire)
+        buffer = self._pool.take(flat.unit.numel, TORCH_DTYPES[flat.wire])
+        return buffer, self._output(buffer, flat.wire)
+
+    def _output(self, memory: torch.Tensor, wire: DType) -> Array | torch.Tensor:
+        return array_of(memory, wire) if self.buffered else _window(memory, wire)
+
+
+class RemoteSource(_GatheringSource):
+    """The shard servers send the values; those of an undecided step, too."""
+
+    speculates = True
+
+    def __init__(self, steps: ServerSteps, pool: BufferPool, *, buffered: bool) -> None:
+        super().__init__(steps, pool, buffered=buffered)
+        self._servers = steps
+
+    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> Transfer:
+        at = self.wanted(flat)
+        buffer, out = self._target(flat)
+        work = self._servers.gather_speculative(flat.index, out, ticket, hyper)
+        return Transfer(at, work, buffer, in_place=buffer is None, speculative=True)
+
+
+class NodeSource(_GatheringSource):
+    """The workers of the node send each other their shards; they pull those speculatively by themselves.
+
+    Args:
+        on_device: whether the node's groups are of device memory; the rest is `_GatheringSource`'s.
+    """
+
+    def __init__(self, steps: Steps, pool: BufferPool, *, buffered: bool, on_device: bool) -> None:
+        super().__init__(steps, pool, buffered=buffered)
+        self._on_device = on_device
+
+    def _output(self, memory: torch.Tensor, wire: DType) -> Array | torch.Tensor:
+        return memory if self._on_device else super()._output(memory, wire)
+
+
+class MappedSource(ParameterSource):
+    """The values are read where the unit's server has them, if it is on this host. One for each unit.
+
+    Args:
+        steps: maps.
+        otherwise: where the values come from for ever once they cannot be mapped.
+    """
+
+    buffered = False
+
+    def __init__(self, steps: ServerSteps, otherwise: RemoteSource) -> None:
+        super().__init__(steps)
+        self._servers = steps
+        self._otherwise = otherwise
+        self._mapped: Mapped | None = None  # what `flat` is
+        self._read_at: Position | None = None  # of the values that were unsharded last
+
+    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+        mapped = self._servers.mapped(flat.index)
+        work = self._servers.map(flat.index, flat.wire) if mapped is None else None
+        return Transfer(at, work, result=mapped, flat_bytes=flat.nbytes)
+
+    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+        if result is None:
+            flat.abandon()
+            flat.free_storage()
+            flat.use_memory(None)
+            flat.source = self._otherwise
+            return False
+        if result is not self._mapped:
+            self._mapped = result
+            flat.use_memory(result)
+        flat.allocate()
+        self._read_at = transfer.at
+        return True
+
+    def torn(self, flat: FlatUnit) -> bool:
+        if self._mapped is None or self._read_at is None or self._read_at != self.wanted(flat):
+            return False
+        return not self._mapped.is_at(self._read_at[1])
+
+
+class HostCopySource(ParameterSource):
+    """The values of a version are gathered into host memory once, and copied from there. One for each unit.
+
+    Args:
+        steps: gathers.
+        values: wire[unit_numel] in host memory.
+    """
+
+    def __init__(self, steps: Steps, values: torch.Tensor) -> None:
+        super().__init__(steps)
+        self._values = values
+        self._at: Position | None = None  # of `values`
+
+    def is_remote(self, at: Position) -> bool:
+        return self._at != at
+
+    def gather_bytes(self, flat: FlatUnit) -> int:
+        return flat.wire_bytes if self._at is None else 0
+
+    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+        if self._at == at:
+            return Transfer(at)
+        self._at = None
+        return Transfer(at, self._steps.gather(flat.index, array_of(self._values, flat.wire)))
+
+    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+        self._at = transfer.at
+        flat.fill(self._values, non_blocking=True)
+        return True

@@ -1,0 +1,62 @@
+"""The chunks of one slice: where each begins in the unit and in the slice's arrays. Pure."""
+
+from __future__ import annotations
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.plan import Slice
+
+
+class Chunks:
+    """A slice's range, cut into chunks.
+
+    Args:
+        s: the slice, from the plan.
+        chunk_numel: elements of a chunk; the last may have fewer.
+
+    Attributes:
+        unit: the slice's unit.
+        begin: its first element, counted from the unit's start.
+        end: one past its last element.
+        bounds: per chunk, its (begin, end) in the unit.
+        ranges: per chunk, its range in arrays of the slice.
+    """
+
+    def __init__(self, s: Slice, chunk_numel: int) -> None:
+        self.unit, self.begin, self.end, self.chunk_numel = s.unit, s.begin, s.end, chunk_numel
+        self.bounds = tuple(s.chunks(chunk_numel))
+        self.ranges = tuple(slice(begin - s.begin, end - s.begin) for begin, end in self.bounds)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.end - self.begin
+
+    def run(self, first: int, last: int) -> slice:
+        """The range of chunks [first, last) in arrays of the slice."""
+        return slice(self.ranges[first].start, self.ranges[last - 1].stop)
+
+    def index_of(self, offset: int) -> int:
+        """The number of the chunk that begins at `offset` of the unit.
+
+        Raises:
+            InvalidRequest: no chunk of this slice begins there.
+        """
+        index, rest = divmod(offset - self.begin, self.chunk_numel)
+        if rest or not 0 <= index < len(self.bounds):
+            raise InvalidRequest(
+                f"no chunk of unit {self.unit} begins at element {offset} here: this server owns elements {self.begin} "
+                f"to {self.end}, in chunks of {self.chunk_numel}"
+            )
+        return index
+
+    def range_of(self, begin: int, end: int) -> tuple[int, int]:
+        """The numbers (first, one past the last) of the chunks that are elements [begin, end) of the unit.
+
+        Raises:
+            InvalidRequest: the range is empty or does not begin and end where chunks do.
+        """
+        first = self.index_of(begin)
+        last = len(self.bounds) if end == self.end else self.index_of(end)
+        if last <= first:
+            raise InvalidRequest(f"elements {begin} to {end} of unit {self.unit} are an empty range")
+        return first, last

@@ -1,0 +1,249 @@
+"""The step attempts under way on a shard server, one of all replicas or one of each, and what is summed for them. Pure.
+
+Invariants:
+- Chunks are summed in replica order, whatever the order of arrival, so a step's result does not depend on timing.
+- A chunk of another step than the one under way is never summed: of a decided one it is a duplicate or an abort, of a
+  later one it waits.
+
+Note: [Asynchronous replicas]
+    Where replicas step asynchronously (`sharding.policy`), each has an attempt and an accumulator of its own, so that
+    all of them may push at the same time. An attempt is named by the replica's clock: how many of its steps were
+    decided in this generation. The coordinator decides them one by one; every decision has a step number and, if it
+    commits, a version, so the order of updates is one order, the same on all servers. A server that applies one step
+    while the next ones are decided takes them in that order (`shard.server.model_shell`, Note: [In order]).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from axon_ps.compress.compressor import Compressor
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.shard.core.slices import OwnedSlices
+from axon_ps.sharding.job import JobSpec
+from axon_ps.types import Array, Decision, DType
+
+
+class Push(enum.Enum):
+    """What became of a gradient chunk."""
+
+    SUMMED = "summed"
+    DUPLICATE = "duplicate"  # it was summed before; acknowledge and drop it
+    WAIT = "wait"  # a replica before it, the decision, or the unit's apply has to come first; ask again
+
+
+@dataclass
+class Attempt:
+    """One attempt.
+
+    Attributes:
+        step: what chunks must name: the step, or the replica's clock where replicas step asynchronously.
+        replicas: how many are summed.
+        missing: chunks that lack a replica's gradient.
+        last_committable: the last attempt here that ended with all gradients summed.
+    """
+
+    step: int = 0
+    replicas: int = 0
+    missing: int = 0
+    last_committable: int = -1
+
+
+class Gradients:
+    """The attempts of one model.
+
+    Args:
+        slices: of the model; their accumulators are used.
+        counters: where duplicates and waits are counted.
+
+    Attributes:
+        asynchronous: whether each replica's gradient is a step of its own.
+        dtype: the element type that gradients come in; U8 when they are compressed.
+        compressor: what they are compressed with; None when they are not.
+        num_replicas: of the generation.
+        attempts: by the index of their accumulator: 0 where replicas step together, else the replica's number.
+    """
+
+    def __init__(self, slices: OwnedSlices, counters: Counter[str]) -> None:
+        self.asynchronous = False
+        self.dtype = DType.F32
+        self.compressor: Compressor | None = None
+        self.num_replicas = 0
+        self.attempts = [Attempt()]
+        self._slices = slices
+        self._counters = counters
+        self._generation = 0
+
+    def configure(self, spec: JobSpec) -> None:
+        """Set what gradients are; `begin` must follow."""
+        self.asynchronous = spec.policy.asynchronous
+        self.dtype = spec.precision.grad
+        if spec.precision.grad_compression is not None:
+            self.dtype, self.compressor = DType.U8, spec.precision.grad_compression
+
+    def begin(self, generation: int, step: int, num_replicas: int) -> None:
+        """Empty all accumulators: the attempts of a generation begin.
+
+        Args:
+            generation: which.
+            step: the step that all replicas make together.
+            num_replicas: of the generation.
+        """
+        self._generation, self.num_replicas = generation, num_replicas
+        if self.asynchronous:
+            self.attempts = [Attempt(replicas=1) for _ in range(max(1, num_replicas))]
+        else:
+            last = self.attempts[0].last_committable
+            self.attempts = [Attempt(step=step, replicas=num_replicas, last_committable=last)]
+        for owned in self._slices.values():
+            owned.set_accumulators(len(self.attempts))
+        for accumulator, attempt in enumerate(self.attempts):
+            attempt.missing = self._count_missing(accumulator)
+
+    # ------------------------------------------------------------------ chunks
+
+    def push(self, step: int, unit: int, offset: int, replica: int, dtype: DType, grad: Array | None) -> Push:
+        """Add one replica's gradient chunk to the step's sum, if it is its turn.
+
+        Args:
+            step: the step attempt it belongs to.
+            unit: which unit.
+            offset: where the chunk begins in the unit.
+            replica: whose gradient.
+            dtype: of `grad`.
+            grad: wire[c], u8 when compressed; None when this replica has none for the unit.
+
+        Raises:
+            Misuse: the layout is not known, or the unit is frozen.
+            InvalidRequest: unit, offset, replica, dtype or length is wrong.
+            StepAborted: the step ended without a commit.
+        """
+        owned = self._slices.of(unit)
+        if not owned.trainable:
+            raise Misuse(f"unit {unit} is frozen; it takes no gradients")
+        if not 0 <= replica < self.num_replicas:
+            raise InvalidRequest(
+                f"there is no replica {replica}; generation {self._generation} has {self.num_replicas}"
+            )
+        if grad is not None and dtype is not self.dtype:
+            raise InvalidRequest(f"a gradient chunk travels as {dtype.value}; the job's is {self.dtype.value}")
+        index = owned.chunks.index_of(offset)
+        number, turn = self._place(replica)
+        attempt, accumulator = self.attempts[number], owned.accumulators[number]
+        if step != attempt.step:
+            return self._other_step(step, attempt)
+        summed = accumulator.summed[index]
+        if summed > turn:
+            self._counters["duplicates"] += 1
+            return Push.DUPLICATE
+        if not owned.accepts(number) or summed < turn:
+            self._counters["waits"] += 1
+            return Push.WAIT
+        last = turn == attempt.replicas - 1
+        accumulator.add(index, grad, last=last)
+        if last:
+            attempt.missing -= 1
+        return Push.SUMMED
+
+    def _place(self, replica: int) -> tuple[int, int]:
+        """(accumulator, turn): the index of what a replica's gradients are added to, and after how many others."""
+        return (replica, 0) if self.asynchronous else (0, replica)
+
+    def _other_step(self, step: int, attempt: Attempt) -> Push:
+        if step > attempt.step:  # the caller knows a decision that is still on its way to us
+            self._counters["waits"] += 1
+            return Push.WAIT
+        if step == attempt.last_committable:
+            self._counters["duplicates"] += 1
+            return Push.DUPLICATE
+        raise StepAborted(f"step {step} is over and did not commit; the current step is {attempt.step}")
+
+    def resume_offset(self, step: int, unit: int, begin: int, replica: int) -> int:
+        """From which element on a replica's chunks of this slice are missing; the slice's end when none is.
+
+        Args:
+            step: the step attempt.
+            unit: which unit.
+            begin: where the replica's stream began, in the unit.
+            replica: whose chunks.
+
+        Raises:
+            Misuse: the layout is not known.
+            InvalidRequest: nothing of that unit is here, or no chunk begins there.
+        """
+        owned = self._slices.of(unit)
+        first = owned.chunks.index_of(begin)
+        number, turn = self._place(replica)
+        if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
+            return begin  # `push` decides what becomes of its chunks
+        summed = owned.accumulators[number].summed
+        for (offset, _), replicas in zip(owned.chunks.bounds[first:], summed[first:], strict=True):
+            if replicas <= turn:
+                return offset
+        return owned.chunks.end
+
+    # ------------------------------------------------------------------ attempts
+
+    def is_last(self, replica: int) -> bool:
+        """Whether a chunk of this replica's may be what a step was waiting for."""
+        return self.asynchronous or replica == self.num_replicas - 1
+
+    def complete(self) -> Iterator[tuple[int, int]]:
+        """Every attempt that has all its gradients, as (replica, step); replica is 0 where all step together."""
+        for number, attempt in enumerate(self.attempts):
+            if not attempt.missing:
+                yield number, attempt.step
+
+    def ready(self, replica: int = 0) -> float | None:
+        """The sum of squares of all summed gradients here, once every chunk has every replica; None before.
+
+        A server without trainable slices has nothing to wait for and is never asked: None.
+
+        Args:
+            replica: whose attempt, where replicas step asynchronously.
+        """
+        number, _ = self._place(replica)
+        if self.attempts[number].missing or self.num_replicas == 0:
+            return None
+        trainable = [s for s in self._slices.values() if s.trainable]
+        if not trainable or not all(s.accepts(number) for s in trainable):
+            return None
+        squares = [x for s in trainable for x in s.accumulators[number].squares]
+        return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+
+    def decided(self, decision: Decision) -> tuple[int, bool]:
+        """The accumulator that a decision is on, and whether it names the attempt under way there."""
+        number, step = _name(decision)
+        return number, step == self.attempts[number].step
+
+    def end(self, decision: Decision, *, summed: bool = True) -> None:
+        """An attempt is decided: its accumulator is for the next one.
+
+        Args:
+            decision: which attempt.
+            summed: whether every gradient was there.
+        """
+        number, step = _name(decision)
+        attempt = self.attempts[number]
+        if summed:
+            attempt.last_committable = attempt.step
+        attempt.step = step + 1
+        attempt.missing = self._count_missing(number)
+
+    def drop(self, decision: Decision, *, summed: bool) -> None:
+        """An attempt is skipped or aborted; as `end` otherwise."""
+        for owned in self._slices.values():
+            owned.restart(_name(decision)[0])
+        self.end(decision, summed=summed)
+
+    def _count_missing(self, number: int) -> int:
+        return sum(s.accumulators[number].missing for s in self._slices.values())
+
+
+def _name(decision: Decision) -> tuple[int, int]:
+    """(accumulator, step): where the attempt that a decision is on was summed, and what it is called."""
+    return (0, decision.step) if decision.turn is None else (decision.turn.replica, decision.turn.clock)

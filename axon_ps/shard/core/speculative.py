@@ -1,0 +1,68 @@
+"""What an undecided step will make of a slice, should it commit as expected. Pure.
+
+Note: [Speculative update]
+    A worker may ask for the result of a step before the step is decided, naming the hyperparameters it expects. Each
+    chunk that has every replica's gradient is then updated in a copy and encoded. Once all chunks are there the frames
+    of the current version are dropped, so that there is still one wire copy (they are encoded again if anybody asks;
+    compressed ones are small and stay). If the step commits as expected, the prepared frames become the new ones; if
+    not, they are discarded.
+"""
+
+from __future__ import annotations
+
+from axon_ps.host.leases import ReadLeases
+from axon_ps.shard.core.chunks import Chunks
+from axon_ps.shard.core.master import Master, Update
+from axon_ps.shard.core.wire_copy import WireCopy
+from axon_ps.types import Array
+
+
+class SpeculativeUpdate:
+    """The prepared frames of a slice.
+
+    Args:
+        chunks: of the slice.
+        master: its values and moments, which stay as they are.
+        wire: its wire copy.
+
+    Attributes:
+        frames: per chunk, its frame if the undecided step commits as expected; b"" where not made, empty when none is.
+        leases: on `frames`; they stay valid when those become the frames of the wire copy.
+    """
+
+    def __init__(self, chunks: Chunks, master: Master, wire: WireCopy) -> None:
+        self.frames: list[bytes] = []
+        self.leases = ReadLeases()
+        self._chunks = chunks
+        self._master = master
+        self._wire = wire
+
+    def has(self, index: int) -> bool:
+        """Whether chunk `index` is prepared."""
+        return bool(self.frames) and bool(self.frames[index])
+
+    def prepare(self, index: int, grads: Array, update: Update, version: int, scratch: Array) -> bytes:
+        """The frame of chunk `index` as the update would make it; made once. Every replica must have been added to it.
+
+        Args:
+            index: which chunk.
+            grads: f32[slice_numel], the summed gradient.
+            update: the one that is expected.
+            version: the version it would lead to.
+            scratch: from `WireCopy.scratch`.
+        """
+        if not self.has(index):
+            self.frames = self.frames or [b""] * len(self._chunks.bounds)
+            elements, wire = self._chunks.ranges[index], self._wire
+            as_cast = scratch[: elements.stop - elements.start] if wire.is_cast else None
+            values = self._master.update(elements, grads, update, as_cast, in_place=False)
+            residual = None if wire.residual is None else wire.residual[elements].copy()
+            self.frames[index] = wire.encode(index, version, values, scratch, residual, as_cast)
+            if all(self.frames) and not wire.compressed and wire.frames:
+                wire.drop_frames()
+        return self.frames[index]
+
+    def discard(self) -> None:
+        """The step ends otherwise, or its gradient is gone."""
+        self.leases.revoke()
+        self.frames = []

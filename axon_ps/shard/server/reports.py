@@ -1,0 +1,57 @@
+"""What the shell of a model needs of the server that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from axon_ps.coordinator.core.events import SnapshotFile
+from axon_ps.errors import AxonError
+
+
+class Reports(Protocol):
+    """What a shard server reports to the coordinator; `coordinator.client.session.CoordinatorClient` is one.
+
+    Attributes:
+        rank: our number among the shard servers.
+        num_shards: shard servers of the job.
+    """
+
+    rank: int
+    num_shards: int
+
+    def ready(
+        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
+    ) -> None:
+        """Every slice has every replica's gradients, or those of `replica` where replicas step asynchronously."""
+
+    def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
+        """Every slice of a model has its values."""
+
+    def snapshot_report(self, id: int, files: tuple[SnapshotFile, ...] = (), error: AxonError | None = None) -> None:
+        """Our files of a checkpoint are written, or why not."""
+
+    def restore_report(self, epoch: int, error: AxonError, *, model: int = 0) -> None:
+        """We could not restore a model."""
+
+
+class Server(Protocol):
+    """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
+
+    Attributes:
+        reports: the way to the coordinator.
+    """
+
+    reports: Reports | None
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something; if it raises, the server ends."""
+
+    async def in_files_thread(self, work: Callable[[], Any]) -> Any:
+        """Do something slow in the thread for that, after what was given to it before."""
+
+    def fail(self, error: BaseException) -> None:
+        """This server cannot go on."""
+
+    def wake(self) -> None:
+        """Something about a model changed that callers wait for."""

@@ -1,0 +1,115 @@
+"""Where the values of a model come from: first values, and those that replace others, epoch by epoch.
+
+Performs the coordinator's orders to restore a model, from a checkpoint or from what a worker uploads, and stores
+uploads. Decides nothing: `shard.core.parameters` does. One event loop; files are read in the files' thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder
+from axon_ps.errors import AxonError
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.server import snapshot
+from axon_ps.shard.server.reports import Server
+from axon_ps.shard.server.waiters import Waiters
+from axon_ps.types import Array
+
+_logger = logging.getLogger(__name__)
+
+
+class Restores:
+    """The epochs of one model's values.
+
+    Args:
+        number: of the model.
+        engine: has the values.
+        server: whose it is.
+        waiters: woken when there are other values.
+        idle: set while nothing is applied to the model and nobody copies from it.
+
+    Attributes:
+        epoch: the newest that is known.
+        served: epoch of the values that there are.
+    """
+
+    def __init__(self, number: int, engine: ShardEngine, server: Server, waiters: Waiters, idle: asyncio.Event) -> None:
+        self.epoch = 0
+        self.served = 0
+        self._ordered = 0  # epoch of the newest order, and of the newest that has room for a worker's values
+        self._withdrawn = 0
+        self._number = number
+        self._engine = engine
+        self._server = server
+        self._waiters = waiters
+        self._idle = idle
+
+    def begin(self, order: RestoreOrder) -> None:
+        """Take the coordinator's order."""
+        uploaded = order.uri == UPLOADED
+        self._engine.parameters.begin_restore(uploaded=uploaded)
+        self._ordered = order.epoch
+        self._server.start(self._make_room(order) if uploaded else self._load(order))
+
+    async def _load(self, order: RestoreOrder) -> None:
+        """Replace the values by those of a checkpoint."""
+        engine, reports = self._engine, self._server.reports
+        assert reports is not None
+        await self._idle.wait()
+        try:
+            prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section)
+            restore = await self._server.in_files_thread(prepare)
+            engine.parameters.withdraw()
+            await self._server.in_files_thread(lambda: snapshot.load(engine, restore))
+        except AxonError as error:
+            _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
+            engine.parameters.cancel_restore()
+            self.served = order.epoch  # what is left, if anything is, is all that this epoch has
+            reports.restore_report(order.epoch, error, model=self._number)
+        else:
+            engine.restored(order.version, restore.optimizer)
+            self.epoch, self.served = max(self.epoch, order.epoch), order.epoch
+            reports.initialized(version=order.version, epoch=order.epoch, model=self._number)
+        self._waiters.wake_all()
+
+    async def _make_room(self, order: RestoreOrder) -> None:
+        """Withdraw the values: a worker is about to upload others."""
+        await self._idle.wait()
+        self._engine.parameters.withdraw()
+        self._withdrawn = order.epoch
+        self._waiters.wake_all()
+        if self._engine.parameters.initialized:  # nothing is owned here
+            self._replaced()
+
+    def _replaced(self) -> None:
+        self._engine.parameters.restored()
+        self.served = self._withdrawn
+        self._report_initialized()
+        self._waiters.wake_all()
+
+    def _report_initialized(self) -> None:
+        reports = self._server.reports
+        assert reports is not None
+        reports.initialized(version=self._engine.version, epoch=self.epoch, model=self._number)
+
+    def waits_for(self, epoch: int) -> bool:
+        """Whether first values of an epoch came before the order to make room for them, or before there is room."""
+        return self._withdrawn < epoch and self._ordered <= epoch
+
+    def upload(self, epoch: int, unit: int, offset: int, values: Array) -> bool:
+        """Store first values of a chunk, unless a restore was ordered since; True once this server has all of them."""
+        parameters = self._engine.parameters
+        if epoch < self._ordered:
+            return parameters.initialized
+        before, replacing = parameters.initialized, parameters.replacing
+        complete = parameters.upload(unit, offset, values, self._engine.version)
+        if complete and replacing:
+            self._replaced()
+        elif complete and not before:
+            self._report_initialized()
+        if complete or parameters.available(unit, 0):
+            self._waiters.wake_unit(unit)
+        return complete

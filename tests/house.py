@@ -1,0 +1,291 @@
+"""Measures of the package: sizes, circles of imports, names used twice, private words. `make house` prints them.
+
+    python tests/house.py                the measures
+    python tests/house.py --sample 7     25 docstrings and comments, drawn with the seed 7, to be read by a newcomer
+
+`test_house.py` holds those that must not rot. Generated code (`wire/v1`) is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import random
+import re
+import subprocess
+import sys
+import textwrap
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAX_FILES = 18
+"""Python files in one folder."""
+
+MAX_CLASS = 540
+"""Lines of a class, without docstrings, comments and empty lines."""
+
+MAX_MODULE = 600
+"""Lines of a module, likewise."""
+
+SMALL_MODULE = 100
+"""A module below this that one other module imports is counted."""
+
+SAMPLE = 25
+"""How many docstrings and comments are drawn."""
+
+WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        seat seats meeting meetings opening openings letter letters post posted mail word words say says said
+        hear hears heard tell tells told share shares piece pieces part parts portion portions flow flows relay
+        passage passages pace reach introduce introduction lend lends lent lender loan loans borrow borrower
+        gate gates cell cells parity lane lanes alone ahead foresee foreseen foresight assume assumed adopt
+        adopted owed owes hold holds passed keep keeps kept whole freed hidden shown ledger
+        """,
+    )
+)
+"""Words that were ours alone, for which docs/glossary.md has those of the field."""
+
+NOT_OURS = {
+    "flow_control": "the field's",
+    "_FlowControl": "the field's",
+    "__post_init__": "Python's",
+    "_PUNCH_HOLE_KEEP_SIZE": "Linux's",
+    "hidden_size": "the word of models",
+    "keep_vars": "torch's",
+    "share_memory": "torch's",
+    "keep_graph": "torch's",
+    "passed": "pytest's, of tests",
+}
+"""Names that have such a word, and whose they are."""
+
+_TOKENS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One module of the package: its dotted name, its path under the root, its text."""
+
+    name: str
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed source."""
+        return ast.parse(self.text)
+
+    @cached_property
+    def code(self) -> frozenset[int]:
+        """Numbers of the lines that are neither empty nor a comment nor part of a docstring."""
+        documented = set()
+        for node in ast.walk(self.tree):
+            first = node.body[0] if isinstance(node, _DOCUMENTED) and node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        lines = enumerate(self.text.splitlines(), 1)
+        return frozenset(
+            n for n, line in lines if n not in documented and line.strip() and not line.lstrip().startswith("#")
+        )
+
+    @property
+    def classes(self) -> Iterator[ast.ClassDef]:
+        """All classes."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def identifiers(self) -> Iterator[tuple[str, int]]:
+        """Names that the module makes, and where: of functions, classes, arguments, variables and attributes."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield node.name, node.lineno
+            elif isinstance(node, ast.arg):
+                yield node.arg, node.lineno
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id, node.lineno
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr, node.lineno
+
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def modules(root: Path = ROOT) -> dict[str, Module]:
+    """The package's modules by dotted name."""
+    found = {}
+    for path in sorted((root / "axon_ps").rglob("*.py")):
+        where = path.relative_to(root)
+        if where.parts[1:3] != ("wire", "v1"):
+            name = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
+            found[name] = Module(name=name, path=where.as_posix(), text=path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(all_modules: Mapping[str, Module], *, lazy: bool = True) -> dict[str, set[str]]:
+    """What each module imports of the package. With `lazy`, also inside functions and for type checkers."""
+    found: dict[str, set[str]] = {name: set() for name in all_modules}
+    for name, module in all_modules.items():
+        for node in ast.walk(module.tree) if lazy else module.tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("axon_ps"):
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found[name].add(inner if inner in all_modules else node.module)
+            elif isinstance(node, ast.Import):
+                found[name].update(alias.name for alias in node.names if alias.name in all_modules)
+        found[name] &= set(all_modules) - {name}
+    return found
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or not: the strongly connected components (Tarjan) of more than one."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = lowest[name] = len(index)
+        stack.append(name)
+        for other in edges[name]:
+            if other not in index:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], index[other])
+        if lowest[name] == index[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in edges:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def folder_sizes(all_modules: Mapping[str, Module]) -> Counter[str]:
+    """How many modules lie in each folder, without its `__init__`."""
+    return Counter(m.path.rpartition("/")[0] for m in all_modules.values() if not m.path.endswith("/__init__.py"))
+
+
+def class_sizes(all_modules: Mapping[str, Module]) -> dict[str, tuple[int, int]]:
+    """Per class, as module.Class, its lines of code and all its lines; the largest first."""
+    sizes = {}
+    for name, module in all_modules.items():
+        for node in module.classes:
+            span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            sizes[f"{name}.{node.name}"] = len(module.code & set(span)), len(span)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1][0]))
+
+
+def module_sizes(all_modules: Mapping[str, Module]) -> Counter[str]:
+    """Lines of code of each module."""
+    return Counter({name: len(module.code) for name, module in all_modules.items()})
+
+
+def private_words(all_modules: Mapping[str, Module]) -> list[str]:
+    """Names made of `WORDS`, and where each is first made."""
+    found: dict[tuple[str, str], int] = {}
+    for module in all_modules.values():
+        for name, line in module.identifiers():
+            if name not in NOT_OURS and WORDS & {token.lower() for token in _TOKENS.findall(name)}:
+                found.setdefault((module.path, name), line)
+    return [f"{path}:{line} {name}" for (path, name), line in sorted(found.items())]
+
+
+def double_classes(all_modules: Mapping[str, Module]) -> list[str]:
+    """Public names that two classes of different rooms have."""
+    rooms = defaultdict(set)
+    for name, module in all_modules.items():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms[node.name].add(name.split(".")[1])
+    return sorted(name for name, where in rooms.items() if len(where) > 1)
+
+
+def double_files(all_modules: Mapping[str, Module]) -> list[str]:
+    """File names that two rooms have, but for those that name a role."""
+    rooms = defaultdict(set)
+    for module in all_modules.values():
+        room, _, file = module.path.removeprefix("axon_ps/").partition("/")
+        rooms[file.rpartition("/")[2]].add(room)
+    return sorted(file for file, where in rooms.items() if len(where) > 1 and file != "__init__.py")
+
+
+def lonely_modules(all_modules: Mapping[str, Module]) -> list[str]:
+    """Small modules that one module of another folder imports, and nobody else."""
+    users = defaultdict(set)
+    for name, used in imports(all_modules).items():
+        for other in used:
+            users[other].add(name)
+    return sorted(
+        name
+        for name, module in all_modules.items()
+        if len(users[name]) == 1
+        and len(module.text.splitlines()) < SMALL_MODULE
+        and not module.path.endswith("__init__.py")
+        and all_modules[next(iter(users[name]))].path.rpartition("/")[0] != module.path.rpartition("/")[0]
+    )
+
+
+def texts(all_modules: Mapping[str, Module]) -> list[tuple[str, str]]:
+    """Docstrings and blocks of comments, and where each is."""
+    found = []
+    for module in all_modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)) is not None:
+                found.append((f"{module.path}:{node.body[0].lineno}", text))
+        tokens = tokenize.generate_tokens(io.StringIO(module.text).readline)
+        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT and t.string[:4] != "# --"}
+        for line in sorted(comments.keys() - {n + 1 for n in comments}):
+            block = [comments[line]]
+            while (after := line + len(block)) in comments:
+                block.append(comments[after])
+            found.append((f"{module.path}:{line}", "\n".join(block)))
+    return sorted(found)
+
+
+def sample(seed: int) -> None:
+    """Print some docstrings and comments."""
+    for where, text in random.Random(seed).sample(texts(modules()), SAMPLE):
+        print(f"{where}\n{textwrap.indent(text, '    ')}\n")
+
+
+def main() -> None:
+    """Print the measures."""
+    if sys.argv[1:2] == ["--sample"]:
+        sample(int(sys.argv[2]))
+        return
+    all_modules = modules()
+    lines = sum(len(m.text.splitlines()) for m in all_modules.values())
+    code = sum(module_sizes(all_modules).values())
+    tracked = subprocess.run(["git", "ls-files", "axon_ps"], cwd=ROOT, capture_output=True, text=True, check=True)
+    print(f"{len(all_modules)} modules of {len(tracked.stdout.splitlines())} files: {lines} lines, {code} of them code")
+    print("largest folders:", ", ".join(f"{name} {n}" for name, n in folder_sizes(all_modules).most_common(5)))
+    print("circles:", circles(imports(all_modules)) or "none")
+    sizes = class_sizes(all_modules)
+    print("largest classes, code and all lines:")
+    for name, (size, span) in list(sizes.items())[:10]:
+        print(f"  {size:5d} {span:5d}  {name}")
+    print("largest modules, code:", ", ".join(f"{name} {n}" for name, n in module_sizes(all_modules).most_common(5)))
+    print("class names in several rooms:", ", ".join(double_classes(all_modules)) or "none")
+    print("file names in several rooms:", ", ".join(double_files(all_modules)) or "none")
+    lonely = lonely_modules(all_modules)
+    print(f"small modules with one user, in another folder: {len(lonely)}", *lonely, sep="\n  ")
+    words = private_words(all_modules)
+    print(f"private words: {len(words)}", *words, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
