@@ -20,6 +20,7 @@ from axon_ps.errors import AxonError, Closed
 from axon_ps.optim import create
 from axon_ps.storage.state_store import Record, open_store
 from axon_ps.testing import LocalCluster
+from axon_ps.testing.conformance import run_in_threads
 from axon_ps.types import DType
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -59,14 +60,14 @@ def test_an_optimizer_and_a_compressor_take_two_files_each() -> None:
     assert section("A compressor") == ["sign.py", "train_sign.py"]
 
 
-def run_script(path: str, world_size: int) -> None:
+def run_script(path: str) -> None:
     runpy.run_path(path)
 
 
 @pytest.mark.parametrize(("plugin", "script"), [("adamax", "train_adamax.py"), ("sign", "train_sign.py")])
 def test_a_real_cluster_trains_with_it(directory: Path, plugin: str, script: str) -> None:
     with LocalCluster(shards=2, world_size=2, plugins=[plugin]) as cluster:
-        cluster.run_workers(run_script, args=(str(directory / script), 2))
+        cluster.run_workers(run_script, args=(str(directory / script),))
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 0.3])
@@ -125,6 +126,17 @@ def test_the_state_store_survives_and_a_failed_batch_leaves_nothing(tmp_path: Pa
     path.write_text("{")
     with pytest.raises(AxonError, match="cannot be read"):
         open_store("json", str(path))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_backend_does_all_that_backends_do(n: int) -> None:
+    backend = importlib.import_module("store_backend").StoreBackend
+    assert [failure for report in run_in_threads(n, backend) for failure in report.failures] == []
+
+
+def test_the_backend_serves_groups_of_a_real_job(directory: Path) -> None:
+    with LocalCluster(shards=1, world_size=2) as cluster:
+        cluster.run_workers(run_script, args=(str(directory / "use_store_backend.py"),))
 
 
 def test_a_world_in_this_process_has_what_this_process_has_imported(adamax: ModuleType) -> None:
