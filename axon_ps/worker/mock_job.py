@@ -156,7 +156,7 @@ class ThreadWorker(Worker):
             backend=MockBackend.name,
             direct_memory=False,
         )
-        self._on_freed = fork.finalize(self, job.lost)
+        self._on_collected = fork.finalize(self, job.lost)
 
     def make_shards(self) -> ShardGroup:
         """See `Worker.make_shards`."""
@@ -171,7 +171,7 @@ class ThreadWorker(Worker):
 
     def close(self) -> None:
         """See `Worker.close`."""
-        if self._on_freed.detach() is not None:
+        if self._on_collected.detach() is not None:
             self._job.leave()
 
 

@@ -32,7 +32,7 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
         try:
             return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
         except InvalidRequest as error:
-            raise InvalidRequest(f"hook {name!r} cannot be made; use all_reduce, or a compressor: {error}") from error
+            raise InvalidRequest(f"no hook {name!r}; use all_reduce, or a compressor: {error}") from error
     if options:
         raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")
     if name == "int8":

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from axon_ps.collectives.backends.base import Backend, GroupContext
+from axon_ps.collectives.backends.request import Request
 from axon_ps.collectives.flight_recorder import Recorder
 from axon_ps.collectives.store import MemoryStore
 from axon_ps.errors import Closed, MemberLost
-from axon_ps.reduction.call import Call
-from axon_ps.types import Array, Member, Membership, Role
+from axon_ps.reduction.call import Operation
+from axon_ps.types import Member, Membership, Role
 from axon_ps.worker.groups import Groups
 
 
@@ -27,9 +28,12 @@ class FakeBackend:
         self.aborted: list[Exception] = []
         self.closed = 0
 
-    def all_gather(self, call: Call, out: Array, data: Array, timeout_s: float) -> None:
-        """Everybody says what this one does: enough to agree on a sub-group."""
-        out[:] = np.tile(data, len(call.counts))
+    def run(self, request: Request, timeout_s: float) -> None:
+        """In an all-gather every rank gives what this one gives: enough to agree on a sub-group."""
+        assert request.call.operation is Operation.ALL_GATHER
+        assert request.output is not None
+        assert request.data is not None
+        request.output[:] = np.tile(request.data, len(request.call.counts))
 
     def abort(self, error: Exception) -> None:
         self.aborted.append(error)
