@@ -737,7 +737,7 @@ def test_streams_are_pooled(monkeypatch: pytest.MonkeyPatch) -> None:
                 await j.gather(0, unit)
             for epoch in (1, 0):
                 for shell in j.shells:
-                    shell.model().restores.served = epoch
+                    shell.model().values.served = epoch
                 if epoch == 1:
                     with pytest.raises(StepAborted):
                         await j.gather(0, 0)

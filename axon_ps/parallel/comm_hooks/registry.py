@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from axon_ps.compress.registry import compressor
+from axon_ps.compress.registry import compressor, names
 from axon_ps.errors import InvalidRequest
 from axon_ps.parallel.comm_hooks.compressed import CompressedHook
 from axon_ps.parallel.comm_hooks.hooks import AllReduceHook, CastHook, CommunicationHook, FunctionHook
@@ -32,6 +32,8 @@ def comm_hook(name: str, *, error_feedback: bool | None = None, **options: Any) 
         try:
             return CompressedHook(compressor(name, **options), error_feedback=error_feedback is not False)
         except InvalidRequest as error:
+            if name in names():
+                raise
             raise InvalidRequest(f"no hook {name!r}; use all_reduce, or a compressor: {error}") from error
     if options:
         raise InvalidRequest(f"hook {name!r} takes no {', '.join(options)}")

@@ -3,9 +3,7 @@
 `ShardGroup` talks to all owners of a unit at once and copies payloads between messages and the caller's arrays, once.
 Everything here runs on one event loop; every method must be called on its thread.
 
-What is retried here and what is not: a gather or an upload does no harm when repeated, so after a broken connection or
-a change of the generation it is retried until the deadline. A push belongs to one generation: after a broken connection
-it is resumed where the server replies, a change of the generation is the caller's to handle (the step is lost).
+What is retried and what is not: see `shard.client.retries`.
 
     shape legend: unit_numel = elements of the unit, n = end - begin, wire[...] = an array in a wire dtype
 """
@@ -16,19 +14,20 @@ import asyncio
 import copy
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.compress.feedback import Feedback
-from axon_ps.errors import Broken, Closed, GenerationChanged, InvalidRequest, Timeout, Unreachable
+from axon_ps.errors import InvalidRequest, Timeout, Unreachable
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
+from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
 from axon_ps.shard.same_host.access import SameHostServers
 from axon_ps.shard.same_host.shared_buffers import shared_buffer
@@ -40,10 +39,8 @@ from axon_ps.wire.v1 import memory_pb2, shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_Call = Callable[[Stub, Slice, Transfer], Awaitable[T]]
 
 _GATHERS, _PUSHES = 0, 1  # connections
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class ShardGroup:
@@ -68,7 +65,7 @@ class ShardGroup:
         self._spec: JobSpec | None = None
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
-        self._retries = 0
+        self._retries = Retries(self._peers, self._same_host)
 
     def for_another_model(self) -> ShardGroup:
         """The same servers for another model, over the same connections and streams; only the first is to be closed."""
@@ -91,23 +88,34 @@ class ShardGroup:
         self._spec = spec
         self._peers.wake()
 
-    async def _owners(self, unit: int, deadline: Deadline) -> tuple[JobSpec, Sequence[Slice]]:
-        """The model's spec and the slices of a unit, once layout and members are known.
+    async def _transfer(
+        self, unit: int, begin: int, end: int | None, array: Array | None, context: MakeContext, timeout_s: float | None
+    ) -> tuple[JobSpec, list[Slice], partial[Transfer]]:
+        """The model's spec, the slices that a range lies in, and its transfer, once layout and members are known.
 
         Raises:
-            InvalidRequest: there is no such unit.
+            InvalidRequest: there is no such unit or range, or `array` does not fit.
             Timeout: something did not become known in time.
             Closed: the connections were closed.
         """
+        deadline = Deadline(timeout_s)
         while self._spec is None:
             if deadline.expired:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
             await self._peers.wait(deadline.remaining())
-        num_servers = await self._peers.num_servers(deadline)
-        units = len(self._spec.layout.units)
-        if not 0 <= unit < units:
-            raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
-        return self._spec, self._spec.plan(num_servers).slices[unit]
+        spec, num_servers = self._spec, await self._peers.num_servers(deadline)
+        begin, end = _range(spec, unit, begin, end, array)
+        transfer = partial(
+            Transfer,
+            begin=begin,
+            end=end,
+            array=array,
+            chunk_numel=spec.options.chunk_numel,
+            context=context,
+            deadline=deadline,
+            same_host=self._same_host,
+        )
+        return spec, [s for s in spec.plan(num_servers).slices[unit] if s.begin < end and s.end > begin], transfer
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
@@ -165,34 +173,23 @@ class ShardGroup:
 
         After an error: `out` holds anything; nothing changed on the servers.
         """
-        deadline = Deadline(timeout_s)
-        spec, slices = await self._owners(unit, deadline)
-        begin, end = _range(spec, unit, begin, end, out)
+        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s)
         if out.dtype not in transfers.DTYPE_OF:
             raise InvalidRequest(f"out has element type {out.dtype}; needed is float32, uint16 (for bf16) or float16")
         how = spec.precision.param_compression if compressed else None
         while True:
-            transfer = Transfer(
-                begin=begin,
-                end=end,
-                array=out,
+            t = transfer(
                 dtype=DType.F32 if how is not None else transfers.DTYPE_OF[out.dtype],
-                chunk_numel=spec.options.chunk_numel,
-                context=context,
-                deadline=deadline,
                 min_version=min_version,
                 epoch=epoch,
                 one_version=not spec.policy.asynchronous,
                 compressor=how,
-                same_host=self._same_host,
             )
-            versions = await _together(
-                [self._with_retries(self._transfers.pull, _GATHERS, s, transfer) for s in slices if transfer.touches(s)]
-            )
+            versions = await _together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
-            self._retries += 1
+            self._retries.count += 1
 
     async def map(
         self,
@@ -224,31 +221,18 @@ class ShardGroup:
             Timeout: its owner did not answer, or was not there, or did not reach the version in time.
             StepAborted: the job was restored meanwhile: an owner holds values of a later epoch.
         """
-        deadline = Deadline(timeout_s)
-        spec, slices = await self._owners(unit, deadline)
+        spec, slices, transfer = await self._transfer(unit, 0, None, None, context, timeout_s)
         precision = spec.precision
         if len(slices) > 1 or spec.policy.asynchronous or precision.param_compression or dtype is not precision.param:
             return None
-        begin, end = _range(spec, unit, 0, None, None)
-        transfer = Transfer(
-            begin=begin,
-            end=end,
-            array=None,
-            dtype=dtype,
-            chunk_numel=spec.options.chunk_numel,
-            context=context,
-            deadline=deadline,
-            min_version=min_version,
-            epoch=epoch,
-            same_host=self._same_host,
-        )
-        mapping = await self._with_retries(self._transfers.locate, _GATHERS, slices[0], transfer)
+        t = transfer(dtype=dtype, min_version=min_version, epoch=epoch)
+        mapping = await self._retries.call(self._transfers.locate, _GATHERS, slices[0], t)
         if mapping is None:
             return None
         known = self._mapped.get(unit)
         if known is None or known[0] != mapping:
             try:
-                known = self._mapped[unit] = mapping, MappedCopy(mapping, end, dtype)
+                known = self._mapped[unit] = mapping, MappedCopy(mapping, t.end, dtype)
             except Unreachable as error:
                 _logger.info("unit %d is gathered and not mapped: %s", unit, error)
                 return None
@@ -296,33 +280,19 @@ class ShardGroup:
 
         After an error: `out` holds anything; nothing changed on the servers.
         """
-        deadline = Deadline(timeout_s)
-        spec, slices = await self._owners(unit, deadline)
-        begin, end = _range(spec, unit, begin, end, out)
-        transfer = Transfer(
-            begin=begin,
-            end=end,
-            array=out,
-            dtype=spec.precision.param,
-            chunk_numel=spec.options.chunk_numel,
-            context=context,
-            deadline=deadline,
-            step=step,
-            expected=hyper,
-            compressor=spec.precision.param_compression,
-            same_host=self._same_host,
-        )
-        wanted = (spec.precision.param.numpy,) if transfer.compressor is None else tuple(transfers.DTYPE_OF)
+        spec, slices, transfer = await self._transfer(unit, begin, end, out, context, timeout_s)
+        how = spec.precision.param_compression
+        t = transfer(dtype=spec.precision.param, step=step, expected=hyper, compressor=how)
+        wanted = (spec.precision.param.numpy,) if how is None else tuple(transfers.DTYPE_OF)
         if out.dtype not in wanted:
             raise InvalidRequest(
                 f"out has element type {out.dtype}; this job's parameters are {spec.precision.param.value}"
             )
 
         async def pull(s: Slice) -> int:
-            stub = await self._peers.stub(s.server, _GATHERS, deadline)
-            return await self._transfers.pull(stub, s, transfer)
+            return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, t)
 
-        return max(await _together([pull(s) for s in slices if transfer.touches(s)]))
+        return max(await _together([pull(s) for s in slices]))
 
     async def reduce_scatter(
         self,
@@ -358,29 +328,17 @@ class ShardGroup:
         After an error: the servers may have some or all of it. Pushing the same gradient again in the same step and
         generation is harmless; pushing another one is not noticed.
         """
-        deadline = Deadline(timeout_s)
-        spec, slices = await self._owners(unit, deadline)
-        begin, end = _range(spec, unit, begin, end, grad)
+        spec, slices, transfer = await self._transfer(unit, begin, end, grad, context, timeout_s)
         if grad is not None and grad.dtype != spec.precision.grad.numpy:
             raise InvalidRequest(
                 f"the gradient of unit {unit} is {grad.dtype}; gradients travel as {spec.precision.grad.value} here"
             )
         how = spec.precision.grad_compression
-        transfer = Transfer(
-            begin=begin,
-            end=end,
-            array=grad,
-            dtype=spec.precision.grad,
-            chunk_numel=spec.options.chunk_numel,
-            context=context,
-            deadline=deadline,
-            step=step,
-            replica=replica,
-            compressor=how,
-            same_host=self._same_host,
-            residuals=None if how is None or grad is None else self._feedback.open(unit, begin, end, step),
-        )
-        await _together([self._push_resuming(s, transfer) for s in slices if transfer.touches(s)])
+        t = transfer(dtype=spec.precision.grad, step=step, replica=replica, compressor=how)
+        if how is not None and grad is not None:
+            t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
+        push = self._transfers.push
+        await _together([self._retries.call(push, _PUSHES, s, t, repeatable=False) for s in slices])
 
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
@@ -401,22 +359,11 @@ class ShardGroup:
 
         After an error: some owners may have some or all of it; uploading again is harmless.
         """
-        deadline = Deadline(timeout_s)
-        spec, slices = await self._owners(unit, deadline)
-        begin, end = _range(spec, unit, 0, None, values)
+        _, slices, transfer = await self._transfer(unit, 0, None, values, context, timeout_s)
         if values.dtype != np.float32:
             raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")
-        transfer = Transfer(
-            begin=begin,
-            end=end,
-            array=values,
-            dtype=DType.F32,
-            chunk_numel=spec.options.chunk_numel,
-            context=context,
-            deadline=deadline,
-            epoch=epoch,
-        )
-        await _together([self._with_retries(self._transfers.store, _PUSHES, s, transfer) for s in slices])
+        t = transfer(dtype=DType.F32, epoch=epoch)
+        await _together([self._retries.call(self._transfers.store, _PUSHES, s, t) for s in slices])
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
         """The counters of one shard server, as its `statistics()` returns them.
@@ -434,7 +381,7 @@ class ShardGroup:
         """What was done, payload bytes and chunks in each direction, retries, and memory of residuals."""
         counters = {
             **self._transfers.counters,
-            "retries": self._retries,
+            "retries": self._retries.count,
             "residual_bytes": self._feedback.nbytes,
         }
         return {name: float(value) for name, value in sorted(counters.items())}
@@ -444,57 +391,12 @@ class ShardGroup:
         self._same_host.close()
         await self._peers.close()
 
-    async def _with_retries(self, do: _Call[T], connection: int, s: Slice, transfer: Transfer) -> T:
-        """A call that may be repeated from its start, until it succeeds or the deadline passes."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            stub = await self._peers.stub(s.server, connection, transfer.deadline)
-            try:
-                return await do(stub, s, transfer)
-            except (Broken, GenerationChanged, Closed) as error:
-                transfer = await self._before_retry(pause_s, s, transfer, error)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _push_resuming(self, s: Slice, transfer: Transfer) -> None:
-        """A push, resumed when the connection breaks, until the deadline passes."""
-        pause_s = _FIRST_PAUSE_S
-        resume = False
-        while True:
-            stub = await self._peers.stub(s.server, _PUSHES, transfer.deadline)
-            try:
-                return await self._transfers.push(stub, s, transfer, resume=resume)
-            except (Broken, Closed) as error:
-                transfer = await self._before_retry(pause_s, s, transfer, error)
-            resume = True
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _before_retry(self, pause_s: float, s: Slice, transfer: Transfer, error: BaseException) -> Transfer:
-        """Before another attempt: wait a moment, or until the membership changes.
-
-        A call is `Closed` when the server has a new address, and its old connection was closed meanwhile. A call that
-        failed for another reason than a new generation may have failed because one side cannot read the other's memory
-        any more.
-
-        Returns:
-            What to attempt: through the socket only, if reading memory may be what failed.
-
-        Raises:
-            Closed: `close` was called.
-            Timeout: there is no time left for another attempt.
-        """
-        if transfer.deadline.remaining() <= pause_s:
-            what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"
-            raise Timeout(what) from error
-        self._retries += 1
-        await self._peers.wait(pause_s)
-        if isinstance(error, GenerationChanged):
-            return transfer
-        self._same_host.forget(s.server)
-        return dataclasses.replace(transfer, socket_only=True)
-
 
 def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array | None) -> tuple[int, int]:
-    """The range asked for, once it lies in the unit and `array` has its length."""
+    """The range asked for, once it lies in a unit and `array` has its length."""
+    units = len(spec.layout.units)
+    if not 0 <= unit < units:
+        raise InvalidRequest(f"there is no unit {unit}; the layout has {units}")
     numel = spec.layout.units[unit].numel
     end = numel if end is None else end
     if not 0 <= begin < end <= numel:

@@ -85,6 +85,7 @@ class Transfer:
             into any wire dtype.
         same_host: knows which servers' memory we can read, and which can read ours; None = nobody's.
         socket_only: whether payloads go through the socket although memory could be read: after a failure.
+        resume: gradients: whether the server may have some of it already.
         residuals: gradients, compressed: f32[end - begin] of the steps before, and where to store that of this step.
     """
 
@@ -104,15 +105,12 @@ class Transfer:
     compressor: Compressor | None = None
     same_host: SameHostServers | None = None
     socket_only: bool = False
+    resume: bool = False
     residuals: tuple[Array, Array] | None = None
 
     async def access(self, s: Slice, stub: Stub) -> Access:
         """What can be done with the memory of the server that owns a slice."""
         return Access() if self.same_host is None else await self.same_host.access(s.server, stub, self.context)
-
-    def touches(self, s: Slice) -> bool:
-        """Whether the range overlaps a slice."""
-        return s.begin < self.end and s.end > self.begin
 
     def payload(self, begin: int, end: int) -> Array:
         """Elements [begin, end) as they are sent. The same every time, so that a stream may be resumed."""
@@ -225,8 +223,8 @@ class Transfers:
             header, _ = await _chunk(stream)
         return header.mapping if header.HasField("mapping") else None
 
-    async def push(self, stub: Stub, s: Slice, t: Transfer, *, resume: bool) -> None:
-        """Send the part of the range that lies in `s`; with `resume` only what the server lacks.
+    async def push(self, stub: Stub, s: Slice, t: Transfer) -> None:
+        """Send the part of the range that lies in `s`; to `resume`, only what the server lacks.
 
         Raises:
             GenerationChanged: the step is lost.
@@ -255,7 +253,7 @@ class Transfers:
                     header.numel = end - begin
                     await stream.write(encode_chunk(header, None))
                 else:
-                    if resume:
+                    if t.resume:
                         await stream.write(encode_chunk(header, None))
                         begin = int((await _reply(stream)).missing)
                     await self._send(stream, header, begin, end, t, leases)

@@ -27,7 +27,7 @@ import numpy as np
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.gradients import Gradients
 from axon_ps.shard.core.master import Update
-from axon_ps.shard.core.parameters import Parameters
+from axon_ps.shard.core.parameters import ServedParameters
 from axon_ps.shard.core.slices import OwnedSlices
 from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
@@ -60,7 +60,7 @@ class ShardEngine:
         self.precision = WirePrecision()
         self.slices = OwnedSlices()
         self.counters: Counter[str] = Counter()
-        self.parameters = Parameters(self.slices, self.counters)
+        self.parameters = ServedParameters(self.slices, self.counters)
         self.gradients = Gradients(self.slices, self.counters)
         self._last_committed: Decision | None = None
         # hyperparameters that this step is expected to have, and the update that they make

@@ -13,7 +13,7 @@ from axon_ps.shard.core.slices import OwnedSlices
 from axon_ps.types import Array, DType
 
 
-class Parameters:
+class ServedParameters:
     """The values in all slices of a model.
 
     Args:

@@ -28,8 +28,8 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
+from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import Server
-from axon_ps.shard.server.restores import Restores
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
@@ -64,7 +64,7 @@ class ModelShell:
 
     Attributes:
         engine: the state.
-        restores: where its values come from.
+        values: where its values come from.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
@@ -75,7 +75,7 @@ class ModelShell:
         self.name = ""
         self.engine = ShardEngine()
         self._server = server
-        self.membership: Membership | None = None
+        self._membership: Membership | None = None
         self.members: dict[str, Member] = {}
         self._waiters = Waiters()
         self.pins = VersionPins()
@@ -85,7 +85,7 @@ class ModelShell:
         self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
         self._idle = asyncio.Event()
         self._idle.set()
-        self.restores = Restores(number, self.engine, server, self._waiters, self._idle)
+        self.values = ModelValues(number, self.engine, server, self._waiters, self._idle)
         self._pushing: set[asyncio.Task[Any]] = set()
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
         self._events: deque[Event | Copying | Callable[[], None]] = deque()
@@ -157,14 +157,14 @@ class ModelShell:
             elif isinstance(event, Copying):
                 self._on_copying(event)
             elif isinstance(event, RestoreOrder):
-                self.restores.begin(event)
+                self.values.begin(event)
         except AxonError as error:
             self._server.fail(error)
 
     def _on_membership(self, membership: Membership) -> None:
         spec = self.engine.spec
         numbered = membership if spec is None else membership.numbered(spec.replica_is_node)
-        self.membership = membership
+        self._membership = membership
         self.members = {m.incarnation: m for m in numbered.workers}
         if membership.generation > self.engine.generation:
             step, version = membership.progress(self.number)
@@ -178,13 +178,13 @@ class ModelShell:
         reports = self._server.reports
         assert reports is not None
         self.name = job.name or self.name
-        self.restores.epoch = max(self.restores.epoch, job.epoch)
+        self.values.epoch = max(self.values.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
             self.engine.configure(job.spec, reports.rank, reports.num_shards)
             self._renumber(job.spec.replica_is_node)
             self._server.start(self._warm_up(partial(warm_up, job.spec)))
             # nothing is owned here, and no restore is on its way
-            if self.engine.parameters.initialized and self.restores.epoch == 0:
+            if self.engine.parameters.initialized and self.values.epoch == 0:
                 reports.initialized(version=job.version, epoch=0, model=self.number)
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
@@ -193,8 +193,8 @@ class ModelShell:
 
     def _renumber(self, by_node: bool) -> None:
         """The layout defines what a replica is, which may differ from what the membership took it to be."""
-        if self.membership is not None and self.membership.by_node != by_node:
-            numbered = self.membership.numbered(by_node)
+        if self._membership is not None and self._membership.by_node != by_node:
+            numbered = self._membership.numbered(by_node)
             self.members = {m.incarnation: m for m in numbered.workers}
             self.engine.set_replicas(numbered.num_replicas)
 
@@ -300,7 +300,7 @@ class ModelShell:
         Raises:
             GenerationChanged: while it waited.
         """
-        while self.restores.waits_for(epoch):
+        while self.values.waits_for(epoch):
             await self._waiters.wait()
             self.check_generation(generation)
 
@@ -370,11 +370,11 @@ class ModelShell:
             StepAborted: the parameters are of a later epoch.
         """
         while True:
-            if epoch < self.restores.served:
+            if epoch < self.values.served:
                 raise StepAborted(
-                    f"the model was restored: the parameters are of epoch {self.restores.served}, no longer {epoch}"
+                    f"the model was restored: the parameters are of epoch {self.values.served}, no longer {epoch}"
                 )
-            if epoch == self.restores.served and self.engine.parameters.available(unit, min_version):
+            if epoch == self.values.served and self.engine.parameters.available(unit, min_version):
                 return
             await self._waiters.wait(unit)
             self.check_generation(generation)

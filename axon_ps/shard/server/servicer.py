@@ -192,7 +192,7 @@ class ShardServicer:
                 header, payload = _chunk(message)
             _check_chunk(header, unit, position)
             _count(engine, "in", len(message))
-            complete = shell.restores.upload(epoch, unit, position, _first_values(header, payload))
+            complete = shell.values.upload(epoch, unit, position, _first_values(header, payload))
             position += header.numel
             message = None
         return shard_pb2.UploadReply(complete=complete)

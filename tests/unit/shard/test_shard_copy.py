@@ -187,7 +187,7 @@ class Job:
             self.shell.on_event(state)
             for unit, whole in enumerate(values):
                 for begin, end in self.slices(number)[unit].chunks.bounds:
-                    self.shell.model(number).restores.upload(0, unit, begin, whole[begin:end])
+                    self.shell.model(number).values.upload(0, unit, begin, whole[begin:end])
         self.steps = {0: 1, 1: 1}
 
     def slices(self, number: int) -> Any:

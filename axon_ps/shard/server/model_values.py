@@ -21,7 +21,7 @@ from axon_ps.types import Array
 _logger = logging.getLogger(__name__)
 
 
-class Restores:
+class ModelValues:
     """The epochs of one model's values.
 
     Args:
