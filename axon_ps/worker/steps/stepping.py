@@ -12,7 +12,6 @@ Note: [Origin]
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from axon_ps.sharding.policy import Policy
@@ -23,8 +22,8 @@ _MAX_DECISIONS = 16
 """After a reconnect several decisions come at once; a vote cast before it waits for one of the first."""
 
 
-class Stepping(ABC):
-    """Which step is next, of which version it is, and which decision is on it.
+class SynchronousSteps:
+    """Every step takes the gradients of all replicas.
 
     Attributes:
         wait_s: seconds that we have waited for `may_proceed`.
@@ -32,39 +31,47 @@ class Stepping(ABC):
 
     wait_s = 0.0
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._generation = 0
+        self._step = 0
+        self._decisions: dict[int, Decision] = {}
+
     def begin(self, generation: int, step: int, replica: int) -> None:
         """A generation begins, with this step; we are `replica` in it, or -1."""
+        self._generation, self._step = generation, step
 
-    @abstractmethod
     def decided(self, decision: Decision) -> None:
         """Apply a decision."""
+        if decision.turn is None:
+            self._decisions[decision.step] = decision
+        for old in [s for s in self._decisions if s <= decision.step - _MAX_DECISIONS]:
+            del self._decisions[old]
+        if decision.generation == self._generation:  # of an earlier one, the membership has it already
+            self._step = decision.step + 1
 
-    @abstractmethod
     def acknowledges(self, decision: Decision) -> bool:
         """Whether a decision shows, as it arrives, that all current workers have made the program's last step."""
+        return decision.turn is None and decision.outcome is Outcome.COMMIT
 
-    @abstractmethod
     def version(self, latest: int) -> int:
-        """The version that the current step is computed from.
+        """The version that the current step is computed from; `latest` is the newest that this worker knows of."""
+        return latest
 
-        Args:
-            latest: the newest version that this worker knows of.
-        """
-
-    @abstractmethod
     def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
         """The ticket of the current step."""
+        return Ticket(
+            generation=membership.generation, step=self._step, replica=replica, num_replicas=membership.num_replicas
+        )
 
-    @abstractmethod
     def decision_on(self, ticket: Ticket) -> Decision | None:
         """The decision on the step of a ticket, if it has come."""
+        decision = self._decisions.get(ticket.step)
+        return decision if decision is not None and decision.generation == ticket.generation else None
 
     def voter(self, ticket: Ticket) -> int | None:
         """The replica whose step a vote is for; None = that of all."""
         return None
 
-    @abstractmethod
     def end_step(self) -> None:
         """The current step is over, or the parameters were replaced."""
 
@@ -81,50 +88,6 @@ class Stepping(ABC):
         return {}
 
 
-class SynchronousSteps(Stepping):
-    """Every step takes the gradients of all replicas."""
-
-    def __init__(self) -> None:
-        self._generation = 0
-        self._step = 0
-        self._decisions: dict[int, Decision] = {}
-
-    def begin(self, generation: int, step: int, replica: int) -> None:
-        """See `Stepping.begin`."""
-        self._generation, self._step = generation, step
-
-    def decided(self, decision: Decision) -> None:
-        """See `Stepping.decided`."""
-        if decision.turn is None:
-            self._decisions[decision.step] = decision
-        for old in [s for s in self._decisions if s <= decision.step - _MAX_DECISIONS]:
-            del self._decisions[old]
-        if decision.generation == self._generation:  # of an earlier one, the membership has it already
-            self._step = decision.step + 1
-
-    def acknowledges(self, decision: Decision) -> bool:
-        """See `Stepping.acknowledges`: a commit has everybody's vote."""
-        return decision.turn is None and decision.outcome is Outcome.COMMIT
-
-    def version(self, latest: int) -> int:
-        """The newest: nothing commits without this worker's vote."""
-        return latest
-
-    def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
-        """See `Stepping.ticket`."""
-        return Ticket(
-            generation=membership.generation, step=self._step, replica=replica, num_replicas=membership.num_replicas
-        )
-
-    def decision_on(self, ticket: Ticket) -> Decision | None:
-        """See `Stepping.decision_on`."""
-        decision = self._decisions.get(ticket.step)
-        return decision if decision is not None and decision.generation == ticket.generation else None
-
-    def end_step(self) -> None:
-        """See `Stepping.end_step`; the next begins by the decision."""
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The parameters that a step is computed from; see Note: [Origin]."""
@@ -133,8 +96,8 @@ class Origin:
     version: int
 
 
-class AsynchronousSteps(Stepping):
-    """Each replica's gradient is a step of its own.
+class AsynchronousSteps:
+    """Each replica's gradient is a step of its own; see `SynchronousSteps` for what the methods mean.
 
     `clock` and `slowest` start again at 0 with every generation.
 
@@ -145,25 +108,27 @@ class AsynchronousSteps(Stepping):
         policy: as given.
         clock: our decided steps in this generation.
         slowest: the lowest clock of all replicas, by the newest decision.
+        wait_s: seconds that we have waited for `may_proceed`.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.clock = 0
         self.slowest = 0
+        self.wait_s = 0.0
         self._generation = 0
         self._replica = -1
         self._origin: Origin | None = None
         self._decision: Decision | None = None  # the newest on a step of ours
 
     def begin(self, generation: int, step: int, replica: int) -> None:
-        """See `Stepping.begin`."""
+        """Clocks begin at 0."""
         if generation != self._generation:
             self._generation, self._replica = generation, replica
             self.clock = self.slowest = 0
 
     def decided(self, decision: Decision) -> None:
-        """See `Stepping.decided`: on one replica's step."""
+        """Apply a decision on one replica's step."""
         turn = decision.turn
         if turn is None or decision.generation != self._generation:
             return
@@ -173,7 +138,7 @@ class AsynchronousSteps(Stepping):
             self._decision = decision
 
     def acknowledges(self, decision: Decision) -> bool:
-        """See `Stepping.acknowledges`: others need not have made a step."""
+        """Never: others need not have made a step."""
         return False
 
     def origin(self, latest: int) -> Origin:
@@ -187,40 +152,43 @@ class AsynchronousSteps(Stepping):
         return self.origin(latest).version
 
     def ticket(self, latest: int, membership: Membership, replica: int) -> Ticket:
-        """See `Stepping.ticket`."""
+        """The ticket of our own step."""
         return Ticket(generation=self.origin(latest).generation, step=self.clock, replica=replica, num_replicas=1)
 
     def decision_on(self, ticket: Ticket) -> Decision | None:
-        """See `Stepping.decision_on`."""
+        """The decision on our own step."""
         decision = self._decision
         if decision is None or decision.turn is None or decision.turn.clock != ticket.step:
             return None
         return decision if decision.generation == ticket.generation else None
 
     def voter(self, ticket: Ticket) -> int | None:
-        """See `Stepping.voter`: our own."""
+        """Our own replica."""
         return ticket.replica
 
     def end_step(self) -> None:
-        """See `Stepping.end_step`: the next step has another origin."""
+        """The next step has another origin."""
         self._origin = None
 
     def may_proceed(self, generation: int) -> bool:
-        """See `Stepping.may_proceed`: the policy bounds how far the slowest may be behind."""
+        """Whether the slowest replica is not further behind than the policy allows, or `generation` is over."""
         most = self.policy.most_behind
         return most is None or generation != self._generation or self.clock - self.slowest <= most
 
     def why_waiting(self) -> str:
-        """See `Stepping.why_waiting`."""
+        """The clocks."""
         return (
             f"this worker is at clock {self.clock} and the slowest at {self.slowest}, which is more than {self.policy} "
             "allows; its step is decided, the next may not begin"
         )
 
     def statistics(self) -> dict[str, float]:
-        """See `Stepping.statistics`."""
+        """The clocks, and the seconds waited."""
         return {
             "clock": float(self.clock),
             "slowest_clock": float(self.slowest),
             "staleness_wait_s": self.wait_s,
         }
+
+
+Stepping = SynchronousSteps | AsynchronousSteps
