@@ -41,7 +41,7 @@ from axon_ps.collectives.work import Awaited, LoopWork, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.hybrid.node_groups import NodeGroups
-from axon_ps.parallel.fsdp.hybrid.shards import NodeShards, Shard
+from axon_ps.parallel.fsdp.hybrid.shards import NodeShards, UnitShard
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.parallel.work import QueuedWork
@@ -318,7 +318,7 @@ class NodeSteps:
 
         return self._in_order(run, f"pushing unit {unit} of the node", lambda: done() if done is not None else None)
 
-    def _reduced(self, shard: Shard, full: Flat) -> Flat:
+    def _reduced(self, shard: UnitShard, full: Flat) -> Flat:
         """This worker's shard of the node's sum, a view of `full`."""
         mine = dataclasses.replace(full, array=full.array[shard.begin : shard.end], shape=(shard.end - shard.begin,))
         self._groups.data.reduce_scatter(full, out=mine, counts=shard.counts)

@@ -26,7 +26,7 @@ from axon_ps.types import DType, Hyper
 from axon_ps.worker.step_client import StepClient, Ticket
 
 
-class Shard:
+class UnitShard:
     """This worker's shard of a unit: wire[end - begin], and of which version it is."""
 
     def __init__(self, bounds: tuple[int, ...], rank: int, dtype: torch.dtype, *, pinned: bool) -> None:
@@ -81,10 +81,10 @@ class NodeShards:
         self._staging = staging
         self._meter = meter
         self._rank = -1
-        self._shards: list[Shard] = []
+        self._shards: list[UnitShard] = []
         self._lock = threading.RLock()
 
-    def __getitem__(self, unit: int) -> Shard:
+    def __getitem__(self, unit: int) -> UnitShard:
         return self._shards[unit]
 
     def make(self, rank: int) -> None:
@@ -95,7 +95,7 @@ class NodeShards:
         if self._rank != rank:
             self._meter.add(-self.nbytes)
             self._rank, dtype, pinned = rank, TORCH_DTYPES[self._wire], self._device is not None
-            self._shards = [Shard(bounds, rank, dtype, pinned=pinned) for bounds in self._bounds]
+            self._shards = [UnitShard(bounds, rank, dtype, pinned=pinned) for bounds in self._bounds]
             self._meter.add(self.nbytes)
 
     @property
@@ -159,7 +159,7 @@ class NodeShards:
             if shard.work is work:
                 shard.work = None
 
-    def values(self, shard: Shard) -> torch.Tensor:
+    def values(self, shard: UnitShard) -> torch.Tensor:
         """The values of a shard in the memory of the node's collectives."""
         if self._device is None:
             return shard.values
@@ -183,7 +183,7 @@ class NodeShards:
             out = array_of(shard.values, self._wire)
             shard.work = self._steps.gather(unit, out, begin=shard.begin, end=shard.end)
 
-    def _free_on_device(self, shard: Shard) -> None:
+    def _free_on_device(self, shard: UnitShard) -> None:
         with self._lock:
             if shard.uploaded is not None:
                 self._meter.add(-shard.uploaded.nbytes)
