@@ -17,6 +17,10 @@ def package() -> dict[str, house.Module]:
     return house.modules()
 
 
+def test_no_module_imports_itself_in_a_circle(package: Mapping[str, house.Module]) -> None:
+    assert house.circles(house.imports(package)) == []
+
+
 def test_a_circle_is_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
     assert house.circles(edges) == [["b", "c"]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -35,12 +35,12 @@ from axon_ps.types import DType
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import world_of
 
-WrappedUnits = tuple[wrap.WrappedUnit, ...]
-Init = Callable[[nn.Module], None] | None
+WrappedUnits: TypeAlias = tuple[wrap.WrappedUnit, ...]
+Init: TypeAlias = Callable[[nn.Module], None] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Wrapping:
     """How a model is wrapped.
 
     Attributes:
@@ -84,14 +84,16 @@ class Plan:
         return cuda.memory().is_device(self.device)
 
 
-def broadcast_values(plan: Plan, module: nn.Module, wrapped_units: WrappedUnits, init: Init) -> list[torch.Tensor]:
+def broadcast_values(
+    wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, init: Init
+) -> list[torch.Tensor]:
     """The first worker's values of every unit, f32, once all are found to have the same layout (NO_SHARD).
 
     Raises:
         LayoutMismatch: a worker wraps another model.
     """
-    group = plan.group
-    digest = torch.frombuffer(bytearray.fromhex(plan.spec.layout.digest), dtype=torch.uint8)
+    group = wrapping.group
+    digest = torch.frombuffer(bytearray.fromhex(wrapping.spec.layout.digest), dtype=torch.uint8)
     everybody = group.all_gather(digest).view(group.world_size, -1)
     for rank, theirs in zip(group.ranks, everybody, strict=True):
         if not torch.equal(theirs, everybody[0]):
@@ -107,93 +109,93 @@ def broadcast_values(plan: Plan, module: nn.Module, wrapped_units: WrappedUnits,
 
 
 def replicated_runtime(
-    plan: Plan, module: nn.Module, wrapped_units: WrappedUnits, values: list[torch.Tensor]
+    wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, values: list[torch.Tensor]
 ) -> ReplicatedRuntime:
     """The runtime of NO_SHARD, with these first values, f32 by unit."""
-    master_device = plan.device if plan.offload is CPUOffload.NONE else torch.device("cpu")
+    master_device = wrapping.device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
 
     def make(index: int, wrapped: wrap.WrappedUnit) -> FlatUnit:
-        options = _unit_options(plan, wrapped.unit)
+        options = _unit_options(wrapping, wrapped.unit)
         flat = ReplicatedUnit(index, wrapped.unit, wrapped.params, master_device=master_device, **options)
         flat.master.copy_(values[index])
         return flat
 
     units = _module_units(module, wrapped_units, make)
     return ReplicatedRuntime(
-        plan.group, units, grad_wire=plan.spec.precision.grad, meter=plan.meter, counters=plan.counters
+        wrapping.group, units, grad_wire=wrapping.spec.precision.grad, meter=wrapping.meter, counters=wrapping.counters
     )
 
 
 def server_runtime(
-    plan: Plan, module: nn.Module, wrapped_units: WrappedUnits, client: StepClient, wrapper: nn.Module
+    wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, client: StepClient, wrapper: nn.Module
 ) -> ServerRuntime:
     """The runtime of the strategies that use the shard servers; what it starts ends with `wrapper`."""
     node = None
-    if plan.strategy is ShardingStrategy.HYBRID_SHARD:
-        node = _node_steps(plan, client)
+    if wrapping.strategy is ShardingStrategy.HYBRID_SHARD:
+        node = _node_steps(wrapping, client)
         fork.finalize(wrapper, node.close)
-    has_host_copies = plan.offload.offloads_params and node is None
-    resident = plan.strategy is ShardingStrategy.SHARD_GRAD_OP and not has_host_copies
+    has_host_copies = wrapping.offload.offloads_params and node is None
+    resident = wrapping.strategy is ShardingStrategy.SHARD_GRAD_OP and not has_host_copies
     in_node = None if node is None else node.device
-    wires = [(w.unit, plan.wire_of(plan.compute_of(w.unit))) for w in wrapped_units]
+    wires = [(w.unit, wrapping.wire_of(wrapping.compute_of(w.unit))) for w in wrapped_units]
     limit_bytes = BUFFERS * max(unit.numel * wire.itemsize for unit, wire in wires)
     limit_bytes += sum(unit.numel * wire.itemsize for unit, wire in wires if resident and unit.trainable)
-    pool = BufferPool(limit_bytes, plan.meter, pinned=plan.on_device, device=in_node)
+    pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
 
     def source_of(unit: Unit, dtype: torch.dtype, wire: DType) -> ParameterSource:
-        same_memory = not plan.on_device or in_node is not None
+        same_memory = not wrapping.on_device or in_node is not None
         buffered = resident or not same_memory or TORCH_DTYPES[wire] != dtype
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
         if has_host_copies:
-            copy = host_empty(unit.numel, TORCH_DTYPES[wire], pinned=plan.on_device)
-            plan.meter.add(copy.nbytes)
+            copy = host_empty(unit.numel, TORCH_DTYPES[wire], pinned=wrapping.on_device)
+            wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)
         remote = RemoteSource(client, pool, buffered=buffered)
         return remote if buffered else MappedSource(client, remote)
 
     def make(index: int, wrapped: wrap.WrappedUnit) -> FlatUnit:
-        options = _unit_options(plan, wrapped.unit)
+        options = _unit_options(wrapping, wrapped.unit)
         source = source_of(wrapped.unit, options["dtype"], options["wire"])
         return FlatUnit(index, wrapped.unit, wrapped.params, source, resident=resident, **options)
 
     options: dict[str, Any] = {
-        "grad_wire": plan.spec.precision.grad,
-        "meter": plan.meter,
-        "counters": plan.counters,
-        "pinned": plan.on_device,
-        "stage_grads": plan.offload.stages_grads,
-        "prefetch": plan.prefetch,
+        "grad_wire": wrapping.spec.precision.grad,
+        "meter": wrapping.meter,
+        "counters": wrapping.counters,
+        "pinned": wrapping.on_device,
+        "stage_grads": wrapping.offload.stages_grads,
+        "prefetch": wrapping.prefetch,
     }
     units = _module_units(module, wrapped_units, make)
     if node is not None:
         return NodeRuntime(node, client, units, pool, **options)
-    return ServerRuntime(client, units, pool, make=None if plan.on_device else client.gradients.buffer, **options)
+    return ServerRuntime(client, units, pool, make=None if wrapping.on_device else client.gradients.buffer, **options)
 
 
-def _node_steps(plan: Plan, client: StepClient) -> NodeSteps:
-    world = world_of(plan.group)
+def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
+    world = world_of(wrapping.group)
     return NodeSteps(
         client,
-        WorldNodeGroups(world, plan.node_size),
-        plan.spec,
-        plan.wire_of(plan.precision.compute(plan.built)),
+        WorldNodeGroups(world, wrapping.node_size),
+        wrapping.spec,
+        wrapping.wire_of(wrapping.precision.compute(wrapping.built)),
         world.num_shards,
-        device=plan.device if plan.on_device else None,
-        retain_on_device=not plan.offload.offloads_params,
-        meter=plan.meter,
+        device=wrapping.device if wrapping.on_device else None,
+        retain_on_device=not wrapping.offload.offloads_params,
+        meter=wrapping.meter,
     )
 
 
-def _unit_options(plan: Plan, unit: Unit) -> dict[str, Any]:
+def _unit_options(wrapping: Wrapping, unit: Unit) -> dict[str, Any]:
     """What all kinds of flat units take."""
-    dtype = plan.compute_of(unit)
+    dtype = wrapping.compute_of(unit)
     return {
-        "device": plan.device,
+        "device": wrapping.device,
         "dtype": dtype,
-        "wire": plan.wire_of(dtype),
-        "meter": plan.meter,
-        "counters": plan.counters,
+        "wire": wrapping.wire_of(dtype),
+        "meter": wrapping.meter,
+        "counters": wrapping.counters,
     }
 
 

@@ -20,7 +20,7 @@ Note: [Mapped units]
 
 Note: [States of a unit]
     Two things are always known of a unit: whether `flat` has values, and whether others are on their way, be it of a
-    version that is decided or of a step that is not (`State`). `_TRANSITIONS` has every change there is:
+    version that is decided or of a step that is not (`UnitState`). `_TRANSITIONS` has every change there is:
 
     SHARDED                 nothing here
     GATHERING               nothing here, values on their way
@@ -29,8 +29,8 @@ Note: [States of a unit]
     UNSHARDED_GATHERING     it has, and newer ones come into a buffer beside it, or into memory that will be mapped
     UNSHARDED_SPECULATIVE   it has, and those of an undecided step come into a buffer beside it (SHARD_GRAD_OP)
 
-    What is under way is one `Transfer`. A unit for which values of another version are needed before a step is decided
-    discards those of the step, which cannot commit any more.
+    What is under way is one `PendingGather`. A unit of which another version is needed before a step is decided drops
+    what it has of the step, which cannot commit any more.
 
 A unit gathers *directly* into `flat` when the wire dtype is the compute dtype, the memory is of the same kind, and the
 old values are not needed meanwhile; else into a buffer that `unshard` copies (and casts) from. It comes in host
@@ -51,7 +51,7 @@ from torch import nn
 from axon_ps.errors import AxonError, InternalError, StepAborted
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
-from axon_ps.parallel.fsdp.sources import ParameterSource, Transfer
+from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Mapped, Position
 from axon_ps.sharding.layout import Unit
@@ -59,7 +59,7 @@ from axon_ps.types import DType, Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
 
-class State(enum.Enum):
+class UnitState(enum.Enum):
     """What `flat` has, and what is under way; see Note: [States of a unit]."""
 
     SHARDED = (False, False, False)
@@ -76,17 +76,17 @@ class State(enum.Enum):
 
 
 _TRANSITIONS = {
-    State.SHARDED: {State.GATHERING, State.SPECULATIVE},
-    State.GATHERING: {State.UNSHARDED, State.SHARDED},  # finished; abandoned
-    State.SPECULATIVE: {State.GATHERING, State.SHARDED},  # committed; discarded
-    State.UNSHARDED: {
-        State.SHARDED,  # resharded
-        State.GATHERING,  # over values that are no longer current
-        State.UNSHARDED_GATHERING,
-        State.UNSHARDED_SPECULATIVE,
+    UnitState.SHARDED: {UnitState.GATHERING, UnitState.SPECULATIVE},
+    UnitState.GATHERING: {UnitState.UNSHARDED, UnitState.SHARDED},  # finished; abandoned
+    UnitState.SPECULATIVE: {UnitState.GATHERING, UnitState.SHARDED},  # committed; discarded
+    UnitState.UNSHARDED: {
+        UnitState.SHARDED,  # resharded
+        UnitState.GATHERING,  # over values that are no longer current
+        UnitState.UNSHARDED_GATHERING,
+        UnitState.UNSHARDED_SPECULATIVE,
     },
-    State.UNSHARDED_GATHERING: {State.UNSHARDED},  # finished or abandoned
-    State.UNSHARDED_SPECULATIVE: {State.UNSHARDED_GATHERING, State.UNSHARDED},  # committed; discarded
+    UnitState.UNSHARDED_GATHERING: {UnitState.UNSHARDED},  # finished or abandoned
+    UnitState.UNSHARDED_SPECULATIVE: {UnitState.UNSHARDED_GATHERING, UnitState.UNSHARDED},  # committed; discarded
 }
 
 
@@ -137,9 +137,9 @@ class FlatUnit:
         self.resident = resident
         self._meter = meter
         self._counters = counters
-        self.state = State.SHARDED
+        self.state = UnitState.SHARDED
         self._values_at: Position | None = None  # (epoch, version) of the values in `flat`, while it has any
-        self._transfer: Transfer | None = None  # while something is under way
+        self._pending: PendingGather | None = None  # while something is under way
         self._classes = [states_of(type(p)) for p in self.params] if self.sharded else []
         self._readable: bool | None = None
         self._nan = torch.empty((), dtype=dtype, device=device)
@@ -172,9 +172,9 @@ class FlatUnit:
     def reshardable_bytes(self) -> int:
         """Memory that resharding frees: of `flat` (0 when resident), and of a gather that is under way."""
         in_use = self.nbytes if self._allocated and not self.resident else 0
-        if self.state.gathering and self._transfer is not None:
-            buffer = self._transfer.buffer
-            return max(in_use, self._transfer.flat_bytes) + (0 if buffer is None else buffer.nbytes)
+        if self.state.gathering and self._pending is not None:
+            buffer = self._pending.buffer
+            return max(in_use, self._pending.flat_bytes) + (0 if buffer is None else buffer.nbytes)
         return in_use
 
     # ------------------------------------------------------------------ values
@@ -192,7 +192,7 @@ class FlatUnit:
     def _is_missing(self, wanted: Position) -> bool:
         if self._values_at == wanted:
             return False
-        return not self.state.gathering or self._transfer is None or self._transfer.at != wanted
+        return not self.state.gathering or self._pending is None or self._pending.at != wanted
 
     @property
     def may_speculate(self) -> bool:
@@ -200,8 +200,8 @@ class FlatUnit:
         if not self.source.speculates:
             return False
         if self.resident:
-            return self.state in (State.SHARDED, State.UNSHARDED)
-        return self.state is State.SHARDED and not (self._allocated or self.source.buffered)
+            return self.state in (UnitState.SHARDED, UnitState.UNSHARDED)
+        return self.state is UnitState.SHARDED and not (self._allocated or self.source.buffered)
 
     def start_gather(self, *, again: bool = False) -> None:
         """Begin to gather, unless current values are here or being gathered; `again` is not counted."""
@@ -211,21 +211,21 @@ class FlatUnit:
         self.abandon()
         if not again:
             self._count(remote=self.source.is_remote(wanted))
-        transfer = self.source.start(self, wanted)
-        beside = self.state.has_values and not transfer.in_place
-        self._enter(State.UNSHARDED_GATHERING if beside else State.GATHERING, transfer)
+        pending = self.source.start(self, wanted)
+        beside = self.state.has_values and not pending.in_place
+        self._enter(UnitState.UNSHARDED_GATHERING if beside else UnitState.GATHERING, pending)
 
     def start_speculative(self, ticket: Ticket, hyper: Sequence[Hyper]) -> None:
         """Begin to gather the expected result of this step: into `flat` if it is free, else into a buffer beside it."""
         self._count(remote=True)
-        transfer = self.source.start_speculative(self, ticket, hyper)
-        self._enter(State.UNSHARDED_SPECULATIVE if self.state.has_values else State.SPECULATIVE, transfer)
+        pending = self.source.start_speculative(self, ticket, hyper)
+        self._enter(UnitState.UNSHARDED_SPECULATIVE if self.state.has_values else UnitState.SPECULATIVE, pending)
 
     def commit_speculative(self) -> None:
         """The step committed as expected: the speculative gather becomes the ordinary one."""
-        if self.state.speculative and (transfer := self._transfer) is not None:
-            transfer.at = self.source.wanted(self)
-            self._enter(State.UNSHARDED_GATHERING if self.state.has_values else State.GATHERING, transfer)
+        if self.state.speculative and (pending := self._pending) is not None:
+            pending.at = self.source.wanted(self)
+            self._enter(UnitState.UNSHARDED_GATHERING if self.state.has_values else UnitState.GATHERING, pending)
 
     def discard_speculative(self) -> None:
         """The step was not decided as expected: cancel the speculative gather and free its memory."""
@@ -234,24 +234,24 @@ class FlatUnit:
 
     def abandon(self) -> None:
         """Stop what is under way; its memory is not touched afterwards."""
-        if (transfer := self._transfer) is not None:
-            self.source.cancel(transfer)
-            self._enter(State.UNSHARDED if self.state.has_values else State.SHARDED)
-            if transfer.in_place:
+        if (pending := self._pending) is not None:
+            self.source.cancel(pending)
+            self._enter(UnitState.UNSHARDED if self.state.has_values else UnitState.SHARDED)
+            if pending.in_place:
                 self.free_storage()
 
     def unshard(self) -> None:
         """Block until the parameters have current values."""
         while not self.is_current:
             self.start_gather(again=True)
-            if (transfer := self._transfer) is None or not self.state.gathering:
+            if (pending := self._pending) is None or not self.state.gathering:
                 continue
             try:
-                result = transfer.result if transfer.work is None else transfer.work.wait()
+                result = pending.result if pending.work is None else pending.work.wait()
             except AxonError as error:
                 # restored to an older version meanwhile: gather that; it was speculative: gather in the ordinary way
-                again = transfer.speculative or (
-                    isinstance(error, StepAborted) and transfer.at != self.source.wanted(self)
+                again = pending.speculative or (
+                    isinstance(error, StepAborted) and pending.at != self.source.wanted(self)
                 )
                 self.abandon()
                 if not again:
@@ -261,10 +261,10 @@ class FlatUnit:
             except BaseException:
                 self.abandon()
                 raise
-            if self.source.finish(self, transfer, result):
+            if self.source.finish(self, pending, result):
                 self._set_data(self._views)
-                self._values_at = transfer.at
-                self._enter(State.UNSHARDED)
+                self._values_at = pending.at
+                self._enter(UnitState.UNSHARDED)
         self._set_readable(True)
 
     def reshard(self) -> None:
@@ -275,11 +275,11 @@ class FlatUnit:
             self.free_storage()
         self._set_readable(False)
 
-    def _enter(self, state: State, transfer: Transfer | None = None) -> None:
+    def _enter(self, state: UnitState, pending: PendingGather | None = None) -> None:
         """Be in another state; the only place that changes it."""
         if state not in _TRANSITIONS[self.state]:
             raise InternalError(f"unit {self.unit.name!r} cannot go from {self.state.name} to {state.name}")
-        self.state, self._transfer = state, transfer
+        self.state, self._pending = state, pending
         if not state.has_values:
             self._values_at = None
 
@@ -317,8 +317,8 @@ class FlatUnit:
 
     def free_storage(self) -> None:
         """Free the memory, resident or not; nothing is under way."""
-        if self.state is State.UNSHARDED:
-            self._enter(State.SHARDED)
+        if self.state is UnitState.UNSHARDED:
+            self._enter(UnitState.SHARDED)
         if self._allocated:
             self._allocated = False
             self._free_flat()

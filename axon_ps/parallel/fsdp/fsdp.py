@@ -121,7 +121,7 @@ class FullyShardedDataParallel(ShardedValues):
         wrapped_units = wrap.partition(module, is_unit, tuple(ignored_parameters))
         self._built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
         self._spec = self._make_spec(module, wrapped_units, plan_options)
-        plan = build.Plan(
+        wrapping = build.Wrapping(
             group=group,
             strategy=sharding_strategy,
             offload=cpu_offload,
@@ -134,30 +134,32 @@ class FullyShardedDataParallel(ShardedValues):
         )
         if self._replicated:
             self._name = name or ""
-            self._make(plan, module, wrapped_units, param_init_fn)
+            self._make(wrapping, module, wrapped_units, param_init_fn)
             return
         with world_of(group).models.names.claiming(name, self._spec.described) as self._name:
-            self._make(plan, module, wrapped_units, param_init_fn)
+            self._make(wrapping, module, wrapped_units, param_init_fn)
 
     # ------------------------------------------------------------------ wrapping
 
-    def _make(self, plan: build.Plan, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
+    def _make(
+        self, wrapping: build.Wrapping, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init
+    ) -> None:
         """Register the model or join its broadcast, and wrap the user's module."""
         values: list[torch.Tensor] = []
         if self._replicated:
-            values = build.broadcast_values(plan, module, wrapped_units, init)
+            values = build.broadcast_values(wrapping, module, wrapped_units, init)
         else:
             self._register(module, wrapped_units, init)
-        materialize.make_buffers(module, init, plan.device)
+        materialize.make_buffers(module, init, wrapping.device)
         self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
         wrapped_units = materialize.replace_meta(module, wrapped_units)
         self._wrap(module)
         self._runtime = (
-            build.replicated_runtime(plan, module, wrapped_units, values)
+            build.replicated_runtime(wrapping, module, wrapped_units, values)
             if self._replicated
-            else build.server_runtime(plan, module, wrapped_units, self._steps, self)
+            else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
         )
-        self._plan = plan
+        self._wrapping = wrapping
         self._tag_parameters()
         self._hook_state_dicts()
         hooks.attach(self._runtime)
@@ -437,7 +439,7 @@ class FullyShardedDataParallel(ShardedValues):
             strategy=self._strategy,
             offload=self._offload,
             compute_bytes=compute.itemsize,
-            wire_bytes=self._plan.wire_of(compute).itemsize,
+            wire_bytes=self._wrapping.wire_of(compute).itemsize,
             grad_bytes=self._spec.precision.grad.itemsize,
             built_bytes=self._built.itemsize,
             shard_numel=runtime.shard_numel,

@@ -7,7 +7,7 @@ NodeSource       in shards on the node's workers   as from the servers; in devic
 HostCopySource   in host memory, once gathered     copied from there (CPUOffload.PARAMS)
 LocalSource      in the masters, on this worker    copied from there (NO_SHARD; in `no_shard.replicated`)
 
-Which one a unit has is decided when the model is wrapped. What is under way is a `Transfer`.
+Which one a unit has is decided when the model is wrapped. What is under way is a `PendingGather`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _window(tensor: torch.Tensor, wire: DType) -> Array:
 
 
 @dataclass(eq=False)
-class Transfer:
+class PendingGather:
     """Values of a unit that are on their way.
 
     Attributes:
@@ -104,21 +104,21 @@ class ParameterSource(ABC):
         return False
 
     @abstractmethod
-    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
         """Request the values of `at`."""
 
-    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> Transfer:
+    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         """Request what the step of `ticket` will make of the unit if it commits unclipped with `hyper`."""
         raise NotImplementedError(f"{type(self).__name__} does not speculate")
 
     @abstractmethod
-    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
         """Make what has come the values of `flat`; False = it has not come, and must be requested again."""
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, pending: PendingGather) -> None:
         """Stop what is under way; its memory is not touched afterwards."""
-        if transfer.work is not None:
-            transfer.work.cancel()
+        if pending.work is not None:
+            pending.work.cancel()
 
 
 class _GatheringSource(ParameterSource):
@@ -136,20 +136,20 @@ class _GatheringSource(ParameterSource):
         self._pool = pool
         self.buffered = buffered
 
-    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
         buffer, out = self._target(flat)
-        return Transfer(at, self._steps.parameters.gather(flat.index, out), buffer, in_place=buffer is None)
+        return PendingGather(at, self._steps.parameters.gather(flat.index, out), buffer, in_place=buffer is None)
 
-    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
-        if transfer.buffer is not None:
-            flat.fill(transfer.buffer, non_blocking=False)
-            self._pool.give(transfer.buffer)
+    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+        if pending.buffer is not None:
+            flat.fill(pending.buffer, non_blocking=False)
+            self._pool.give(pending.buffer)
         return True
 
-    def cancel(self, transfer: Transfer) -> None:
-        super().cancel(transfer)
-        if transfer.buffer is not None:
-            self._pool.give(transfer.buffer)
+    def cancel(self, pending: PendingGather) -> None:
+        super().cancel(pending)
+        if pending.buffer is not None:
+            self._pool.give(pending.buffer)
 
     def _target(self, flat: FlatUnit) -> tuple[torch.Tensor | None, Array | torch.Tensor]:
         """The buffer, if there is one, and what to gather into."""
@@ -172,11 +172,11 @@ class RemoteSource(_GatheringSource):
         super().__init__(steps, pool, buffered=buffered)
         self._servers = steps.parameters
 
-    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> Transfer:
+    def start_speculative(self, flat: FlatUnit, ticket: Ticket, hyper: Sequence[Hyper]) -> PendingGather:
         at = self.wanted(flat)
         buffer, out = self._target(flat)
         work = self._servers.gather_speculative(flat.index, out, ticket, hyper)
-        return Transfer(at, work, buffer, in_place=buffer is None, speculative=True)
+        return PendingGather(at, work, buffer, in_place=buffer is None, speculative=True)
 
 
 class NodeSource(_GatheringSource):
@@ -211,12 +211,12 @@ class MappedSource(ParameterSource):
         self._mapped: Mapped | None = None  # what `flat` is
         self._read_at: Position | None = None  # of the values that were unsharded last
 
-    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
         mapped = self._servers.mapped(flat.index)
         work = self._servers.map(flat.index, flat.wire) if mapped is None else None
-        return Transfer(at, work, result=mapped, flat_bytes=flat.nbytes)
+        return PendingGather(at, work, result=mapped, flat_bytes=flat.nbytes)
 
-    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
         if result is None:
             flat.abandon()
             flat.free_storage()
@@ -227,7 +227,7 @@ class MappedSource(ParameterSource):
             self._mapped = result
             flat.use_memory(result)
         flat.allocate()
-        self._read_at = transfer.at
+        self._read_at = pending.at
         return True
 
     def torn(self, flat: FlatUnit) -> bool:
@@ -255,13 +255,13 @@ class HostCopySource(ParameterSource):
     def gather_bytes(self, flat: FlatUnit) -> int:
         return flat.wire_bytes if self._at is None else 0
 
-    def start(self, flat: FlatUnit, at: Position) -> Transfer:
+    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
         if self._at == at:
-            return Transfer(at)
+            return PendingGather(at)
         self._at = None
-        return Transfer(at, self._steps.parameters.gather(flat.index, array_of(self._values, flat.wire)))
+        return PendingGather(at, self._steps.parameters.gather(flat.index, array_of(self._values, flat.wire)))
 
-    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
-        self._at = transfer.at
+    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
+        self._at = pending.at
         flat.fill(self._values, non_blocking=True)
         return True

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from axon_ps.errors import Broken, InternalError, StepAborted
-from axon_ps.parallel.fsdp.flat_unit import _TRANSITIONS, FlatUnit, State
+from axon_ps.parallel.fsdp.flat_unit import _TRANSITIONS, FlatUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, ParameterSource, RemoteSource
 from axon_ps.parallel.fsdp.stats import Counters
@@ -28,9 +28,9 @@ HYPER = ({"lr": 1.0},)
 class Recorded(FlatUnit):
     """A flat unit that notes its changes of state."""
 
-    changes: set[tuple[State, State]]
+    changes: set[tuple[UnitState, UnitState]]
 
-    def _enter(self, state: State, *args: Any) -> None:
+    def _enter(self, state: UnitState, *args: Any) -> None:
         before = self.state
         super()._enter(state, *args)
         self.changes.add((before, state))
@@ -96,7 +96,7 @@ class Job:
         """The values after `unshard`."""
         self.flat.start_gather()
         self.flat.unshard()
-        assert self.flat.state is State.UNSHARDED
+        assert self.flat.state is UnitState.UNSHARDED
         return [float(v) for v in self.flat.params[0].detach()]
 
     def reset(self) -> None:
@@ -105,7 +105,7 @@ class Job:
         self.flat.reshard()
         self.flat.free_storage()
         self.pool.trim()
-        assert self.flat.state is State.SHARDED
+        assert self.flat.state is UnitState.SHARDED
         assert self.meter.current_bytes == 0
         with torch._C.DisableTorchFunctionSubclass():
             assert torch.isnan(self.flat.params[0]).all()
@@ -149,12 +149,12 @@ def unsharded_speculative() -> Job:
 
 
 IN = {
-    State.SHARDED: sharded,
-    State.GATHERING: gathering,
-    State.SPECULATIVE: speculative,
-    State.UNSHARDED: unsharded,
-    State.UNSHARDED_GATHERING: unsharded_gathering,
-    State.UNSHARDED_SPECULATIVE: unsharded_speculative,
+    UnitState.SHARDED: sharded,
+    UnitState.GATHERING: gathering,
+    UnitState.SPECULATIVE: speculative,
+    UnitState.UNSHARDED: unsharded,
+    UnitState.UNSHARDED_GATHERING: unsharded_gathering,
+    UnitState.UNSHARDED_SPECULATIVE: unsharded_speculative,
 }
 
 
@@ -162,12 +162,12 @@ def scenarios() -> Iterator[Job]:
     """Everything that happens to a unit."""
     job = gathering()
     job.flat.reshard()
-    assert job.flat.state is State.SHARDED
+    assert job.flat.state is UnitState.SHARDED
     yield job
 
     job = speculative()
     job.flat.reshard()  # the memory is on its way to be filled
-    assert job.flat.state is State.SPECULATIVE
+    assert job.flat.state is UnitState.SPECULATIVE
     job.flat.discard_speculative()
     assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
     yield job
@@ -185,13 +185,13 @@ def scenarios() -> Iterator[Job]:
     job = unsharded(resident=False)
     job.restore()
     job.flat.start_gather()  # over values that nobody needs any more
-    assert job.flat.state is State.GATHERING
+    assert job.flat.state is UnitState.GATHERING
     assert job.unsharded() == [10.0, 11.0, 12.0, 13.0]
     yield job
 
     job = unsharded_gathering()
     job.flat.reshard()
-    assert job.flat.state is State.UNSHARDED
+    assert job.flat.state is UnitState.UNSHARDED
     assert job.unsharded() == [10.0, 11.0, 12.0, 13.0]
     yield job
 
@@ -202,7 +202,7 @@ def scenarios() -> Iterator[Job]:
 
     job = unsharded_speculative()
     job.commit()
-    assert job.flat.state is State.UNSHARDED_GATHERING
+    assert job.flat.state is UnitState.UNSHARDED_GATHERING
     assert job.unsharded() == [-1.0, 0.0, 1.0, 2.0]
     yield job
 
@@ -210,20 +210,20 @@ def scenarios() -> Iterator[Job]:
     job.restore()  # the step cannot commit any more
     assert job.unsharded() == [10.0, 11.0, 12.0, 13.0]
     job.commit()  # nothing is left to commit
-    assert job.flat.state is State.UNSHARDED
+    assert job.flat.state is UnitState.UNSHARDED
     yield job
 
 
 def test_every_allowed_change_of_state_happens_and_leaves_nothing_behind() -> None:
-    seen: set[tuple[State, State]] = set()
+    seen: set[tuple[UnitState, UnitState]] = set()
     for job in scenarios():
         job.reset()
         seen |= job.flat.changes
     assert seen == {(before, after) for before, allowed in _TRANSITIONS.items() for after in allowed}
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
-def test_every_other_change_of_state_is_an_error(before: State, after: State) -> None:
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(UnitState, UnitState)))
+def test_every_other_change_of_state_is_an_error(before: UnitState, after: UnitState) -> None:
     job = IN[before]()
     assert job.flat.state is before
     if after in _TRANSITIONS[before]:
@@ -237,7 +237,7 @@ def test_every_other_change_of_state_is_an_error(before: State, after: State) ->
 def test_current_values_are_not_gathered_again_and_never_overwritten_by_those_of_an_undecided_step() -> None:
     job = unsharded(resident=False)
     job.flat.start_gather()
-    assert job.flat.state is State.UNSHARDED
+    assert job.flat.state is UnitState.UNSHARDED
     assert not job.flat.may_speculate  # there is no memory but that of the current values
     assert job.steps.units("gather") == [0]
     assert (job.counters.gathers, job.counters.gathered_bytes) == (1, NBYTES)
@@ -246,12 +246,12 @@ def test_current_values_are_not_gathered_again_and_never_overwritten_by_those_of
 def test_memory_is_counted_in_every_state() -> None:
     bytes_in = {state: make().flat.reshardable_bytes for state, make in IN.items()}
     assert bytes_in == {
-        State.SHARDED: 0,
-        State.GATHERING: NBYTES,  # into `flat`
-        State.SPECULATIVE: NBYTES,
-        State.UNSHARDED: 0,  # these are resident
-        State.UNSHARDED_GATHERING: NBYTES,  # of the buffer
-        State.UNSHARDED_SPECULATIVE: 0,
+        UnitState.SHARDED: 0,
+        UnitState.GATHERING: NBYTES,  # into `flat`
+        UnitState.SPECULATIVE: NBYTES,
+        UnitState.UNSHARDED: 0,  # these are resident
+        UnitState.UNSHARDED_GATHERING: NBYTES,  # of the buffer
+        UnitState.UNSHARDED_SPECULATIVE: 0,
     }
     assert unsharded(resident=False).flat.reshardable_bytes == NBYTES
 
@@ -267,7 +267,7 @@ def test_a_gather_that_fails_leaves_the_unit_as_it_was(resident: bool, monkeypat
         patch.setattr(job.steps, "gather", lambda *_: FakeWork(fail))
         with pytest.raises(Broken):
             job.unsharded()
-    assert job.flat.state is State.SHARDED
+    assert job.flat.state is UnitState.SHARDED
     assert job.unsharded() == [0.0, 1.0, 2.0, 3.0]
     job.reset()
 

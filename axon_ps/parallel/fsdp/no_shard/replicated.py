@@ -27,10 +27,10 @@ from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
-from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, State
+from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.runtime import Runtime
-from axon_ps.parallel.fsdp.sources import ParameterSource, Transfer
+from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Position
 from axon_ps.sharding.layout import Unit
@@ -55,10 +55,10 @@ class LocalSource(ParameterSource):
     def gather_bytes(self, flat: FlatUnit) -> int:
         return 0
 
-    def start(self, flat: FlatUnit, at: Position) -> Transfer:
-        return Transfer(at)
+    def start(self, flat: FlatUnit, at: Position) -> PendingGather:
+        return PendingGather(at)
 
-    def finish(self, flat: FlatUnit, transfer: Transfer, result: Any) -> bool:
+    def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
         assert isinstance(flat, ReplicatedUnit)
         flat.fill(flat.master, non_blocking=True)
         return True
@@ -104,7 +104,7 @@ class ReplicatedUnit(FlatUnit):
             self.allocate()
             self.master = self.flat
             self._set_data(self._views)
-            self.state, self._values_at = State.UNSHARDED, _ALWAYS
+            self.state, self._values_at = UnitState.UNSHARDED, _ALWAYS
 
     def unshard(self) -> None:
         """Copy the masters for use, if the module computes with a copy; gradients of the masters are put aside."""
