@@ -377,7 +377,7 @@ class ShardedValues(ModuleWrapper):
     def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:
         runtime = self._runtime
         assert isinstance(runtime, ReplicatedRuntime)
-        ours = runtime.optimizer if getattr(optimizer, "kind", None) is not None else None
+        ours = runtime.optimizer if getattr(optimizer, "_runtime", None) is runtime else None  # a `ServerOptimizer`
         from axon_ps.parallel.fsdp.no_shard.local_checkpoint import Moments
 
         return Moments(ours or optimizer, runtime.flats)
