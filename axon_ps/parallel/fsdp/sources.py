@@ -23,7 +23,7 @@ import torch
 
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps
+from axon_ps.parallel.fsdp.steps import Mapped, Pending, Position, ServerSteps, Steps, position_of
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
@@ -87,9 +87,8 @@ class ParameterSource(ABC):
         self._steps = steps
 
     def wanted(self, flat: FlatUnit) -> Position:
-        """(epoch, version) that the values must have now; no step changes a frozen unit but one that copies."""
-        view = self._steps.view
-        return view.epoch, view.version if flat.trainable else view.copied
+        """(epoch, version) that the values must have now."""
+        return position_of(self._steps.view, trainable=flat.trainable)
 
     def is_remote(self, at: Position) -> bool:
         """Whether the values of `at` must be requested from others."""

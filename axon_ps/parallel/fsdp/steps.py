@@ -56,6 +56,11 @@ class View(Protocol):
         """The newest (epoch, version) that this worker was notified of; those it computes with may be older."""
 
 
+def position_of(view: View, *, trainable: bool) -> Position:
+    """(epoch, version) that a unit's values must have now; no step changes a frozen unit but one that copies."""
+    return view.epoch, view.version if trainable else view.copied
+
+
 class Parameters(Protocol):
     """Where parameters come from."""
 

@@ -21,6 +21,7 @@ from axon_ps.parallel.fsdp.hybrid.ticket import NodeTicket
 from axon_ps.parallel.fsdp.hybrid.view import NodeView
 from axon_ps.parallel.fsdp.memory import Meter, host_empty
 from axon_ps.parallel.fsdp.sources import array_of
+from axon_ps.parallel.fsdp.steps import Position, position_of
 from axon_ps.parallel.work import QueuedWork
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.partitions import partition_bounds
@@ -36,7 +37,7 @@ class LocalShard:
         self.counts = [b - a for a, b in itertools.pairwise(bounds)]
         self.values = host_empty(self.end - self.begin, dtype, pinned=pinned)
         self.uploaded: torch.Tensor | None = None  # the same in device memory, once it was needed there
-        self.values_at: tuple[int, int] | None = None  # (epoch, version) of what is here or under way
+        self.values_at: Position | None = None  # (epoch, version) of what is here or under way
         self.work: LoopWork[int] | None = None
         self.speculative = False  # whether what is under way is of a step that is not decided
         self.was_speculative = False  # whether it was begun so, and the step was decided as expected
@@ -196,8 +197,8 @@ class NodeParameters:
         for unit in range(len(self.shards)):
             self._wait(unit)
 
-    def _wanted(self, unit: int) -> tuple[int, int]:
-        return self._view.epoch, self._view.version if self._units[unit].trainable else self._view.copied
+    def _wanted(self, unit: int) -> Position:
+        return position_of(self._view, trainable=self._units[unit].trainable)
 
     def _pull(self, unit: int) -> None:
         shard = self.shards[unit]
@@ -230,21 +231,21 @@ class NodeParameters:
 
     def settle(self, decision: Decision | None) -> None:
         """Commit the speculative pulls if the step was decided as expected, and discard them if not."""
-        as_expected = (
+        committed_at: Position | None = None
+        if (
             decision is not None
             and decision.outcome is Outcome.COMMIT
             and (decision.clip_factor, decision.hyper) == (1.0, self.expected)
-        )
+        ):
+            committed_at = self._view.epoch, decision.version
         with self._pulling:
             for shard in self.shards:
-                if shard.speculative and decision is not None and as_expected:
-                    shard.values_at, shard.speculative, shard.was_speculative = (
-                        (self._view.epoch, decision.version),
-                        False,
-                        True,
-                    )
-                elif shard.speculative:
+                if not shard.speculative:
+                    continue
+                if committed_at is None:
                     shard.drop()
+                else:
+                    shard.values_at, shard.speculative, shard.was_speculative = committed_at, False, True
             self.expected = None
 
     def _wait(self, unit: int) -> None:
