@@ -153,6 +153,34 @@ def test_a_silent_member_is_lost_after_its_lease_and_others_are_not(tmp_path: Pa
     run(tmp_path, test, lease_s=0.6)
 
 
+class SuspendedLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock can jump, as it does when the process is suspended."""
+
+    suspended_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.suspended_s
+
+
+@pytest.mark.parametrize("suspended_s", [0.5, 0.9, 60.0])
+def test_suspending_the_whole_process_costs_no_member_its_lease(tmp_path: Path, suspended_s: float) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SuspendedLoop)
+        async with coordinator(tmp_path, lease_s=0.6) as c:
+            workers, shard = await c.assembled()
+            membership = await workers[0].until_complete()
+            for moment in range(20):  # between two heartbeats, which are 0.2 s apart
+                await asyncio.sleep(0.01 * moment)
+                loop.suspended_s += suspended_s
+            await asyncio.sleep(0.2)
+            assert not any(member.received(SessionLost) for member in (*workers, shard))
+            assert workers[0].membership == membership
+
+    with asyncio.Runner(loop_factory=SuspendedLoop) as runner:
+        runner.run(main())
+
+
 def test_leaving_is_published_at_once_and_is_no_error(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         workers, _ = await c.assembled()

@@ -38,8 +38,13 @@ MAX_CALLS: Final = 1 << 15
 MAX_SLEEP_S: Final = 1.0
 """The clock is read at least this often, so that a pause of the whole process is noticed."""
 
-PAUSE_S: Final = 0.2
-"""Waking later than this means that the process was paused: suspended, or its machine overloaded."""
+PAUSES_IN_A_LEASE: Final = 8
+"""Waking later than this part of a lease is a pause: the process was suspended, or its machine overloaded.
+
+The clock is read as often, so that neither the unseen part of a pause nor pauses too short to count cost a lease.
+"""
+
+LOG_PAUSE_S: Final = 0.2
 
 _logger = logging.getLogger(__name__)
 
@@ -111,6 +116,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._closed = False
+        self._pause_s = min(MAX_SLEEP_S, state.config.lease_s / PAUSES_IN_A_LEASE)
         self._set_timer()
 
     def now(self) -> float:
@@ -295,10 +301,10 @@ class Shell:
     # ------------------------------------------------------------------ time
 
     def _set_timer(self) -> None:
-        """Wake when the state machine has something to do, or after `MAX_SLEEP_S`."""
+        """Wake when the state machine has something to do, or to see that the process was paused."""
         if self._closed:
             return
-        at = min(self.state.next_deadline(), self.now() + MAX_SLEEP_S)
+        at = min(self.state.next_deadline(), self.now() + self._pause_s)
         if self._timer is None or at < self._timer.when() or self._timer.cancelled():
             if self._timer is not None:
                 self._timer.cancel()
@@ -307,8 +313,9 @@ class Shell:
     def _wake(self, planned: float) -> None:
         self._timer = None
         late_s = self.now() - planned
-        if late_s > PAUSE_S:
-            level = logging.DEBUG if self.state.config.in_worker else logging.WARNING
+        if late_s > self._pause_s:
+            loud = late_s > LOG_PAUSE_S and not self.state.config.in_worker
+            level = logging.WARNING if loud else logging.DEBUG
             _logger.log(level, "the coordinator was paused for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
         self.perform(self.state.tick(self.now()))
