@@ -23,7 +23,7 @@ from pathlib import Path
 from axon_ps.cli.console import Console
 from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.network import free_port, wait_until_listening
-from axon_ps.cli.processes import PYTHON, Process, ReadyPipe
+from axon_ps.cli.processes import PYTHON, Process
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
 from axon_ps.cli.workers import Workers
 from axon_ps.errors import AxonError
@@ -87,12 +87,12 @@ class _Launcher:
         if self._settings.coordinator:
             address = self._settings.coordinator
             await wait_until_listening(address, self._launch.connect_timeout_s, self._console.print)
-            await _all(self._start_shard(i, address) for i in range(self._launch.shards_here))
+            self._start_shards(address)
         else:
             address = await self._start_services()
         self._address = address
         self._print_status_command()
-        await self._workers.start()
+        self._workers.start()
         await self._watch()
 
     async def _start_services(self) -> str:
@@ -101,21 +101,20 @@ class _Launcher:
         if launch.node_rank > 0:
             address = f"{launch.master_addr}:{launch.coordinator_port}"
             await wait_until_listening(address, launch.connect_timeout_s, self._console.print)
-            await _all(self._start_shard(i, address) for i in range(launch.shards_here))
+            self._start_shards(address)
             return address
-        with ReadyPipe() as pipe:
-            coordinator = await self._start_service("coordinator", self._coordinator_command(pipe.fd), pipe.fd)
-        shards = [await self._start_shard(i, "-") for i in range(launch.shards_here)]
-        port = (await pipe.address(coordinator)).rpartition(":")[2]
+        coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
+        self._start_shards("-")
+        port = (await coordinator.address()).rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
-        await _all(shard.send_line(address) for shard in shards)
+        for shard in self._services[1:]:
+            shard.child.send_line(address)
         return address
 
-    def _coordinator_command(self, ready_fd: int) -> list[str]:
+    def _coordinator_command(self) -> list[str]:
         launch = self._launch
         command = ["coordinator", "--host", launch.host, "--port", str(launch.coordinator_port)]
         command += ["--world-size", str(launch.world_size), "--shards", str(launch.shards), "--state", launch.state]
-        command += ["--ready-fd", str(ready_fd)]
         if launch.min_workers is not None:
             command += ["--min-workers", str(launch.min_workers)]
         if launch.step_timeout_s is not None:
@@ -124,19 +123,21 @@ class _Launcher:
             command += ["--resume", launch.resume]
         return command
 
-    async def _start_shard(self, index: int, coordinator: str) -> Process:
-        rank = max(self._launch.node_rank, 0) + index * self._launch.nnodes
-        threads = max(1, self._cpus // self._launch.shards_here)
-        command = ["shard", "--coordinator", coordinator, "--host", self._launch.host, "--port", "0"]
-        command += ["--rank", str(rank), "--threads", str(threads)]
-        if self._launch.advertise:
-            command += ["--advertise", self._launch.advertise]
-        return await self._start_service(f"shard {rank}", command)
+    def _start_shards(self, coordinator: str) -> None:
+        launch = self._launch
+        for index in range(launch.shards_here):
+            rank = max(launch.node_rank, 0) + index * launch.nnodes
+            threads = max(1, self._cpus // launch.shards_here)
+            command = ["shard", "--coordinator", coordinator, "--host", launch.host, "--port", "0"]
+            command += ["--rank", str(rank), "--threads", str(threads)]
+            if launch.advertise:
+                command += ["--advertise", launch.advertise]
+            self._start_service(f"shard {rank}", command)
 
-    async def _start_service(self, name: str, command: list[str], *pass_fds: int) -> Process:
+    def _start_service(self, name: str, command: list[str], *, ready: bool = False) -> Process:
         settings = self._settings
         security = ["--insecure"] if settings.insecure else []
-        process = await Process.start(
+        process = Process(
             self._console.source(name),
             [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
             child_environment(
@@ -145,8 +146,8 @@ class _Launcher:
                 | {"AXON_PS_LOG": settings.log.value, "AXON_PS_LOG_LEVEL": settings.log_level or "WARNING"}
             ),
             is_worker=False,
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=pass_fds,
+            stdin=True,
+            ready=ready,
         )
         self._services.append(process)
         return process
@@ -206,7 +207,7 @@ class _Launcher:
                 working.result()
             for end, process in services.items():
                 if end.done() and not working.done() and not process.failed:
-                    raise AxonError(f"{process.name} {process.ending} while workers were running")
+                    raise AxonError(f"{process.source.name} {process.child.ending} while workers were running")
         finally:
             for task in (working, *services):
                 task.cancel()
@@ -216,7 +217,7 @@ class _Launcher:
         def on_signal(number: int) -> None:
             if self._signal.done():
                 for process in (*self._workers.processes, *self._services):
-                    process.send(signal.SIGKILL)
+                    process.child.signal_group(signal.SIGKILL)
             else:
                 self._signal.set_result(number)
 
@@ -243,7 +244,8 @@ class _Launcher:
 
     def _report(self, culprit: Process) -> None:
         repeat = self._console.last_writer is not culprit.source
-        self._console.print(f"axon-ps: {culprit.name} {culprit.ending}{self._workers.history(culprit)}", error=True)
+        ending = f"{culprit.source.name} {culprit.child.ending}{self._workers.history(culprit)}"
+        self._console.print(f"axon-ps: {ending}", error=True)
         for line in culprit.source.last_errors() if repeat else ():
             self._console.line(culprit.source, line, error=True)
 

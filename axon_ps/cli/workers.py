@@ -70,7 +70,7 @@ class Workers:
         restarts = next((p.restarts for p in self._places if p.process is process), 0)
         return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start all of them, and the standbys."""
         launch = self._launch
         for local_rank in range(launch.nproc_per_node):
@@ -79,10 +79,10 @@ class Workers:
             if launch.node_rank >= 0:
                 ranks |= {"RANK": str(rank), "GROUP_RANK": str(launch.node_rank)}
             name = f"worker {rank if launch.node_rank >= 0 else local_rank}"
-            process = await self._start(name, ranks, 0)
+            process = self._start(name, ranks, 0)
             self._places.append(_Place(name, ranks, process, began_s=time.monotonic()))
         for _ in range(launch.standby):
-            await self._start_standby()
+            self._start_standby()
 
     async def watch(self) -> None:
         """Keep every place filled; return when all have ended well, or one has failed for the last time."""
@@ -118,27 +118,25 @@ class Workers:
             how += f" in {pause_s:g} s"
         place.restarts += 1
         count = f"restart {place.restarts} of {self._launch.max_restarts}"
-        self._console.print(f"axon-ps: {place.name} {place.process.ending}; {how} ({count})")
+        self._console.print(f"axon-ps: {place.name} {place.process.child.ending}; {how} ({count})")
         if standby:
             await self._hand_over(standby, place, pause_s)
         else:
             await asyncio.sleep(pause_s)
-            place.process = await self._start(place.name, place.ranks, place.restarts)
+            place.process = self._start(place.name, place.ranks, place.restarts)
         place.began_s = time.monotonic()
 
-    async def _start(self, name: str, ranks: Mapping[str, str], restarts: int) -> Process:
+    def _start(self, name: str, ranks: Mapping[str, str], restarts: int) -> Process:
         environment = {**self._environment(), **_rank_environment(ranks, restarts)}
         command = [*PYTHON[:1], *self._launch.program]
-        return await Process.start(self._console.source(name), command, environment, is_worker=True)
+        return Process(self._console.source(name), command, environment, is_worker=True)
 
     # ------------------------------------------------------------------ standbys
 
-    async def _start_standby(self) -> None:
+    def _start_standby(self) -> None:
         command = [*PYTHON, "-m", "axon_ps.cli.standby", *self._launch.program]
-        process = await Process.start(
-            self._console.source("standby"), command, self._environment(), is_worker=True, stdin=asyncio.subprocess.PIPE
-        )
-        self._standbys.append(process)
+        source = self._console.source("standby")
+        self._standbys.append(Process(source, command, self._environment(), is_worker=True, stdin=True))
 
     def _next_standby(self) -> Process | None:
         """A standby that runs; those that have died are dropped, and their output shows why."""
@@ -149,7 +147,7 @@ class Workers:
         place.process = standby  # from here on it is ended with the others, even if the launch ends meanwhile
         await asyncio.sleep(pause_s)
         standby.source = self._console.source(place.name)
-        await standby.send_line(json.dumps(_rank_environment(place.ranks, place.restarts)))
+        standby.child.send_line(json.dumps(_rank_environment(place.ranks, place.restarts)))
         refill = asyncio.ensure_future(self._refill())
         self._refills.add(refill)
         refill.add_done_callback(self._refills.discard)
@@ -157,7 +155,7 @@ class Workers:
     async def _refill(self) -> None:
         await asyncio.sleep(REFILL_S)
         if any(place.restarts < self._launch.max_restarts for place in self._places):
-            await self._start_standby()
+            self._start_standby()
 
 
 def _rank_environment(ranks: Mapping[str, str], restarts: int) -> dict[str, str]:

@@ -1,65 +1,223 @@
-"""Child processes that end with their parent and report when they are ready.
+"""`Child`: a child process that ends with its parent, and everything that is done to it until it is reaped.
 
-Owns: the command that ties a child's life to this process (`tether.py` runs first), and the pipe on which the child
-reports one line. Refuses: to start and to reap; a test, a worker and the command line do that each in their own way.
+Owns: the command that ties a child's life to this process (`tether.py` runs first), its process group, the pipe on
+which it reports one line (where it listens), its signals, and its end.
 
-Invariants: children are started by `exec`, never by a bare fork, which a process with open gRPC channels must not do.
-A child's life is tied to the *thread* that starts it: start it from a thread that outlives it.
+Invariants:
+- Children are started by `exec`, never by a bare fork, which a process with open gRPC channels must not do.
+- A child's life is tied to the *thread* that starts it: start it from a thread that outlives it.
+- A child leads a process group of its own, so that Ctrl-C reaches it only through its parent.
+- The methods of one child are for one thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _TETHER = Path(__file__).with_name("tether.py")
+_MAX_OUTPUT_BYTES = 16 << 10
 
 
-def tethered(command: Sequence[str], last_signal: int) -> list[str]:
-    """`command` such that it gets `last_signal` when the thread that starts it is gone, even by kill -9."""
+class Child:
+    """A child process, the leader of a process group of its own.
+
+    Args:
+        name: its name in messages: "shard 1".
+        pid: its process id.
+        reap: waits for its end, reaps it, and returns its exit code, negative for a signal.
+        log: the file that its output is appended to; None = it has none.
+        stdin: the pipe to its standard input; None when it has none.
+        ready_fd: the pipe on which it writes where it listens; -1 when it does not.
+
+    Attributes:
+        was_signalled: whether it was sent a signal while it ran.
+        pidfd: readable when it has ended; closed once it is reaped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        reap: Callable[[], int],
+        *,
+        log: Path | None = None,
+        stdin: IO[bytes] | None = None,
+        ready_fd: int = -1,
+    ) -> None:
+        self.name = name
+        self.pid = pid
+        self.was_signalled = False
+        self.pidfd = os.pidfd_open(pid)
+        self.ready_fd = ready_fd
+        self._log = log
+        self._reap = reap
+        self._stdin = stdin
+        self._exit_code: int | None = None
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        last_signal: int,
+        output: Path | tuple[int, int] | None = None,
+        stdin: bool = False,
+        pass_fds: Sequence[int] = (),
+        ready: bool = False,
+    ) -> Child:
+        """Start a program.
+
+        Args:
+            name: its name in messages.
+            command: the command, found on the path.
+            environment: its complete environment.
+            last_signal: what it is sent when the thread that starts it is gone, even by kill -9.
+            output: the file that its output is appended to, or the descriptors of its standard output and error;
+                None = those of this process.
+            stdin: whether it has a pipe for `send_line`; else its standard input is empty.
+            pass_fds: descriptors that it inherits.
+            ready: whether it gets the option `--ready-fd`, for `ready_line`.
+        """
+        with contextlib.ExitStack() as stack:
+            log, fds = (output, None) if isinstance(output, Path) else (None, output)
+            if log is not None:
+                fds = (stack.enter_context(open(log, "ab")).fileno(),) * 2
+            stdout, stderr = fds or (None, None)
+            ready_fd = -1
+            if ready:
+                ready_fd, theirs = os.pipe()
+                stack.callback(os.close, theirs)  # so that the child's death ends the pipe
+                command, pass_fds = [*command, "--ready-fd", str(theirs)], (*pass_fds, theirs)
+            try:
+                process = subprocess.Popen(
+                    _tethered(command, last_signal),
+                    env=dict(environment),
+                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    pass_fds=tuple(pass_fds),
+                    process_group=0,
+                )
+            except BaseException:
+                if ready:
+                    os.close(ready_fd)
+                raise
+        return cls(name, process.pid, process.wait, log=log, stdin=process.stdin, ready_fd=ready_fd)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        if self._exit_code is None and _readable([self.pidfd], 0.0):
+            self._reaped()
+        return self._exit_code
+
+    @property
+    def ending(self) -> str:
+        """How it ended, as text."""
+        code = self.exit_code or 0
+        return f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+    @property
+    def output(self) -> str:
+        """The end of its log."""
+        assert self._log is not None, "started without a log"
+        return self._log.read_bytes()[-_MAX_OUTPUT_BYTES:].decode("utf-8", "replace")
+
+    def ready_line(self, deadline: float) -> str:
+        """Where it listens, as it reports; empty when it died or `deadline` (of `time.monotonic`) passed."""
+        content = b""
+        if self.ready_fd < 0:  # it has ended
+            return ""
+        while not content.endswith(b"\n") and _readable([self.ready_fd], deadline - time.monotonic()):
+            if not (data := os.read(self.ready_fd, 4096)):
+                break
+            content += data
+        return content.decode().strip() if content.endswith(b"\n") else ""
+
+    def send_line(self, line: str) -> None:
+        """Write a line to its standard input and close that; if it has died, its output shows why."""
+        assert self._stdin is not None, "started without a pipe to its standard input"
+        with contextlib.suppress(BrokenPipeError):
+            if not self._stdin.closed:  # it has not ended
+                self._stdin.write(f"{line}\n".encode())
+        self._close_stdin()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; harmless when it has ended."""
+        if self.exit_code is None:
+            self.was_signalled = True
+            os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to it and all that it has started; harmless when it has ended."""
+        if self.exit_code is None:
+            self.was_signalled = True
+            os.killpg(self.pid, number)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, or None when it still runs after `timeout_s` seconds."""
+        wait_for_any([self], time.monotonic() + timeout_s)
+        return self.exit_code
+
+    def end(self, *steps: tuple[int, float]) -> int:
+        """End its group: send each signal and wait up to that many seconds, then kill it and what it left behind.
+
+        Returns:
+            Its exit code; -9 when it had to be killed.
+        """
+        for number, grace_s in steps:
+            self.signal_group(number)
+            self.signal_group(signal.SIGCONT)  # it may be frozen
+            self.wait(grace_s)
+        self.signal_group(signal.SIGKILL)
+        exit_code = self._reaped()
+        with contextlib.suppress(ProcessLookupError):  # what it left behind
+            os.killpg(self.pid, signal.SIGKILL)
+        self._close_stdin()
+        if self.ready_fd >= 0:
+            os.close(self.ready_fd)
+            self.ready_fd = -1
+        return exit_code
+
+    def _reaped(self) -> int:
+        if self._exit_code is None:
+            self._exit_code = self._reap()
+            os.close(self.pidfd)
+        return self._exit_code
+
+    def _close_stdin(self) -> None:
+        if self._stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._stdin.close()
+
+
+def wait_for_any(children: Sequence[Child], deadline: float) -> list[Child]:
+    """Wait until a child has ended; returns those that have, none after `deadline` (of `time.monotonic`)."""
+    while not (ended := [child for child in children if child.exit_code is not None]):
+        if not _readable([child.pidfd for child in children], deadline - time.monotonic()):
+            break
+    return ended
+
+
+def _tethered(command: Sequence[str], last_signal: int) -> list[str]:
+    """`command` such that it gets `last_signal` when the thread that starts it is gone."""
     return [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(int(last_signal)), *command]
 
 
-class LinePipe:
-    """A pipe on which a child reports one line: where it listens.
-
-    Attributes:
-        fd: the child's end, which it must inherit.
-    """
-
-    def __init__(self) -> None:
-        self._read_end, self.fd = os.pipe()
-
-    def started(self) -> None:
-        """Close our copy of the child's end, once the child has it, so that the child's death ends the pipe."""
-        os.close(self.fd)
-
-    def read(self, deadline: float) -> str:
-        """The line; empty when the child died or `deadline` (of `time.monotonic`) passed. Closes the pipe."""
-        content = b""
-        try:
-            while not content.endswith(b"\n"):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0 or not select.select([self._read_end], [], [], left_s)[0]:
-                    break
-                data = os.read(self._read_end, 4096)
-                if not data:
-                    break
-                content += data
-        finally:
-            self.close()
-        return content.decode().strip() if content.endswith(b"\n") else ""
-
-    def detach(self) -> int:
-        """Give up our end: the caller reads it in another way, and closes it."""
-        end, self._read_end = self._read_end, -1
-        return end
-
-    def close(self) -> None:
-        """Close our end. Harmless when repeated."""
-        if self._read_end >= 0:
-            os.close(self.detach())
+def _readable(fds: Iterable[int], timeout_s: float) -> bool:
+    """Whether one of the descriptors is readable, or has been closed at its other end, within that time."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +19,8 @@ from types import TracebackType
 from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
-from axon_ps.host.children import LinePipe
+from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
-from axon_ps.testing.processes import ChildProcess
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
 
@@ -95,9 +93,9 @@ class LocalCluster:
         self._environment = dict(environment or {})
         self._start_timeout_s = start_timeout_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._coordinator: ChildProcess | None = None
+        self._coordinator: Child | None = None
         self._address = ""
-        self._shards: list[ChildProcess] = []
+        self._shards: list[Child] = []
         self._workers: list[WorkerProcess] = []
         self._started = 0
 
@@ -111,14 +109,15 @@ class LocalCluster:
         """
         self._make_directory()
         try:
-            coordinator, coordinator_pipe = self._spawn_coordinator(port=0)
-            pipes = [self._spawn_shard(i, "-") for i in range(self._num_shards)]
+            coordinator = self._spawn_coordinator(port=0)
+            for i in range(self._num_shards):
+                self._spawn_shard(i, "-")
             deadline = time.monotonic() + self._start_timeout_s
-            self._address = self._listening(coordinator, coordinator_pipe, deadline)
+            self._address = self._listening(coordinator, deadline)
             for shard in self._shards:
                 shard.send_line(self._address)
-            for shard, pipe in zip(self._shards, pipes, strict=True):
-                self._listening(shard, pipe, deadline)
+            for shard in self._shards:
+                self._listening(shard, deadline)
         except BaseException:
             self._end_all()
             raise
@@ -252,7 +251,7 @@ class LocalCluster:
 
     # ------------------------------------------------------------------ faults
 
-    def process(self, role: Role | str, index: int = 0) -> ChildProcess:
+    def process(self, role: Role | str, index: int = 0) -> Child:
         """A process of the cluster.
 
         Args:
@@ -260,7 +259,7 @@ class LocalCluster:
             index: which of them, in the order they were started.
         """
         name = role.value if isinstance(role, Role) else role
-        groups: dict[str, list[ChildProcess]] = {
+        groups: dict[str, list[Child]] = {
             COORDINATOR: [self._coordinator] if self._coordinator else [],
             Role.SHARD.value: self._shards,
             Role.WORKER.value: [worker.process for worker in self._workers],
@@ -282,18 +281,17 @@ class LocalCluster:
         Raises:
             Misuse: it still runs, or it is a worker.
         """
-        old = new = self.process(role, index)
+        old = self.process(role, index)
         if old.exit_code is None:
             raise Misuse(f"{old.name} still runs; kill it before you restart it")
         old.end()
         if old is self._coordinator:
-            new, pipe = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
+            new = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
         elif old in self._shards:
-            pipe = self._spawn_shard(index, self._address)
-            new = self._shards[index]
+            new = self._spawn_shard(index, self._address)
         else:
             raise Misuse("a worker is not restarted; start another with start_workers")
-        self._listening(new, pipe, time.monotonic() + self._start_timeout_s)
+        self._listening(new, time.monotonic() + self._start_timeout_s)
 
     def log(self, role: Role | str, index: int = 0) -> str:
         """The end of the output of a process."""
@@ -307,38 +305,28 @@ class LocalCluster:
         self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
         self.directory = Path(self._temporary.name)
 
-    def _spawn_coordinator(self, port: int) -> tuple[ChildProcess, LinePipe]:
+    def _spawn_coordinator(self, port: int) -> Child:
         state = str(self.directory / "coordinator.sqlite") if self._durable else "memory"
         options = [*self._coordinator_options, "--port", str(port), "--state", state]
-        self._coordinator, pipe = self._spawn(COORDINATOR, "coordinator", options)
-        return self._coordinator, pipe
+        self._coordinator = self._spawn(COORDINATOR, "coordinator", options)
+        return self._coordinator
 
-    def _spawn_shard(self, index: int, coordinator: str) -> LinePipe:
+    def _spawn_shard(self, index: int, coordinator: str) -> Child:
         options = ["--coordinator", coordinator, "--port", "0", "--rank", str(index), "--threads", "1"]
-        process, pipe = self._spawn(f"shard {index}", "shard", options)
+        process = self._spawn(f"shard {index}", "shard", options)
         self._shards[index : index + 1] = [process]
-        return pipe
+        return process
 
-    def _spawn(self, name: str, command: str, options: Sequence[str]) -> tuple[ChildProcess, LinePipe]:
-        pipe, log = LinePipe(), self._new_log(name.replace(" ", "-"))
+    def _spawn(self, name: str, command: str, options: Sequence[str]) -> Child:
+        log = self._new_log(name.replace(" ", "-"))
         environment = self._process_environment(self._common_environment() | self._service_environment())
         if (server := fork_server()) is not None:
-            process = ChildProcess(name, server.run([command, *options], environment, log, pipe.fd), log)
-        else:
-            process = ChildProcess.start(
-                name,
-                [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options, "--ready-fd", str(pipe.fd)],
-                environment=environment,
-                log=log,
-                pass_fds=(pipe.fd,),
-                stdin=subprocess.PIPE,
-            )
-        pipe.started()
-        return process, pipe
+            return server.run(name, [command, *options], environment, log)
+        argv = [sys.executable, "-P", "-m", "axon_ps.cli.main", command, *options]
+        return Child.start(name, argv, environment, last_signal=signal.SIGKILL, output=log, stdin=True, ready=True)
 
-    def _listening(self, process: ChildProcess, pipe: LinePipe, deadline: float) -> str:
-        address = pipe.read(deadline).strip()
-        if not address:
+    def _listening(self, process: Child, deadline: float) -> str:
+        if not (address := process.ready_line(deadline)):
             exit_code = process.end()
             raise AxonError(f"{process.name} did not start (exit code {exit_code}):\n{process.output}")
         return address
@@ -375,7 +363,7 @@ class LocalCluster:
         return self.directory / f"{self._started:02d}-{name}.log"
 
 
-def _end_services(services: Sequence[ChildProcess]) -> list[str]:
+def _end_services(services: Sequence[Child]) -> list[str]:
     """Ask all to drain, wait, reap; returns what was wrong, as text."""
     troubles = []
     disturbed = {process for process in services if process.was_signalled}

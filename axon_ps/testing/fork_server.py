@@ -4,8 +4,8 @@ Importing torch takes seconds of CPU, which would be most of the time of a test 
 fork is safe as long as the process has no threads and no channels, which imports do not make; a process with gRPC
 channels, such as the test itself, must not fork.
 
-Owns: the server process, the requests to it, and the handle on a fork. A fork does what `python -c` or `-m` would do:
-it serves one call of `worker_main`, or runs the command line.
+Owns: the server process and the requests to it. A fork, which is a `Child` here, does what `python -c` or `-m` would
+do: it serves one call of `worker_main`, or runs the command line.
 
 Invariants:
 - The server is tied to the thread that started it, and forks are tied to the server: a killed test leaves none behind.
@@ -20,18 +20,17 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from axon_ps.errors import InternalError
-from axon_ps.host.children import tethered
+from axon_ps.host.children import Child
 from axon_ps.host.tether import tie
 
 _SERVE = "import sys; from axon_ps.testing.fork_server import main; sys.exit(main(sys.argv[1:]))"
@@ -53,18 +52,15 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-c", _SERVE, str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(
-                tethered(command, signal.SIGKILL),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
+            self._server = Child.start(
+                "fork server", command, environment, last_signal=signal.SIGKILL, pass_fds=[theirs.fileno()]
             )
 
-    def fork(self, environment: Mapping[str, str], log: Path, fd: int) -> ForkedProcess:
+    def fork(self, name: str, environment: Mapping[str, str], log: Path, fd: int) -> Child:
         """A process that serves one call of `worker_main` on the pipe `fd`.
 
         Args:
+            name: its name in messages.
             environment: its complete environment.
             log: file that its standard output and error are appended to.
             fd: a descriptor; the fork gets a copy.
@@ -72,38 +68,38 @@ class ForkServer:
         Raises:
             InternalError: the server has died; its output shows why.
         """
-        return ForkedProcess(self, self._fork({"environment": dict(environment)}, log, [fd]))
+        pid = self._fork({"environment": dict(environment)}, log, [fd])
+        return Child(name, pid, partial(self._reap, pid), log=log)
 
-    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path, ready: int) -> ForkedProcess:
-        """A process that runs `axon-ps ARGV`, with a pipe as its standard input.
+    def run(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+        """A process that runs `axon-ps ARGV --ready-fd FD`, with a pipe as its standard input.
 
         Args:
             argv: the command and its options.
-            environment, log: as for `fork`.
-            ready: the descriptor for its `--ready-fd`.
+            name, environment, log: as for `fork`.
 
         Raises:
             InternalError: the server has died; its output shows why.
         """
-        theirs, stdin = os.pipe()
+        (stdin, our_stdin), (our_ready, ready) = os.pipe(), os.pipe()
         try:
-            pid = self._fork({"environment": dict(environment), "argv": list(argv)}, log, [theirs, ready])
+            pid = self._fork({"environment": dict(environment), "argv": list(argv)}, log, [stdin, ready])
         except BaseException:
-            os.close(stdin)
+            os.close(our_stdin)
+            os.close(our_ready)
             raise
         finally:
-            os.close(theirs)
-        return ForkedProcess(self, pid, open(stdin, "wb"))
-
-    def exit_code(self, pid: int) -> int:
-        """The exit code of a fork that has ended, negative for a signal; reaps it."""
-        return self._ask({"reap": pid})
+            os.close(stdin)
+            os.close(ready)
+        return Child(name, pid, partial(self._reap, pid), log=log, stdin=open(our_stdin, "wb"), ready_fd=our_ready)
 
     def close(self) -> None:
         """End it, and every fork that still runs."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        self._server.end()
+
+    def _reap(self, pid: int) -> int:
+        return self._ask({"reap": pid})
 
     def _fork(self, request: dict[str, Any], log: Path, fds: Sequence[int]) -> int:
         with open(log, "ab") as output:
@@ -117,45 +113,8 @@ class ForkServer:
             except OSError as error:
                 raise InternalError(f"the fork server does not answer: {error}") from error
         if not reply:
-            raise InternalError(f"the fork server has ended with exit code {self._process.poll()}")
+            raise InternalError(f"the fork server has ended with exit code {self._server.exit_code}")
         return int(reply)
-
-
-class ForkedProcess:
-    """A fork, with the interface of `subprocess.Popen`.
-
-    Attributes:
-        pid: its process id.
-        stdin: the pipe to its standard input; None when it has none.
-    """
-
-    def __init__(self, server: ForkServer, pid: int, stdin: IO[bytes] | None = None) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self._server = server
-        self._exit_code: int | None = None
-        self._pidfd = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
-        if self._exit_code is None and select.select([self._pidfd], [], [], 0.0)[0]:
-            self._exit_code = self._server.exit_code(self.pid)
-            os.close(self._pidfd)
-        return self._exit_code
-
-    def wait(self) -> int:
-        """Wait for its end; returns its exit code."""
-        if self._exit_code is None:
-            select.select([self._pidfd], [], [])
-        exit_code = self.poll()
-        assert exit_code is not None
-        return exit_code
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal; harmless when it has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
 
 
 def main(argv: Sequence[str]) -> int:

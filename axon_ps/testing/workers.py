@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from axon_ps.host.children import Child, wait_for_any
 from axon_ps.testing.fork_server import ForkServer
-from axon_ps.testing.processes import ChildProcess, wait_for_any
 from axon_ps.testing.worker_main import ByValue, Target, dumped
 
 _AFTER_A_FAILURE_S = 5.0
@@ -108,7 +108,7 @@ class WorkerProcess:
         name = f"worker {rank}"
         if not callable(target):
             command = [sys.executable, str(target), *map(str, args)]
-            self.process = ChildProcess.start(name, command, environment=environment, log=log)
+            self.process = Child.start(name, command, environment, last_signal=signal.SIGKILL, output=log)
             return
         located: Target | ByValue | None = Target.of(target)
         by_value = located is None
@@ -118,10 +118,12 @@ class WorkerProcess:
         with theirs:
             fd = theirs.fileno()
             if _fork_server is not None:
-                self.process = ChildProcess(name, _fork_server.fork(environment, log, fd), log)
+                self.process = _fork_server.fork(name, environment, log, fd)
             else:
                 command = [sys.executable, "-c", _CALL, str(fd)]
-                self.process = ChildProcess.start(name, command, environment=environment, log=log, pass_fds=(fd,))
+                self.process = Child.start(
+                    name, command, environment, last_signal=signal.SIGKILL, output=log, pass_fds=(fd,)
+                )
         with contextlib.suppress(BrokenPipeError):  # it has died already; the result shows how
             for payload in payloads:
                 connection.send_bytes(payload)

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from axon_ps.errors import AxonError
+from axon_ps.host.children import Child, wait_for_any
 from axon_ps.storage import manifest
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.cluster import MODULES as SERVICE_MODULES
-from axon_ps.testing.processes import ChildProcess, wait_for_any
 from axon_ps.testing.workers import WorkerProcess
 from fault_grid import DISTURBANCES, LEASE_S, PATIENCE_S, STOPS_S, Cell, Fault, Target
 from fault_model import Attempt, Values, attempts_in, expected, train
@@ -149,7 +149,7 @@ class Scene:
         return self._wait(moment.name, 5.0)
 
     @property
-    def _shard(self) -> ChildProcess:
+    def _shard(self) -> Child:
         return self._cluster.process("shard", 0)
 
     def _wait(self, what: str, timeout_s: float) -> Hit | None:
@@ -183,7 +183,7 @@ class Scene:
             time.sleep(DISTURBANCES[fault].heals_after_s)
         self._healed = time.monotonic()
 
-    def _stop(self, struck: Iterable[ChildProcess], hit: Hit, seconds: float) -> None:
+    def _stop(self, struck: Iterable[Child], hit: Hit, seconds: float) -> None:
         for process in struck:
             process.send_signal(signal.SIGSTOP)
         hit.release()
@@ -191,7 +191,7 @@ class Scene:
         for process in struck:
             process.send_signal(signal.SIGCONT)
 
-    def _kill(self, struck: Iterable[ChildProcess], hit: Hit) -> None:
+    def _kill(self, struck: Iterable[Child], hit: Hit) -> None:
         for process in struck:
             process.send_signal(signal.SIGKILL)
         for process in struck:

@@ -27,12 +27,12 @@ from safetensors.numpy import load_file
 import axon_ps
 from axon_ps import parallel
 from axon_ps.errors import AxonError
+from axon_ps.host.children import Child
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.export import export_model
 from axon_ps.testing import preloaded
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.proxy import Disturbance, Kind
-from axon_ps.testing.processes import ChildProcess
 from axon_ps.testing.workers import WorkerProcess
 from fault_cell import PRELOADED
 from fault_grid import LEASE_S, PATIENCE_S, Fault, Target
@@ -265,7 +265,7 @@ class Soak:
         return hit
 
     def _deal(self, who: Target, what: Fault, victim: int, hit: Hit | None) -> None:
-        struck: list[ChildProcess] = []
+        struck: list[Child] = []
         if who in (Target.WORKER, Target.BOTH):
             struck.append(self._workers[victim].process)
         if who in (Target.COORDINATOR, Target.BOTH):
@@ -287,7 +287,7 @@ class Soak:
             _release(hit)
             time.sleep(DISTURBANCES[what].heals_after_s)
 
-    def _kill(self, who: Target, victim: int, struck: list[ChildProcess], hit: Hit | None) -> None:
+    def _kill(self, who: Target, victim: int, struck: list[Child], hit: Hit | None) -> None:
         for process in struck:
             process.send_signal(signal.SIGKILL)
         for process in struck:

@@ -11,8 +11,8 @@ import signal
 import time
 from pathlib import Path
 
+from axon_ps.host.children import wait_for_any
 from axon_ps.testing import LocalCluster
-from axon_ps.testing.processes import wait_for_any
 from axon_ps.testing.workers import WorkerProcess
 from joiner_lives import MOMENTS, live
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
+from axon_ps.host.children import Child
 from axon_ps.testing.cluster import COORDINATOR, LocalCluster
 from axon_ps.testing.faults import injector, stacks, trimming
 from axon_ps.testing.faults.injector import Moments
 from axon_ps.testing.faults.proxy import Disturbance, Proxies, TcpProxy
 from axon_ps.testing.fork_server import run_command
-from axon_ps.testing.processes import ChildProcess
 from axon_ps.testing.worker_main import Target
 from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
@@ -156,11 +156,11 @@ class FaultyCluster(LocalCluster):
         stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
         return stalled_s
 
-    def slot_of(self, process: ChildProcess) -> int:
+    def slot_of(self, process: Child) -> int:
         """The slot of a process, for `moments.arm`."""
         return self._slots[process.pid]
 
-    def disturb(self, what: Disturbance, process: ChildProcess) -> None:
+    def disturb(self, what: Disturbance, process: Child) -> None:
         """Disturb all connections of a process, in both directions."""
         own = self._proxy_of(process)
         for proxy in (self._to_coordinator, *self._to_shards):
@@ -186,7 +186,7 @@ class FaultyCluster(LocalCluster):
 
     # ------------------------------------------------------------------ inside
 
-    def _proxy_of(self, process: ChildProcess) -> TcpProxy | None:
+    def _proxy_of(self, process: Child) -> TcpProxy | None:
         """The proxy of a service; None for a worker."""
         if process is self._coordinator:
             return self._to_coordinator
@@ -207,7 +207,7 @@ class FaultyCluster(LocalCluster):
     def _wait_for_shard(self, index: int) -> None:
         self._to_shards[index].upstream = self._listening_at(self._shards[index])
 
-    def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> ChildProcess:
+    def _service(self, name: str, argv: list[str], environment: Mapping[str, str]) -> Child:
         values = self._common_environment() | self._service_environment() | dict(environment)
         return self._fork(name, values, _run_command, argv, self._ready_file(name)).process
 
@@ -216,7 +216,7 @@ class FaultyCluster(LocalCluster):
         path.unlink(missing_ok=True)
         return path
 
-    def _listening_at(self, service: ChildProcess) -> tuple[str, int]:
+    def _listening_at(self, service: Child) -> tuple[str, int]:
         """The address that a service listens on."""
         deadline = time.monotonic() + self._start_timeout_s
         path = self.directory / f"{service.name}.ready"

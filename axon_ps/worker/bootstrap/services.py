@@ -8,17 +8,15 @@ Owns: the processes. Refuses: to announce them to the other workers; the caller 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from axon_ps.errors import Broken
-from axon_ps.host.children import LinePipe, tethered
+from axon_ps.host.children import Child
 from axon_ps.rpc.channels import join_address
 from axon_ps.rpc.security import Security
 
@@ -77,67 +75,43 @@ class EmbeddedServices:
         self._environment = {k: v for k, v in environment.items() if k not in _DROPPED}
         self._job = job
         self._host = host
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pipes: list[LinePipe] = []
+        self._children: list[Child] = []
         deadline = time.monotonic() + start_timeout_s
         try:
             if not coordinator:
                 options = ["--world-size", str(world_size), "--shards", str(num_shards), "--state", "memory"]
-                listening = self._start("coordinator", options)
-            servers = [self._start("shard", self._shard_options(rank, len(shards), advertise)) for rank in shards]
+                listening = self._start("coordinator", "coordinator", options)
+            servers = [
+                self._start(f"shard server {rank}", "shard", self._shard_options(rank, len(shards), advertise))
+                for rank in shards
+            ]
             if not coordinator:
-                port = int(self._line(listening, deadline, "coordinator").rpartition(":")[2])
+                port = int(_ready_line(listening, deadline).rpartition(":")[2])
                 self.address = join_address(advertise or host, port)
-            for process in self._processes[-len(shards) :] if shards else ():
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has died, which its pipe shows below
-                    process.stdin.write(f"{self.address}\n".encode())
-                    process.stdin.flush()
-            for rank, pipe in zip(shards, servers, strict=True):
-                self._line(pipe, deadline, f"shard server {rank}")
+            for server in servers:
+                server.send_line(self.address)
+            for server in servers:
+                _ready_line(server, deadline)
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
     def close(self, grace_s: float = _DRAIN_S) -> None:
         """End all of them, the shard servers first. Harmless when repeated."""
-        while self._pipes:
-            self._pipes.pop().close()
-        while self._processes:
-            process = self._processes.pop()
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+        while self._children:
+            self._children.pop().end((signal.SIGTERM, grace_s))
 
     def _shard_options(self, rank: int, shards_here: int, advertise: str) -> list[str]:
         threads = 0 if shards_here == 1 else max(1, len(os.sched_getaffinity(0)) // shards_here)
         options = ["--coordinator", "-", "--rank", str(rank), "--threads", str(threads)]
         return options + (["--advertise", advertise] if advertise else [])
 
-    def _start(self, service: str, options: Sequence[str]) -> LinePipe:
-        """Start a service; returns the pipe on which it writes its address."""
-        pipe = LinePipe()
-        self._pipes.append(pipe)
+    def _start(self, name: str, service: str, options: Sequence[str]) -> Child:
         command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", self._host, "--port", "0"]
-        command += [*options, "--ready-fd", str(pipe.fd), *(["--insecure"] if self.security.insecure else [])]
-        try:
-            process = subprocess.Popen(
-                tethered(command, signal.SIGTERM),
-                env=self._variables(),
-                stdin=subprocess.PIPE,
-                pass_fds=(pipe.fd,),
-                process_group=0,
-            )
-        finally:
-            pipe.started()
-        self._processes.append(process)
-        return pipe
+        command += [*options, *(["--insecure"] if self.security.insecure else [])]
+        child = Child.start(name, command, self._variables(), last_signal=signal.SIGTERM, stdin=True, ready=True)
+        self._children.append(child)
+        return child
 
     def _variables(self) -> dict[str, str]:
         secured = {
@@ -148,9 +122,9 @@ class EmbeddedServices:
         ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment | {k: v for k, v in secured.items() if v}
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
-    def _line(self, pipe: LinePipe, deadline: float, what: str) -> str:
-        """The address that a child listens on."""
-        line = pipe.read(deadline)
-        if not line:
-            raise Broken(f"the embedded {what} ended, or did not listen in time; what it wrote is on standard error")
-        return line
+
+def _ready_line(child: Child, deadline: float) -> str:
+    """The address that a child listens on."""
+    if not (line := child.ready_line(deadline)):
+        raise Broken(f"the embedded {child.name} ended, or did not listen in time; what it wrote is on standard error")
+    return line

@@ -30,7 +30,7 @@ def test_a_daemon_that_holds_its_output_does_not_hold_up_its_end(monkeypatch: py
 
     async def main() -> None:
         source = Console(shown, shown, colour=False).source("worker 0")
-        process = await Process.start(source, [sys.executable, "-c", LEAVES_A_DAEMON], os.environ, is_worker=True)
+        process = Process(source, [sys.executable, "-c", LEAVES_A_DAEMON], os.environ, is_worker=True)
         async with asyncio.timeout(30.0):
             await process.wait()
         assert (process.exit_code, process.is_running) == (0, False)
