@@ -12,6 +12,7 @@ import re
 from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
+    KnownNames,
     ModelStatus,
     Ready,
     RestoreOrder,
@@ -32,6 +33,9 @@ from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, session_pb2
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
 
+MAX_KNOWN_NAMES = 1 << 10
+"""Most optimizers, and most compressors, that a shard server may list."""
+
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -49,6 +53,7 @@ def incarnation_from_proto(text: str) -> str:
 
 def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionRequest:
     """The first message of a session."""
+    known = request.known
     return session_pb2.SessionRequest(
         join=session_pb2.Join(
             job=request.job,
@@ -59,6 +64,8 @@ def join_to_proto(request: JoinRequest, role: Role) -> session_pb2.SessionReques
             requested_rank=request.requested_rank,
             world_size=request.world_size,
             standby=request.standby,
+            optimizers=() if known is None else sorted(known.optimizers),
+            compressors=() if known is None else sorted(known.compressors),
         )
     )
 
@@ -67,7 +74,7 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
     """The role of a joining process, and its request.
 
     Raises:
-        InvalidRequest: a field is malformed, or a shard server gives no address.
+        InvalidRequest: a field is malformed, a shard server gives no address, or it lists too many names.
     """
     role = codec.role_from_proto(message.role)
     if role is Role.SHARD and not message.address:
@@ -80,6 +87,16 @@ def join_from_proto(message: session_pb2.Join) -> tuple[Role, JoinRequest]:
         requested_rank=message.requested_rank,
         world_size=message.world_size,
         standby=message.standby,
+        known=_known_from_proto(message) if message.optimizers or message.compressors else None,
+    )
+
+
+def _known_from_proto(message: session_pb2.Join) -> KnownNames:
+    if (listed := max(len(message.optimizers), len(message.compressors))) > MAX_KNOWN_NAMES:
+        raise InvalidRequest(f"a shard server lists {listed} names of one kind; at most {MAX_KNOWN_NAMES} are allowed")
+    return KnownNames(
+        optimizers=frozenset(codec.name_from_proto(name, "an optimizer's name") for name in message.optimizers),
+        compressors=frozenset(codec.name_from_proto(name, "a compressor's name") for name in message.compressors),
     )
 
 

@@ -70,6 +70,41 @@ def test_a_real_cluster_trains_with_it(directory: Path, plugin: str, script: str
         cluster.run_workers(run_script, args=(str(directory / script),))
 
 
+def train_one_step(path: str) -> None:
+    from axon_ps.parallel import FSDP, ServerOptimizer
+
+    sys.path.append(path)
+    adamax = importlib.import_module("adamax")
+    with World.init() as world:
+        model = FSDP(torch.nn.Linear(4, 4), world)
+        optimizer = ServerOptimizer(model.parameters(), adamax.Adamax.name)
+        model(torch.ones(2, 4)).sum().backward()
+        assert optimizer.step().committed
+
+
+def restart_shard_without_plugins(cluster: LocalCluster) -> None:
+    cluster.kill("shard")
+    cluster._plugins = ()
+    cluster.restart("shard")
+
+
+def test_a_shard_server_without_the_plugin_is_named_to_the_worker(directory: Path) -> None:
+    with LocalCluster(shards=1, world_size=1, plugins=["adamax"]) as cluster:
+        restart_shard_without_plugins(cluster)
+        (result,) = cluster.run_workers(train_one_step, args=(str(directory),), check=False)
+        assert re.search(r"InvalidRequest: .*shard server 0 .* not know optimizer 'adamax'.*--plugins", result.error)
+
+
+def test_a_shard_server_without_the_plugin_cannot_join_a_job_that_needs_it(directory: Path) -> None:
+    refused = r"did not start(.|\n)*the shard server at .* optimizer 'adamax'.*--plugins"
+    with (
+        pytest.raises(AxonError, match=refused),
+        LocalCluster(shards=1, world_size=1, plugins=["adamax"]) as cluster,
+    ):
+        cluster.run_workers(train_one_step, args=(str(directory),))
+        restart_shard_without_plugins(cluster)
+
+
 @pytest.mark.parametrize("grad_scale", [1.0, 0.3])
 def test_the_optimizer_is_torchs_adamax(adamax: ModuleType, grad_scale: float) -> None:
     rng = np.random.default_rng(0)

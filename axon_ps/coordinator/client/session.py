@@ -27,6 +27,7 @@ from axon_ps.coordinator.core.events import (
     Event,
     JobState,
     JoinRequest,
+    KnownNames,
     Ready,
     Registered,
     RestoreOrder,
@@ -112,6 +113,7 @@ class CoordinatorClient(Calls):
         requested_rank: wanted rank; -1 = any.
         world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
         standby: worker: wait until the job has lost a worker, and replace it.
+        known: shard server: the optimizers and compressors it can make; None = they are not listed.
         on_event: gets every event, on the loop's thread; must not block. If it raises, the session fails.
         reconnect_timeout_s: how long to reconnect a broken session before it fails.
 
@@ -135,6 +137,7 @@ class CoordinatorClient(Calls):
         requested_rank: int = -1,
         world_size: int = 0,
         standby: bool = False,
+        known: KnownNames | None = None,
         on_event: Callable[[Event], None],
         reconnect_timeout_s: float = 60.0,
     ) -> None:
@@ -150,6 +153,7 @@ class CoordinatorClient(Calls):
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby
+        self._known = known
         self._security = security
         self._on_event = on_event
         self._reconnect_timeout_s = reconnect_timeout_s
@@ -375,6 +379,7 @@ class CoordinatorClient(Calls):
             requested_rank=self.rank if self.rank >= 0 else self._requested_rank,
             world_size=self.world_size if self.role is Role.WORKER else 0,
             standby=self._standby and self.rank < 0,
+            known=self._known,
         )
         self._outbox = asyncio.Queue()
         writer: asyncio.Task[None] | None = None

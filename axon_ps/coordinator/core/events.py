@@ -122,6 +122,14 @@ Event = Membership | JobState | Decision | SnapshotOrder | RestoreOrder | Sessio
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownNames:
+    """The optimizers and compressors that a shard server can make, by name."""
+
+    optimizers: frozenset[str]
+    compressors: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class JoinRequest:
     """What a member sends about itself when it joins.
 
@@ -133,6 +141,7 @@ class JoinRequest:
         requested_rank: wanted rank; -1 = any.
         world_size: worker: how many workers the job starts with; 0 = as the coordinator is configured.
         standby: worker: only to replace one that the job has lost.
+        known: shard server: what it can make; None = it does not list it, and nothing is checked.
     """
 
     job: str
@@ -142,6 +151,7 @@ class JoinRequest:
     requested_rank: int = -1
     world_size: int = 0
     standby: bool = False
+    known: KnownNames | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
 from axon_ps.errors import Broken, InvalidRequest, MemberLost, Timeout
@@ -74,8 +75,11 @@ class Members:
         """A process has opened a stream; see `CoordinatorState.join`."""
         a = self._assembly
         entry = a.roster.get(request.incarnation)
+        for model in self._models:
+            server, r = f"the shard server at {request.address} (node {request.node})", model.registration
+            check_known(server, request.known, r.name, r.spec, r.optimizer)
         if entry is None:
-            self._admit(session, role, request, now)
+            entry = self._admit(session, role, request, now)
         elif entry.member.role is not role:
             raise InvalidRequest(
                 f"incarnation {request.incarnation} is a member already, {entry.name}, of another role"
@@ -89,6 +93,7 @@ class Members:
             a.greet(entry)
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
+        entry.known = request.known
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
         """A member leaves; see Note: [Finished]."""
@@ -153,7 +158,7 @@ class Members:
 
     # ------------------------------------------------------------------ inside
 
-    def _admit(self, session: int, role: Role, request: JoinRequest, now: float) -> None:
+    def _admit(self, session: int, role: Role, request: JoinRequest, now: float) -> RosterEntry:
         """Admit a process that is new, or was lost before."""
         a = self._assembly
         admission = admit(self._config, a, self._models, role, request, now)
@@ -166,6 +171,9 @@ class Members:
         a.counters["joins"] += 1
         reason = f"{name_of(admission.member)} joined"
         self.change(reason, lost=displaced, joined=admission.member, session=session, now=now)
+        joined = a.roster.of_session(session)
+        assert joined is not None
+        return joined
 
     def _silence(self, entry: RosterEntry) -> str:
         if entry.session is None:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from axon_ps.coordinator.core.events import JobState, RestoreOrder
+from axon_ps.coordinator.core.events import JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import Parameters
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
@@ -187,6 +187,34 @@ class Registration:
             self.owners = tuple(
                 server for server, slices in enumerate(plan.by_server) if any(units[s.unit].trainable for s in slices)
             )
+
+
+def check_known(
+    server: str, known: KnownNames | None, model: str, spec: JobSpec | None, optimizer: OptimizerSpec | None
+) -> None:
+    """Check that a shard server can make what a model needs.
+
+    Args:
+        server: what errors call it.
+        known: what it can make; None = not known.
+        model: the model's name.
+        spec, optimizer: of the model; None = not registered, or checked before.
+
+    Raises:
+        InvalidRequest: it cannot.
+    """
+    if known is None:
+        return
+    missing = [] if optimizer is None or optimizer.name in known.optimizers else [f"optimizer {optimizer.name!r}"]
+    if spec is not None:
+        compressors = (spec.precision.param_compression, spec.precision.grad_compression)
+        names = {c.name for c in compressors if c is not None} - known.compressors
+        missing += [f"compressor {name!r}" for name in sorted(names)]
+    if missing:
+        raise InvalidRequest(
+            f"{server} does not know {' and '.join(missing)} of model {model!r}; start it with --plugins MODULE (or "
+            "AXON_PS_PLUGINS), the module that registers it"
+        )
 
 
 def _check_groups(optimizer: OptimizerSpec, spec: JobSpec) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.core.events import JoinRequest, KnownNames
 from axon_ps.coordinator.core.waiting import Deadlines
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, Role
@@ -32,6 +32,7 @@ class RosterEntry:
         deadline: when its lease is over; moved by `Roster.renew`.
         session: its stream, if it has one.
         metrics: those of its newest heartbeat.
+        known: the optimizers and compressors of a shard server, if it lists them.
         asked_s: when another process first requested its rank, recently.
     """
 
@@ -39,6 +40,7 @@ class RosterEntry:
     deadline: float
     session: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    known: KnownNames | None = None
     asked_s: float = -math.inf
 
     @property

@@ -34,6 +34,7 @@ from axon_ps.coordinator.core.events import (
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import (
     AxonError,
@@ -96,7 +97,8 @@ class CoordinatorState:
 
         Raises:
             PermissionDenied: it wants another job.
-            InvalidRequest: its rank is taken, or its world size is not the job's.
+            InvalidRequest: its rank is taken, its world size is not the job's, or a shard server does not know an
+                optimizer or a compressor of the job.
             Busy: the job has no rank for it.
         """
         if request.job != self.config.job:
@@ -211,7 +213,7 @@ class CoordinatorState:
 
         Raises:
             LayoutMismatch: it differs from what the job has.
-            InvalidRequest: it cannot be.
+            InvalidRequest: it cannot be, or a shard server does not know the optimizer or a compressor.
             Misuse: an optimizer comes before any layout.
             Busy: the job can have no more models.
             GenerationChanged: the caller is no member.
@@ -223,6 +225,8 @@ class CoordinatorState:
             raise InvalidRequest(f"worker {rank} registers neither a layout nor an optimizer")
         new_spec = spec if spec is not None and r.check_spec(spec, rank) else None
         new_optimizer = r.check_optimizer(optimizer, spec or r.spec, rank) if optimizer is not None else None
+        for server in self._assembly.roster.of_role(Role.SHARD):
+            check_known(server.name, server.known, name, new_spec, new_optimizer)
         by_node = self._models.by_node
         if new_spec is not None:
             r.set_spec(new_spec)

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
+from axon_ps.coordinator.core.events import KnownNames
 from axon_ps.host.malloc import retain_message_memory
+from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
@@ -87,6 +91,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
             security=config.security,
             listen_address=_advertised(config, port),
             requested_rank=config.rank,
+            known=_known_names(config.host),
             on_event=shell.on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
@@ -101,6 +106,13 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
             await session.close("the shard server stops")
         await stopping
         await shell.close()
+
+
+def _known_names(host: str) -> KnownNames | None:
+    """What this process can make; not listed beside a worker, whose program may register more at any time."""
+    if is_in_process(host):
+        return None
+    return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))
 
 
 async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:

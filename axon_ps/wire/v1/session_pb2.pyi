@@ -44,7 +44,7 @@ class SessionRequest(_message.Message):
     def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby")
+    __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class Join(_message.Message):
     REQUESTED_RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSORS_FIELD_NUMBER: _ClassVar[int]
     job: str
     role: _common_pb2.Role
     incarnation: str
@@ -61,7 +63,9 @@ class Join(_message.Message):
     requested_rank: int
     world_size: int
     standby: bool
-    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ...) -> None: ...
+    optimizers: _containers.RepeatedScalarFieldContainer[str]
+    compressors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("metrics",)

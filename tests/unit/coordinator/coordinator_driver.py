@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest, Ready, Vote
+from axon_ps.coordinator.core.events import JoinRequest, KnownNames, Ready, Vote
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -43,6 +43,7 @@ class Peer:
         self.inbox: list[Any] = []
         self.error: Exception | None = None
         self.open = False
+        self.known: KnownNames | None = None
 
     @property
     def caller(self) -> Caller:
@@ -70,6 +71,7 @@ class Peer:
             requested_rank=self.rank if rank is None else rank,
             world_size=world_size,
             standby=standby,
+            known=self.known,
         )
         actions = d.state.join(session, self.role, request, d.clock())
         self.session, self.open, self.error = session, True, None

@@ -12,6 +12,7 @@ from axon_ps.coordinator import messages as m
 from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
+    KnownNames,
     Ready,
     RestoreOrder,
     SnapshotFile,
@@ -74,6 +75,14 @@ def test_an_event_of_a_newer_protocol_is_nothing() -> None:
 def test_what_goes_up() -> None:
     request = JoinRequest(job="j", incarnation="c" * 32, node="n", address="h:1", requested_rank=-1, world_size=2)
     assert m.join_from_proto(m.join_to_proto(request, Role.SHARD).join) == (Role.SHARD, request)
+    known = KnownNames(optimizers=frozenset({"sgd", "mine"}), compressors=frozenset({"int8"}))
+    knowing = dataclasses.replace(request, known=known)
+    assert m.join_from_proto(m.join_to_proto(knowing, Role.SHARD).join) == (Role.SHARD, knowing)
+    for names in (["bad\nname"], [""], [str(i) for i in range(m.MAX_KNOWN_NAMES + 1)]):
+        message = m.join_to_proto(request, Role.SHARD).join
+        message.compressors.extend(names)
+        with pytest.raises(InvalidRequest, match="name"):
+            m.join_from_proto(message)
     vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}))
     assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
     copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
