@@ -203,14 +203,16 @@ class ServerOptimizer(ABC):
     def _write(self, param: Array, wire: Array | None) -> None:
         """Writes the wire copy, rounded: for an `_update` whose arithmetic does not do so in its one pass."""
         if wire is not None:
-            self._kernels.convert(readonly(param), wire)
+            from axon_ps.kernels import rounding
+
+            rounding.convert(readonly(param), wire)
 
     @cached_property
     def _kernels(self) -> Any:
         """The compiled loops. Imported at the first update, because describing an optimizer needs no numba."""
-        from axon_ps.kernels import rounding
+        from axon_ps.kernels import optimizer_loops
 
-        return rounding
+        return optimizer_loops
 
     def _any(self, name: str, groups: Sequence[Hyper]) -> bool:
         """Whether a hyperparameter is other than 0 in some group."""

@@ -1,4 +1,4 @@
-"""Rounding is written once, and no loop contains code of another file, which numba's cache would not see change."""
+"""Rounding is written once, and what numba has cached is used only while no file of the kernels has changed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ import numpy as np
 import pytest
 
 from axon_ps import kernels
-from axon_ps.kernels import rounding
+from axon_ps.kernels import optimizer_loops, rounding
+from axon_ps.kernels.compiled import sources_hash
 
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in Path(kernels.__file__).parent.glob("*.py")}
 HARD = (0x0000_0000, 0x0000_8000, 0x0000_8001, 0x3F80_8000, 0x3F81_8000, 0x7F7F_7FFF, 0x7F7F_8000, 0x7F80_0000)
 HARD += (0x7F80_0001, 0x7FBF_FFFF, 0x7FFF_FFFF, 0x3880_0000, 0x387F_F000, 0x3300_0000, 0x477F_EFFF, 0x477F_F000)
 
 
-def test_a_loop_calls_nothing_of_another_file() -> None:
+def test_a_loop_calls_nothing_of_another_package() -> None:
     imported = {
-        name: {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+        name: {node.module or "" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
         for name, source in SOURCES.items()
     }
-    others = {f"axon_ps.kernels.{name}" for name in SOURCES} - {"axon_ps.kernels.compiled"}
-    assert {name: sorted(modules & others) for name, modules in imported.items() if modules & others} == {}
+    ours = {name: {m for m in modules if m.startswith("axon_ps.")} for name, modules in imported.items()}
+    allowed = {"axon_ps.types", "axon_ps.errors", *(f"axon_ps.kernels.{name}" for name in SOURCES)}
+    assert {name: sorted(modules - allowed) for name, modules in ours.items() if modules - allowed} == {}
+
+
+def test_a_loop_is_cached_under_a_name_that_changes_with_every_file(tmp_path: Path) -> None:
+    package = Path(kernels.__file__).parent
+    for loop in (rounding.convert, optimizer_loops.sgd):
+        assert loop.py_func.__qualname__.endswith(sources_hash(package))  # type: ignore[attr-defined]
+        assert sources_hash(package) in loop._cache._impl.filename_base  # type: ignore[attr-defined]
+    before = sources_hash(package)
+    for changed in SOURCES:
+        for name, source in SOURCES.items():
+            (tmp_path / f"{name}.py").write_text(source + "#" * (name == changed), encoding="utf-8")
+        assert sources_hash(tmp_path) != before
 
 
 def test_the_rounding_to_bf16_and_f16_is_written_once() -> None:
@@ -40,7 +54,7 @@ def test_an_optimizers_wire_copy_is_the_cast_of_its_parameters(sign: int) -> Non
         param, cast, copy = values.copy(), np.empty(values.size, wire_dtype), np.empty(values.size, wire_dtype)
         rounding.convert(param, cast)
         zeros = np.zeros(values.size, np.float32)
-        rounding.sgd(param, zeros, None, copy, 1.0, None, 0.0, 0.0, 1.0, None)  # a learning rate of 0
+        optimizer_loops.sgd(param, zeros, None, copy, 1.0, None, 0.0, 0.0, 1.0, None)  # a learning rate of 0
         finite = ~np.isnan(values)
         assert copy[finite].tobytes() == cast[finite].tobytes()
         with np.errstate(over="ignore"):

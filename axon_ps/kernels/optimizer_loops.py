@@ -1,0 +1,265 @@
+"""The compiled loops of optimizers: one pass over parameters, gradients and state, with the wire copy in it.
+
+Refuses: to check its arguments. `ServerOptimizer.apply` has done so; these loops write where they are told.
+
+Invariant: what a job does not use is passed as None, and numba compiles an optimizer's loop without it: no state array,
+no branch, no wire copy, no weight decay (an untaken branch in the loop cost SGD a twentieth).
+
+Note: [NaN afterwards]
+    Rounding to bf16 by adding carries some NaNs into infinity or zero, and looking for them at every element made SGD's
+    loop a tenth slower. So an optimizer's loop tracks the largest magnitude it stored, which costs a maximum of
+    integers, and goes over its parameters again only when that was a NaN's.
+
+Shapes: every array is [n] and contiguous; all are f32 but `wire`, whose element type tells what it holds, as in
+`kernels.rounding`. Factors are f64 scalars, rounded to f32 once before the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from axon_ps.kernels.compiled import compiled
+from axon_ps.kernels.rounding import HALF, INFINITY32, MAGNITUDE32, U0, U16, round_to_bf16, store
+
+F32 = np.float32
+ZERO = np.float32(0.0)
+
+
+def _store_wire(wire: Any, i: Any, value: Any, largest: Any) -> Any:
+    """Writes the wire copy of one parameter; `largest`, or its magnitude's bits if more. Only inside compiled loops.
+
+    See Note: [NaN afterwards].
+    """
+    raise NotImplementedError
+
+
+def _store_nans(wire: Any, param: Any, largest: Any) -> None:
+    """Writes the wire copy of every NaN among the parameters, if there is one. See Note: [NaN afterwards]."""
+    raise NotImplementedError
+
+
+def _store_wire_for(wire: Any, i: Any, value: Any, largest: Any) -> Any:
+    def nothing(wire: Any, i: Any, value: Any, largest: Any) -> Any:
+        return largest
+
+    def bf16(wire: Any, i: Any, value: Any, largest: Any) -> Any:
+        bits = np.float32(value).view(np.uint32)
+        wire[i] = np.uint16(np.uint32(round_to_bf16(bits) >> U16))
+        return max(largest, np.uint32(bits & MAGNITUDE32))
+
+    def any_number(wire: Any, i: Any, value: Any, largest: Any) -> Any:
+        store(wire, i, value)
+        return largest
+
+    if not isinstance(wire, numba.types.Array):
+        return nothing
+    return bf16 if wire.dtype == numba.types.uint16 else any_number
+
+
+def _store_nans_for(wire: Any, param: Any, largest: Any) -> Any:
+    def nothing(wire: Any, param: Any, largest: Any) -> None:
+        pass
+
+    def bf16(wire: Any, param: Any, largest: Any) -> None:
+        if largest > INFINITY32:
+            for i in range(param.size):
+                if param[i] != param[i]:
+                    store(wire, i, param[i])
+
+    return bf16 if isinstance(wire, numba.types.Array) and wire.dtype == numba.types.uint16 else nothing
+
+
+overload(_store_wire)(_store_wire_for)
+overload(_store_nans)(_store_nans_for)
+
+
+@compiled
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    """start + weight · (end - start), from the nearer end as torch.lerp does, so that a weight of 1 gives `end`."""
+    if weight < HALF:
+        return start + weight * (end - start)
+    return end - (end - start) * (np.float32(1.0) - weight)
+
+
+@compiled
+def sgd(
+    param: Any,
+    grad: Any,
+    momentum_buffer: Any,
+    wire: Any,
+    grad_scale: Any,
+    weight_decay: Any,
+    lr: Any,
+    carry: Any,
+    intake: Any,
+    nesterov: Any,
+) -> None:
+    """buffer = carry · buffer + intake · g; p -= lr · (buffer, or g + nesterov · buffer, or g).
+
+    `momentum_buffer` is None without momentum, `nesterov` is None or the momentum.
+    """
+    grad_scale, lr = F32(grad_scale), F32(lr)
+    carry, intake = F32(carry), F32(intake)
+    largest = U0
+    for i in range(param.size):
+        p = param[i]
+        g = grad[i] * grad_scale
+        if weight_decay is not None:
+            g = g + F32(weight_decay) * p
+        if momentum_buffer is not None:
+            buffer = momentum_buffer[i] * carry + intake * g
+            momentum_buffer[i] = buffer
+            if nesterov is not None:
+                g = g + F32(nesterov) * buffer
+            else:
+                g = buffer
+        p = p - lr * g
+        param[i] = p
+        largest = _store_wire(wire, i, p, largest)
+    _store_nans(wire, param, largest)
+
+
+@compiled
+def adam(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    max_exp_avg_sq: Any,
+    wire: Any,
+    grad_scale: Any,
+    weight_decay: Any,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    root2: Any,
+    eps: Any,
+    step_size: Any,
+) -> None:
+    """p = decay · p - step_size · m / (√v / root2 + eps), with m and v moved towards g and g².
+
+    `weight_decay` is added to the gradient (Adam), `decay` multiplies the parameter (AdamW); root2 is √(1 - beta2^t).
+    `max_exp_avg_sq` is None without amsgrad.
+    """
+    grad_scale, decay = F32(grad_scale), F32(decay)
+    weight1, beta2, weight2 = F32(weight1), F32(beta2), F32(weight2)
+    root2, eps, step_size = F32(root2), F32(eps), F32(step_size)
+    largest = U0
+    for i in range(param.size):
+        p = param[i]
+        g = grad[i] * grad_scale
+        if weight_decay is not None:
+            g = g + F32(weight_decay) * p
+        m = _lerp(exp_avg[i], g, weight1)
+        exp_avg[i] = m
+        v = exp_avg_sq[i] * beta2 + weight2 * g * g
+        exp_avg_sq[i] = v
+        if max_exp_avg_sq is not None:
+            peak = max_exp_avg_sq[i]
+            v = peak if v <= peak else v  # a NaN stays one
+            max_exp_avg_sq[i] = v
+        p = p * decay - step_size * m / (np.sqrt(v) / root2 + eps)
+        param[i] = p
+        largest = _store_wire(wire, i, p, largest)
+    _store_nans(wire, param, largest)
+
+
+@compiled
+def adagrad(
+    param: Any, grad: Any, total: Any, wire: Any, grad_scale: Any, weight_decay: Any, lr: Any, eps: Any
+) -> None:
+    """total += g²; p -= lr · g / (√total + eps)."""
+    grad_scale, lr, eps = F32(grad_scale), F32(lr), F32(eps)
+    largest = U0
+    for i in range(param.size):
+        p = param[i]
+        g = grad[i] * grad_scale
+        if weight_decay is not None:
+            g = g + F32(weight_decay) * p
+        s = total[i] + g * g
+        total[i] = s
+        p = p - lr * g / (np.sqrt(s) + eps)
+        param[i] = p
+        largest = _store_wire(wire, i, p, largest)
+    _store_nans(wire, param, largest)
+
+
+@compiled
+def rmsprop(
+    param: Any,
+    grad: Any,
+    square_avg: Any,
+    momentum_buffer: Any,
+    grad_avg: Any,
+    wire: Any,
+    grad_scale: Any,
+    weight_decay: Any,
+    lr: Any,
+    alpha: Any,
+    weight: Any,
+    momentum: Any,
+    eps: Any,
+) -> None:
+    """s = alpha · s + weight · g²; d = g / (√(s - a²) + eps); p -= lr · (d, or buffer = momentum · buffer + d).
+
+    `grad_avg` (a, moved towards g by `weight`) is None unless centered, `momentum_buffer` None without momentum.
+    """
+    grad_scale, lr = F32(grad_scale), F32(lr)
+    alpha, weight, momentum, eps = F32(alpha), F32(weight), F32(momentum), F32(eps)
+    largest = U0
+    for i in range(param.size):
+        p = param[i]
+        g = grad[i] * grad_scale
+        if weight_decay is not None:
+            g = g + F32(weight_decay) * p
+        s = square_avg[i] * alpha + weight * g * g
+        square_avg[i] = s
+        if grad_avg is not None:
+            a = _lerp(grad_avg[i], g, weight)
+            grad_avg[i] = a
+            s = s - a * a
+        root = np.sqrt(s) + eps
+        if momentum_buffer is not None:
+            buffer = momentum_buffer[i] * momentum + g / root
+            momentum_buffer[i] = buffer
+            p = p - lr * buffer
+        else:
+            p = p - lr * g / root
+        param[i] = p
+        largest = _store_wire(wire, i, p, largest)
+    _store_nans(wire, param, largest)
+
+
+@compiled
+def lion(
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    wire: Any,
+    grad_scale: Any,
+    decay: Any,
+    lr: Any,
+    beta1: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+) -> None:
+    """p = decay · p - lr · sign(beta1 · m + weight1 · g); m = beta2 · m + weight2 · g."""
+    grad_scale, decay, lr = F32(grad_scale), F32(decay), F32(lr)
+    beta1, weight1, beta2, weight2 = F32(beta1), F32(weight1), F32(beta2), F32(weight2)
+    largest = U0
+    for i in range(param.size):
+        g = grad[i] * grad_scale
+        m = exp_avg[i]
+        c = beta1 * m + weight1 * g
+        step = lr if c > ZERO else (-lr if c < ZERO else c)  # sign(0) is 0, and a NaN stays one
+        p = param[i] * decay - step
+        exp_avg[i] = beta2 * m + weight2 * g
+        param[i] = p
+        largest = _store_wire(wire, i, p, largest)
+    _store_nans(wire, param, largest)
