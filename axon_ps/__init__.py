@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from axon_ps.worker.checkpoints import CheckpointInfo as CheckpointInfo
     from axon_ps.worker.world import World as World
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 _COLLECTIVES = (
     "all_gather",
     "all_reduce_max",
