@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_features import resolve, said_of
+
+from tests.test_features import resolve, said_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "from_rust.md").read_text()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_features import resolve, said_of
+
+from tests.test_features import resolve, said_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "torch_names.md").read_text()
 IMPORTED = {"contextlib", "logging", "sys", "timedelta", "torch", "traceback", "typing"}

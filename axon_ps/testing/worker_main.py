@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -99,14 +100,23 @@ def dumped(value: object, *, by_value: bool) -> Any:
 
 
 def _load(name: str, file: str) -> ModuleType:
-    if name != MAIN and importlib.util.find_spec(name) is not None:
+    if name != MAIN and _can_be_imported(name):
         return importlib.import_module(name)
+    for package in accumulate(name.split(".")[:-1], "{}.{}".format):
+        sys.modules.setdefault(package, ModuleType(package))  # without it nothing of the module can be pickled
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"module {name} cannot be loaded from {file!r}")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _can_be_imported(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package: in the mode "importlib" pytest names modules by path
+        return False
 
 
 def main(fd: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -154,6 +156,20 @@ def test_a_prompt_and_standard_input_may_run_workers() -> None:
     assert ran.stdout == "[True, True] ['0', '1']\n", ran.stderr
     cell = f"exec(compile({text!r}, '<ipython-input-1>', 'exec'))"
     assert subprocess.run([sys.executable, "-c", cell], capture_output=True, text=True).stdout == ran.stdout
+
+
+def test_a_module_in_a_package_that_cannot_be_imported_runs_from_its_file(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tasks.py").write_text("class Seen:\n    pass\ndef see():\n    return Seen()\n")
+    spec = importlib.util.spec_from_file_location("no.such.tasks", tmp_path / "tasks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tasks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tasks)
+    for name, module in (("no", ModuleType("no")), ("no.such", ModuleType("no.such")), ("no.such.tasks", tasks)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert type(cluster.run_workers(tasks.see, 1)[0].value) is tasks.Seen
 
 
 def test_without_cloudpickle_it_is_said_what_to_do(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

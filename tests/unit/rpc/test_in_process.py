@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 import rpc_fakes
-import test_rpc_service as service
-import test_rpc_stream as stream
-import test_stream_pool as pool_tests
 from axon_ps.errors import InvalidRequest, Misuse, Unreachable
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
@@ -20,6 +17,9 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
 from rpc_fakes import SHARD, run, serving
+from tests.unit.rpc import test_rpc_service as service
+from tests.unit.rpc import test_rpc_stream as stream
+from tests.unit.rpc import test_stream_pool as pool_tests
 
 RAISED = InvalidRequest("offset 7 is not in the slice")
 
