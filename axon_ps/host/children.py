@@ -155,15 +155,11 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal; harmless when it has ended."""
-        if self.exit_code is None:
-            self.was_signalled = True
-            os.kill(self.pid, number)
+        self._send(os.kill, number)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to it and all that it has started; harmless when it has ended."""
-        if self.exit_code is None:
-            self.was_signalled = True
-            os.killpg(self.pid, number)
+        self._send(os.killpg, number)
 
     def wait(self, timeout_s: float) -> int | None:
         """Its exit code, or None when it still runs after `timeout_s` seconds."""
@@ -189,6 +185,12 @@ class Child:
             os.close(self.ready_fd)
             self.ready_fd = -1
         return exit_code
+
+    def _send(self, send: Callable[[int, int], None], number: int) -> None:
+        if self.exit_code is None:
+            self.was_signalled = True
+            with contextlib.suppress(ProcessLookupError):  # a program that reaps every child has reaped it
+                send(self.pid, number)
 
     def _reaped(self) -> int:
         if self._exit_code is None:
