@@ -130,6 +130,11 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
     )
 
 
+def step_message_to_proto(message: Vote | Ready) -> session_pb2.SessionRequest:
+    """A worker's vote or a shard server's report as a message."""
+    return vote_to_proto(message) if isinstance(message, Vote) else ready_to_proto(message)
+
+
 def ready_from_proto(message: session_pb2.Ready) -> Ready:
     """A shard server's report that it has all gradients.
 
