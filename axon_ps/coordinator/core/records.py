@@ -284,6 +284,6 @@ def _record(key: str, message: Message) -> Record:
 def _read(kind: type[_MessageT], value: bytes) -> _MessageT:
     message = kind.FromString(value)
     message.DiscardUnknownFields()  # type: ignore[attr-defined]  # the stubs lack it
-    if message.ByteSize() != len(value):
+    if message.ByteSize() != kind.FromString(value).ByteSize():
         raise InvalidRequest(f"a {kind.__name__} has fields that this version does not know")
     return message
