@@ -133,13 +133,15 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     """Make the directory at `uri` a checkpoint; replaces the one that was there, and removes its files.
 
     Raises:
-        InvalidRequest: `extra` has values that JSON cannot represent.
+        InvalidRequest: `extra` has values that JSON cannot represent, or a name is not printable.
         StorageFull: no space left; what was there before is untouched.
         CheckpointError: it could not be written; what was there before is untouched.
     """
     store = open_store(uri)
+    message = _to_proto(manifest)
+    _from_proto(message, uri)  # what could not be read again is refused now
     text = json_format.MessageToJson(
-        _to_proto(manifest), indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        message, indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     with store.create(MANIFEST_NAME) as sink:
         sink.write(text.encode())
@@ -262,8 +264,8 @@ def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
 
 
 def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
-    if not (model.HasField("version") and model.HasField("layout") and all(f.sha256 for f in model.files)):
-        raise InvalidRequest("a model lacks its version or layout, or a file its hash")
+    if not (model.HasField("version") and model.layout.units and all(f.sha256 for f in model.files)):
+        raise InvalidRequest("a model lacks its version or its units, or a file its hash")
     return Manifest(
         job=message.job,
         version=model.version,

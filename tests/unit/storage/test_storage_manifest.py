@@ -148,6 +148,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         (lambda v: v.update(unknown=1), "damaged"),
         (lambda v: v["models"][0].pop("layout"), "damaged"),
         (lambda v: v["models"][0].pop("version"), "damaged"),
+        (lambda v: v["models"][0].update(layout={}), "damaged"),
         (lambda v: v["models"][0].update(layout={"units": [{}]}), "damaged"),
         (lambda v: v["models"][0].update(layout={"units": 3}), "damaged"),
         (lambda v: v["models"][0].update(layout={"units": [{"name": "a", "trainable": True}]}), "damaged"),
@@ -181,6 +182,13 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_extra_must_be_json(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="extra holds what JSON cannot"):
         write_manifest(str(tmp_path), manifest(extra={"x": object()}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    unprintable = Layout(units=(build_unit("a", [("w\n", (1,), DType.F32)]),))
+    with pytest.raises(InvalidRequest, match="a name must be printable"):
+        write_manifest(str(tmp_path), manifest(layout=unprintable))
     assert list(tmp_path.iterdir()) == []
 
 
