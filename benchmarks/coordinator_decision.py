@@ -25,7 +25,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import SqliteStateStore
-from axon_ps.types import Decision, DType, OptimizerSpec, Outcome, Role
+from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
 
 _SERVER = """
 import asyncio, sys
@@ -120,7 +120,8 @@ def store_alone(path: str, steps: int) -> list[float]:
     with SqliteStateStore(path) as store:
         for step in range(steps):
             decision = Decision(step=step, generation=3, outcome=Outcome.COMMIT, version=step, hyper=(HYPER,))
-            records = [decision_record(decision), progress_record(0, step, step)]
+            progress = ModelProgress(model=0, step=step, version=step)
+            records = [decision_record(decision), progress_record(progress)]
             began = time.perf_counter()
             store.apply(records)
             times.append((time.perf_counter() - began) * 1e3)

@@ -258,8 +258,13 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--places", nargs="+", default=["loopback", "500", "1000"], help="loopback, or Mbit/s")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--strategies", nargs="+", default=["full_shard", "shard_grad_op"])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=("full_shard", "shard_grad_op", "hybrid_shard"),
+        default=["full_shard", "shard_grad_op"],
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[4])
     parser.add_argument("--servers", type=int, default=4, help="shard servers; on hosts of their own but on loopback")
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host; 2 with --strategies hybrid_shard")

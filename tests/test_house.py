@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +38,12 @@ def test_a_class_is_one_idea(package: Mapping[str, house.Module]) -> None:
 
 def test_a_module_is_one_job(package: Mapping[str, house.Module]) -> None:
     assert {k: n for k, n in house.module_sizes(package).items() if n > house.MAX_MODULE} == {}
+
+
+def test_a_walk_is_short() -> None:
+    walks = house.ROOT / "tests" / "walks.py"
+    done = subprocess.run([sys.executable, str(walks)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_names_use_the_words_of_the_field(package: Mapping[str, house.Module]) -> None:

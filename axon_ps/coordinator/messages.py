@@ -24,6 +24,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
+from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
 from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
@@ -107,7 +108,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             generation=vote.generation,
             step=vote.step,
             max_norm=vote.max_norm,
-            hyper=[codec.hyper_to_proto(h) for h in vote.hyper],
+            hyper=codec.hypers_to_proto(vote.hyper),
             version=vote.version,
             model=vote.model,
             copy=None if vote.copy is None else codec.copy_to_proto(vote.copy),
@@ -145,6 +146,11 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
             model=ready.model,
         )
     )
+
+
+def step_message_to_proto(message: Vote | Ready) -> session_pb2.SessionRequest:
+    """A worker's vote or a shard server's report as a message."""
+    return vote_to_proto(message) if isinstance(message, Vote) else ready_to_proto(message)
 
 
 def ready_from_proto(message: session_pb2.Ready) -> Ready:
@@ -251,11 +257,7 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
             )
         )
     if isinstance(event, RestoreOrder):
-        return session_pb2.SessionEvent(
-            restore=checkpoint_pb2.RestoreOrder(
-                epoch=event.epoch, uri=event.uri, version=event.version, model=event.model, section=event.section
-            )
-        )
+        return session_pb2.SessionEvent(restore=restore_to_proto(event))
     return session_pb2.SessionEvent(
         welcome=session_pb2.Welcome(
             rank=event.rank,
@@ -286,13 +288,7 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
         models = tuple(map(codec.progress_from_proto, order.models))
         return SnapshotOrder(id=order.id, uri=order.uri, version=order.version, models=models)
     if kind == "restore":
-        return RestoreOrder(
-            epoch=message.restore.epoch,
-            uri=message.restore.uri,
-            version=message.restore.version,
-            model=message.restore.model,
-            section=codec.name_from_proto(message.restore.section, "a model's name", empty=True),
-        )
+        return restore_from_proto(message.restore)
     if kind == "welcome":
         return Welcome(
             rank=message.welcome.rank,

@@ -12,12 +12,10 @@ numels, every parameter has at least one element.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.types import DType
@@ -117,7 +115,7 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) over everything in the layout; equal digests mean equal layouts."""
-        return hashlib.sha256(json.dumps(layout_to_json(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def build_unit(name: str, parameters: Sequence[tuple[str, tuple[int, ...], DType]], *, trainable: bool = True) -> Unit:
@@ -158,56 +156,3 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
     if len(ours.units) != len(theirs.units):
         return f"there are {len(ours.units)} units here and {len(theirs.units)} in the job"
     return ""
-
-
-def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """The layout as plain JSON values (what a checkpoint's manifest holds)."""
-    return {
-        "units": [
-            {
-                "name": u.name,
-                "trainable": u.trainable,
-                "parameters": [
-                    {
-                        "name": p.name,
-                        "shape": list(p.shape),
-                        "offset": p.offset,
-                        "dtype": p.dtype.value,
-                        "aliases": list(p.aliases),
-                    }
-                    for p in u.parameters
-                ],
-            }
-            for u in layout.units
-        ]
-    }
-
-
-def layout_from_json(value: dict[str, Any]) -> Layout:
-    """The inverse of `layout_to_json`.
-
-    Raises:
-        InvalidRequest: a field is missing or of the wrong type, or the layout breaks an invariant.
-    """
-    try:
-        return Layout(
-            units=tuple(
-                Unit(
-                    name=str(u["name"]),
-                    trainable=bool(u["trainable"]),
-                    parameters=tuple(
-                        Parameter(
-                            name=str(p["name"]),
-                            shape=tuple(int(d) for d in p["shape"]),
-                            offset=int(p["offset"]),
-                            dtype=DType.parse(p["dtype"]),
-                            aliases=tuple(str(a) for a in p["aliases"]),
-                        )
-                        for p in u["parameters"]
-                    ),
-                )
-                for u in value["units"]
-            )
-        )
-    except (KeyError, TypeError) as error:
-        raise InvalidRequest(f"a layout in JSON lacks or mistypes a field: {error!r}") from error

@@ -14,9 +14,8 @@ A *clock* counts the decided steps of one replica in a generation (Ho et al. 201
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from axon_ps.errors import InvalidRequest
 
@@ -29,12 +28,10 @@ class Policy:
     """Base of the policies; see the module for what they mean.
 
     Attributes:
-        kind: its name in messages and records.
         asynchronous: whether each replica's gradient is a step of its own.
         most_behind: how many clocks the slowest replica may be behind one that goes on; None = any number.
     """
 
-    kind: ClassVar[str]
     asynchronous: ClassVar[bool] = False
 
     @property
@@ -51,8 +48,6 @@ class Policy:
 class Synchronous(Policy):
     """Every step is the average over all replicas. The default, and the only policy that is repeatable bit by bit."""
 
-    kind: ClassVar[str] = "synchronous"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous(Policy):
@@ -61,7 +56,6 @@ class Asynchronous(Policy):
     Source: Dean et al. 2012 (downpour SGD), with complete gradients in one order on all servers.
     """
 
-    kind: ClassVar[str] = "asynchronous"
     asynchronous: ClassVar[bool] = True
 
 
@@ -78,7 +72,6 @@ class BoundedStaleness(Policy):
         InvalidRequest: it is negative, or too large for a message.
     """
 
-    kind: ClassVar[str] = "bounded_staleness"
     asynchronous: ClassVar[bool] = True
     max_staleness: int
 
@@ -107,33 +100,8 @@ class LocalSteps(Policy):
         InvalidRequest: it is not at least 1, or too large for a message.
     """
 
-    kind: ClassVar[str] = "local_steps"
     inner_steps: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.inner_steps <= MAX_INNER_STEPS:
             raise InvalidRequest(f"inner_steps is {self.inner_steps}; it must be 1 to {MAX_INNER_STEPS}")
-
-
-_BY_KIND: dict[str, type[Policy]] = {p.kind: p for p in (Synchronous, Asynchronous, BoundedStaleness, LocalSteps)}
-
-
-def policy_to_json(policy: Policy) -> dict[str, Any]:
-    """A policy as plain JSON values."""
-    return {"kind": policy.kind, **vars(policy)}
-
-
-def policy_from_json(value: Mapping[str, Any]) -> Policy:
-    """The inverse of `policy_to_json`.
-
-    Raises:
-        InvalidRequest: there is no such policy, or a setting is missing, unknown or out of range.
-    """
-    settings = dict(value)
-    kind = settings.pop("kind", None)
-    if kind not in _BY_KIND:
-        raise InvalidRequest(f"policy {kind!r} is unknown; the policies are {', '.join(sorted(_BY_KIND))}")
-    try:
-        return _BY_KIND[kind](**settings)
-    except TypeError as error:
-        raise InvalidRequest(f"policy {kind!r} lacks or does not know a setting: {error}") from None

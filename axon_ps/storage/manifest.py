@@ -4,6 +4,8 @@ It is written last and atomically, so a directory has a complete checkpoint or n
 needs: the layout and how it was sharded, the optimizer, and each file with its size and hash. Every writer chooses new
 file names, so a second checkpoint in the same directory does not touch the first until its manifest replaces the other;
 then the files that no manifest names any more are removed.
+
+The file is the message `wire.v1.Manifest` in protobuf's JSON.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from google.protobuf import json_format
+
 from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
-from axon_ps.sharding.layout import Layout, layout_from_json, layout_to_json
+from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.types import OptimizerSpec
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import checkpoint_pb2
 
-FORMAT_VERSION = 1
-"""Version of a manifest of one model and of its files."""
-
-SEVERAL_FORMAT_VERSION = 2
-"""Version of a manifest of several models: a program that reads only one must refuse it."""
+FORMAT_VERSION = 3
+"""Version of a manifest and of the files that it names. Before 3 it was not made of messages."""
 
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
@@ -42,7 +45,7 @@ class Manifest:
 
     Attributes:
         job: name of the job that wrote it.
-        name: name of the model in the job; empty if it was written before models had names.
+        name: name of the model in the job; empty if it has none.
         version: committed steps.
         layout: its parameters.
         optimizer: the one whose state it has; None when the job had no optimizer yet.
@@ -130,15 +133,16 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     """Make the directory at `uri` a checkpoint; replaces the one that was there, and removes its files.
 
     Raises:
-        InvalidRequest: `extra` has values that JSON cannot represent.
+        InvalidRequest: `extra` has values that JSON cannot represent, or a name is not printable.
         StorageFull: no space left; what was there before is untouched.
         CheckpointError: it could not be written; what was there before is untouched.
     """
     store = open_store(uri)
-    try:
-        text = json.dumps(_to_json(manifest), indent=1)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"extra holds what JSON cannot: {error}") from error
+    message = _to_proto(manifest)
+    _from_proto(message, uri)  # what could not be read again is refused now
+    text = json_format.MessageToJson(
+        message, indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
     with store.create(MANIFEST_NAME) as sink:
         sink.write(text.encode())
     named = {f.name for f in manifest.all_files}
@@ -219,78 +223,60 @@ def _read(store: FileStore) -> Manifest:
         text = source.read(0, source.size)
     try:
         value = json.loads(text)
-        if value["format_version"] not in (FORMAT_VERSION, SEVERAL_FORMAT_VERSION):
-            raise CheckpointCorrupt(
-                f"{path} is of format {value['format_version']!r}; this program reads formats {FORMAT_VERSION} and "
-                f"{SEVERAL_FORMAT_VERSION}"
-            )
-        others = tuple(_from_json({**value, **other, "extra": {}}, store.uri) for other in value.get("models", ()))
-        return dataclasses.replace(_from_json(value, store.uri), others=others)
+        if (version := value["format_version"]) != FORMAT_VERSION:
+            raise CheckpointCorrupt(f"{path} is of format {version!r}; this program reads format {FORMAT_VERSION}")
+        return _from_proto(json_format.ParseDict(value, checkpoint_pb2.Manifest()), store.uri)
     except CheckpointCorrupt:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, json_format.Error) as error:
         raise CheckpointCorrupt(f"{path} is damaged: {error!r}") from error
 
 
-def _to_json(manifest: Manifest) -> dict[str, Any]:
-    value = {
-        "format_version": SEVERAL_FORMAT_VERSION if manifest.others else FORMAT_VERSION,
-        "job": manifest.job,
-        "created": manifest.created,
-        "num_servers": manifest.num_servers,
-        "extra": dict(manifest.extra),
-        **_model_to_json(manifest),
-    }
-    return value | ({"models": [_model_to_json(other) for other in manifest.others]} if manifest.others else {})
+def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
+    try:
+        extra_json = json.dumps(dict(manifest.extra))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"extra holds what JSON cannot: {error}") from error
+    return checkpoint_pb2.Manifest(
+        format_version=FORMAT_VERSION,
+        job=manifest.job,
+        created=manifest.created,
+        num_servers=manifest.num_servers,
+        extra_json=extra_json,
+        models=[
+            checkpoint_pb2.Manifest.Model(
+                name=section.name,
+                version=section.version,
+                chunk_numel=section.options.chunk_numel,
+                min_slice_numel=section.options.min_slice_numel,
+                files=[checkpoint_pb2.SnapshotFile(**vars(entry)) for entry in section.files],
+                optimizer=None if section.optimizer is None else codec.optimizer_to_proto(section.optimizer),
+                layout=codec.layout_to_proto(section.layout),
+            )
+            for section in manifest.sections
+        ],
+    )
 
 
-def _model_to_json(manifest: Manifest) -> dict[str, Any]:
-    """The fields of one model."""
-    optimizer = manifest.optimizer
-    return {
-        "name": manifest.name,
-        "version": manifest.version,
-        "options": {
-            "chunk_numel": manifest.options.chunk_numel,
-            "min_slice_numel": manifest.options.min_slice_numel,
-        },
-        "files": [{"name": f.name, "sha256": f.sha256, "bytes": f.bytes} for f in manifest.files],
-        "optimizer": None
-        if optimizer is None
-        else {
-            "name": optimizer.name,
-            "groups": [dict(g) for g in optimizer.groups],
-            "group_of": list(optimizer.group_of),
-        },
-        "layout": layout_to_json(manifest.layout),
-    }
+def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
+    first, *others = (_section(message, model, uri) for model in message.models)
+    return dataclasses.replace(first, extra=dict(json.loads(message.extra_json)), others=tuple(others))
 
 
-def _from_json(value: Mapping[str, Any], uri: str) -> Manifest:
-    optimizer = value["optimizer"]
+def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
+    if not (model.HasField("version") and model.layout.units and all(f.sha256 for f in model.files)):
+        raise InvalidRequest("a model lacks its version or its units, or a file its hash")
     return Manifest(
-        job=str(value["job"]),
-        version=int(value["version"]),
-        created=str(value["created"]),
-        num_servers=int(value["num_servers"]),
-        options=PlanOptions(
-            chunk_numel=int(value["options"]["chunk_numel"]),
-            min_slice_numel=int(value["options"]["min_slice_numel"]),
-        ),
-        files=tuple(
-            FileEntry(name=str(f["name"]), sha256=str(f["sha256"]), bytes=int(f["bytes"])) for f in value["files"]
-        ),
-        extra=dict(value["extra"]),
-        optimizer=None
-        if optimizer is None
-        else OptimizerSpec(
-            name=str(optimizer["name"]),
-            groups=tuple({str(k): float(v) for k, v in g.items()} for g in optimizer["groups"]),
-            group_of=tuple(int(g) for g in optimizer["group_of"]),
-        ),
-        layout=layout_from_json(value["layout"]),
+        job=message.job,
+        version=model.version,
+        created=message.created,
+        num_servers=message.num_servers,
+        options=PlanOptions(chunk_numel=model.chunk_numel, min_slice_numel=model.min_slice_numel),
+        files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in model.files),
+        optimizer=codec.optimizer_from_proto(model.optimizer) if model.HasField("optimizer") else None,
+        layout=codec.layout_from_proto(model.layout),
         uri=uri,
-        name=str(value.get("name", "")),
+        name=model.name,
     )
 
 

@@ -21,8 +21,8 @@ from typing import ClassVar, Final, TypeVar
 from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
 from axon_ps.plugins import Registry
 
-SCHEMA_VERSION: Final = 1
-"""Schema of the sqlite file; stored in its `user_version`."""
+SCHEMA_VERSION: Final = 2
+"""Schema of the sqlite file, and what its records are; stored in its `user_version`. In 1 they were JSON."""
 
 APPLICATION_ID: Final = 0x41584F4E
 """Marks a sqlite file as one of axon_ps: "AXON"."""
@@ -151,7 +151,7 @@ class SqliteStateStore(StateStore):
         path: the file; created (with its directory) if it does not exist.
 
     Raises:
-        ConfigurationError: the file is another program's, is corrupt, is of a newer version, is in use by another
+        ConfigurationError: the file is another program's, is corrupt, is of another version, is in use by another
             coordinator, or cannot be opened.
         StorageFull: there is no space to create it.
     """
@@ -216,9 +216,11 @@ class SqliteStateStore(StateStore):
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if tables and application != APPLICATION_ID:
             raise ConfigurationError(f"state file {self._path!r} is a database of another program; give another path")
-        if version > SCHEMA_VERSION:
+        if version > SCHEMA_VERSION or (tables and version < SCHEMA_VERSION):
+            old = "an older axon_ps wrote it: remove it or give another path, and resume from a checkpoint"
+            cure = "upgrade axon_ps" if version > SCHEMA_VERSION else old
             raise ConfigurationError(
-                f"state file {self._path!r} has version {version}, this program knows {SCHEMA_VERSION}; upgrade axon_ps"
+                f"state file {self._path!r} has version {version}, this program knows {SCHEMA_VERSION}; {cure}"
             )
         if (damage := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise ConfigurationError(

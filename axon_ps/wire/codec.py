@@ -7,6 +7,7 @@ Messages are validated: an enum must have a known value, a name must be short an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -16,15 +17,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.sharding.policy import (
-    Asynchronous,
-    BoundedStaleness,
-    LocalSteps,
-    Policy,
-    Synchronous,
-    policy_from_json,
-    policy_to_json,
-)
+from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     NUMBERS,
@@ -73,14 +66,13 @@ _OUTCOMES: Final = {
     Outcome.ABORT: session_pb2.OUTCOME_ABORT,
 }
 _OUTCOMES_BACK: Final[dict[int, Outcome]] = {number: outcome for outcome, number in _OUTCOMES.items()}
-_POLICIES: Final = {
-    Synchronous.kind: common_pb2.POLICY_KIND_SYNCHRONOUS,
-    Asynchronous.kind: common_pb2.POLICY_KIND_ASYNCHRONOUS,
-    BoundedStaleness.kind: common_pb2.POLICY_KIND_BOUNDED_STALENESS,
-    LocalSteps.kind: common_pb2.POLICY_KIND_LOCAL_STEPS,
+_POLICIES: Final[dict[type[Policy], common_pb2.PolicyKind]] = {
+    Synchronous: common_pb2.POLICY_KIND_SYNCHRONOUS,
+    Asynchronous: common_pb2.POLICY_KIND_ASYNCHRONOUS,
+    BoundedStaleness: common_pb2.POLICY_KIND_BOUNDED_STALENESS,
+    LocalSteps: common_pb2.POLICY_KIND_LOCAL_STEPS,
 }
-_POLICIES_BACK: Final[dict[int, str]] = {number: kind for kind, number in _POLICIES.items()}
-_SETTINGS: Final = {BoundedStaleness.kind: "max_staleness", LocalSteps.kind: "inner_steps"}
+_POLICIES_BACK: Final[dict[int, type[Policy]]] = {number: policy for policy, number in _POLICIES.items()}
 
 
 def name_from_proto(name: str, what: str, *, empty: bool = False) -> str:
@@ -283,9 +275,9 @@ def layout_from_proto(message: common_pb2.Layout) -> Layout:
     return layout
 
 
-def hyper_to_proto(hyper: Hyper) -> common_pb2.Hyper:
-    """The hyperparameters of one group as a message."""
-    return common_pb2.Hyper(values={name: float(value) for name, value in hyper.items()})
+def hypers_to_proto(hypers: Iterable[Hyper]) -> list[dict[str, Hyper]]:
+    """The hyperparameters of every group: the fields of their messages, which is faster than the messages."""
+    return [{"values": hyper} for hyper in hypers]
 
 
 def hyper_from_proto(message: common_pb2.Hyper) -> dict[str, float]:
@@ -309,7 +301,7 @@ def hypers_from_proto(messages: Iterable[common_pb2.Hyper]) -> tuple[Hyper, ...]
 def optimizer_to_proto(optimizer: OptimizerSpec) -> common_pb2.OptimizerSpec:
     """An optimizer as a message."""
     return common_pb2.OptimizerSpec(
-        name=optimizer.name, groups=[hyper_to_proto(g) for g in optimizer.groups], group_of=optimizer.group_of
+        name=optimizer.name, groups=hypers_to_proto(optimizer.groups), group_of=optimizer.group_of
     )
 
 
@@ -330,8 +322,7 @@ def optimizer_from_proto(message: common_pb2.OptimizerSpec) -> OptimizerSpec:
 
 def policy_to_proto(policy: Policy) -> common_pb2.Policy:
     """A policy as a message."""
-    settings = policy_to_json(policy)
-    return common_pb2.Policy(kind=_POLICIES[settings.pop("kind")], **settings)
+    return common_pb2.Policy(kind=_POLICIES[type(policy)], **vars(policy))
 
 
 def policy_from_proto(message: common_pb2.Policy) -> Policy:
@@ -340,9 +331,8 @@ def policy_from_proto(message: common_pb2.Policy) -> Policy:
     Raises:
         InvalidRequest: it is unknown, or its setting is out of range.
     """
-    kind = _known(_POLICIES_BACK, message.kind, "policy")
-    name = _SETTINGS.get(kind)
-    return policy_from_json({"kind": kind, **({name: getattr(message, name)} if name else {})})
+    policy = _known(_POLICIES_BACK, message.kind, "policy")
+    return policy(**{setting.name: getattr(message, setting.name) for setting in dataclasses.fields(policy)})
 
 
 def compression_to_proto(compression: Compressor) -> common_pb2.Compression:
@@ -402,7 +392,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         version=decision.version,
         grad_norm=decision.grad_norm,
         clip_factor=decision.clip_factor,
-        hyper=[hyper_to_proto(h) for h in decision.hyper],
+        hyper=hypers_to_proto(decision.hyper),
         reason=decision.reason,
         next_generation=decision.next_generation,
         turn=None if decision.turn is None else turn_to_proto(decision.turn),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, cast, overload
 
@@ -86,7 +87,7 @@ class World:
             requested_rank=config.rank,
             world_size=config.world_size,
             standby=config.standby,
-            on_event=_weakly(self._on_event),
+            on_event=partial(_on_event, weakref.ref(self)),
         )
         self._collectives = CollectiveClient(config.security, coordinator.context)
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)  # not `self`: no reference cycle
@@ -557,18 +558,6 @@ class World:
 
     # ------------------------------------------------------------------ events, close
 
-    def _on_event(self, event: Event) -> None:
-        """Pass an event to all parts; those that wait for a membership wake up only when all parts have it."""
-        lost: Sequence[Member] = ()
-        if isinstance(event, Membership):
-            self._collectives.set_members(event)
-            lost = self._groups.set_members(event)
-        self.models.on_event(event)
-        if isinstance(event, Membership):
-            self._groups.end_with(lost, event)
-        elif isinstance(event, SessionLost) and event.final:
-            self._groups.abort(event.error)
-
     async def _watch(self) -> None:
         key = key_of(self.rank)
         await watch(
@@ -628,15 +617,22 @@ class World:
             self.close(finished=no_error_handled())
 
 
-def _weakly(listener: Callable[[Event], None]) -> Callable[[Event], None]:
-    """The method `listener` by a weak reference, so that a world that nobody refers to can be freed."""
-    method = weakref.WeakMethod(listener)
+def _on_event(reference: weakref.ref[World], event: Event) -> None:
+    """Pass an event on; threads that wait for a membership wake up only when everything has it.
 
-    def call(event: Event) -> None:
-        if (listen := method()) is not None:
-            listen(event)
-
-    return call
+    By a weak reference, so that a world that nobody refers to can be freed.
+    """
+    if (world := reference()) is None:
+        return
+    lost: Sequence[Member] = ()
+    if isinstance(event, Membership):
+        world._collectives.set_members(event)
+        lost = world._groups.set_members(event)
+    world.models.on_event(event)
+    if isinstance(event, Membership):
+        world._groups.end_with(lost, event)
+    elif isinstance(event, SessionLost) and event.final:
+        world._groups.abort(event.error)
 
 
 def world_of(group: ProcessGroup) -> World:

@@ -174,7 +174,17 @@ def test_sqlite_refuses_a_newer_version(tmp_path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(ConfigurationError, match="has version 99, this program knows 1; upgrade axon_ps"):
+    with pytest.raises(ConfigurationError, match="has version 99, this program knows 2; upgrade axon_ps"):
+        SqliteStateStore(path)
+
+
+def test_sqlite_refuses_an_older_version(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    SqliteStateStore(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(ConfigurationError, match="has version 1, this program knows 2; an older axon_ps wrote it"):
         SqliteStateStore(path)
 
 

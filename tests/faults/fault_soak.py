@@ -30,6 +30,7 @@ from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.export import export_model
+from axon_ps.storage.manifest import read_manifest
 from axon_ps.testing import preloaded
 from axon_ps.testing.faults import FaultyCluster, Hit, Moment
 from axon_ps.testing.faults.proxy import Disturbance, Kind
@@ -302,7 +303,7 @@ class Soak:
             self.commit_since(time.monotonic(), 0.0)
             self._cluster.restart("shard", victim % SHARDS)
             self._cluster.command("checkpoint", "restore", self._kept)
-            version = json.loads((Path(self._kept) / "manifest.json").read_text())["version"]
+            version = read_manifest(self._kept).version
             self._oracle.restore(version)
             self._took_part = {v: ranks for v, ranks in self._took_part.items() if v < version}
 
@@ -313,7 +314,7 @@ class Soak:
         uri = f"{self._cluster.directory}/kept-{self.facts.verified}"
         self._cluster.command("checkpoint", "save", uri)
         self.commit_since(time.monotonic(), HANG_S)
-        version = json.loads((Path(uri) / "manifest.json").read_text())["version"]
+        version = read_manifest(uri).version
         export_model(uri, f"{uri}.safetensors")
         missing = [v for v in range(self._oracle.version, version) if v not in self._took_part]
         if missing:

@@ -30,7 +30,7 @@ from axon_ps.coordinator.core.events import (
     Vote,
     Welcome,
 )
-from axon_ps.coordinator.messages import ready_to_proto, vote_to_proto
+from axon_ps.coordinator.messages import step_message_to_proto
 from axon_ps.errors import InternalError
 from axon_ps.types import Decision, Membership, Outcome, Turn
 from axon_ps.wire.v1 import session_pb2
@@ -187,8 +187,3 @@ class Delivery:
                 settled = same and message.step <= turn.clock
             if settled:
                 del model.messages[replica]
-
-
-def step_message_to_proto(message: Vote | Ready) -> session_pb2.SessionRequest:
-    """A vote or a report of a shard server as a protobuf message."""
-    return vote_to_proto(message) if isinstance(message, Vote) else ready_to_proto(message)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from axon_ps.coordinator.client.calls import Calls
-from axon_ps.coordinator.client.delivery import Delivery, step_message_to_proto
+from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.core.events import (
     CheckpointInfo,
@@ -46,6 +46,7 @@ from axon_ps.coordinator.messages import (
     initialized_to_proto,
     join_to_proto,
     snapshot_report_to_proto,
+    step_message_to_proto,
 )
 from axon_ps.errors import (
     AxonError,
@@ -417,7 +418,8 @@ class CoordinatorClient(Calls):
             self.rank, self.lease_s = event.rank, event.lease_s
             self.world_size, self.num_shards = event.world_size or self.world_size, event.num_shards
         was_member = self.membership is not None
-        self._emit(self._delivery.receive(event))
+        for new in self._delivery.receive(event):
+            self._on_event(new)
         if not isinstance(event, Membership):
             return
         if not self._attached.is_set():

@@ -14,7 +14,7 @@ otherwise only when a checkpoint is restored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
@@ -57,18 +57,16 @@ class Assembly:
         self.roster = Roster()
         self.world_size = config.world_size or durable.world_size
         self.was_complete = durable.was_complete
-        self.generation = durable.generation
-        self._finished = list(durable.finished)
+        known = durable.membership
+        self.generation = known.generation
+        self._finished = list(known.finished)
         self._vacant = durable.vacant  # ranks of finished workers, which need no replacement
-        for member in durable.members:
+        for member in (*known.workers, *known.shards):
             self.roster.add(member, None, now + config.lease_s)
-        began = {
-            n: ModelProgress(model=n, step=d.first_step, version=d.first_version) for n, d in durable.models.items()
-        }
-        self.membership = self._describe(began)
+        self.membership = self._describe({number: known.progress(number) for number in durable.models})
         self.stepping = Stepping(models, self.roster, out, self.membership, disturbed=self.was_complete)
         self.counters = self.stepping.counters
-        if durable.members and self.membership.complete != durable.complete:  # started with other options than before
+        if (known.workers or known.shards) and self.membership.complete != known.complete:  # other options than before
             self.change("the coordinator was restarted with other options")
 
     @property
@@ -114,7 +112,7 @@ class Assembly:
             self.greet(entry)
         self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
         self.generation += 1
-        self.membership = self._describe({model.number: model.progress for model in self._models})
+        self.membership = self._describe({model.number: (model.step, model.version) for model in self._models})
         self.was_complete = self.was_complete or self.membership.complete
         self.stepping.begin(self.membership)
         self._out.persist(self.records())
@@ -170,10 +168,8 @@ class Assembly:
 
     def records(self) -> list[Record]:
         """The members and the progress of the models, for the store."""
-        members = records.members_record(
-            self.membership, self.roster.records(), was_complete=self.was_complete, vacant=self._vacant
-        )
-        return [members, *(records.progress_record(m.number, m.step, m.version) for m in self._models)]
+        members = records.members_record(self.membership, was_complete=self.was_complete, vacant=self._vacant)
+        return [members, *(records.progress_record(model.progress) for model in self._models)]
 
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""
@@ -185,22 +181,22 @@ class Assembly:
 
     # ------------------------------------------------------------------ the membership
 
-    def _describe(self, began: dict[int, ModelProgress]) -> Membership:
+    def _describe(self, began: Mapping[int, tuple[int, int]]) -> Membership:
         by_node = self._models.by_node
         workers, shards, replicas = self.roster.members(replica_is_node=by_node)
-        first = began.get(0, ModelProgress(model=0, step=1, version=0))
+        step, version = began.get(0, (1, 0))
         waiting_for = self._waiting_for(len(workers), shards)
         return Membership(
             generation=self.generation,
-            step=first.step,
-            version=first.version,
+            step=step,
+            version=version,
             workers=workers,
             shards=shards,
             num_replicas=replicas,
             complete=not waiting_for,
             waiting_for=waiting_for,
             finished=tuple(self._finished),
-            models=tuple(progress for number, progress in sorted(began.items()) if number),
+            models=tuple(ModelProgress(model=n, step=s, version=v) for n, (s, v) in sorted(began.items()) if n),
             by_node=by_node,
         )
 

@@ -1,50 +1,36 @@
 """The coordinator's durable state, and how it is written: by key, in a `storage.state_store.StateStore`.
 
-Values are JSON, except for those of the key-value store, which are stored unchanged.
+Values are messages of `wire.v1`, except for those of the key-value store, which are stored unchanged.
 
-    job          id of this state, name, world size, number of shard servers
-    members      generation, step and version of each model it began with, members, whether the job is and ever was
-                 complete
-    models       names of the models by number, and the next number
-    orders       number of the newest snapshot order
+    job          JobRecord
+    members      MembersRecord: the newest membership, and whether the job ever was complete
+    models       ModelsRecord: names of the models by number, and the next number
+    orders       SnapshotOrder: only the number of the newest
     kv/KEY       the key-value store
 
     of the first model; of model K, "model/K/" is before each:
-    progress     step, version
-    parameters   epoch, who holds them, who uploads them, the restore in progress
-    spec         layout, dtypes and policy          optimizer   its groups
-    decision/N   the newest `HISTORY` decisions, N = step modulo HISTORY; of asynchronous steps, the newest of each
+    progress     ModelProgress
+    parameters   ParametersRecord: epoch, who holds them, who uploads them, the restore in progress
+    spec         JobSpec          optimizer   OptimizerSpec
+    decision/N   DecisionEvent: the newest `HISTORY`, N = step modulo HISTORY; of asynchronous steps, the newest of each
                  replica R, N = "rR"
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-from axon_ps.compress.compressor import Compressor
-from axon_ps.compress.registry import compressor
+from google.protobuf.message import DecodeError, Message
+
 from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import layout_from_json, layout_to_json
-from axon_ps.sharding.plan import PlanOptions
-from axon_ps.sharding.policy import policy_from_json, policy_to_json
-from axon_ps.sharding.precision import WirePrecision
 from axon_ps.storage.state_store import Record
-from axon_ps.types import (
-    CopyFrom,
-    Decision,
-    DType,
-    Member,
-    Membership,
-    OptimizerSpec,
-    Outcome,
-    Role,
-    Turn,
-)
+from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, session_pb2, state_pb2
 
 HISTORY = 16
 """How many decisions are retained for members that reconnect and may have missed some."""
@@ -55,6 +41,8 @@ FIRST_NAME = "model 0"
 _KV = "kv/"
 _MODEL = "model/"
 _DECISION = "decision/"
+_NOBODY = Membership(generation=0, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)
+_MessageT = TypeVar("_MessageT", bound=Message)
 
 
 @dataclass
@@ -82,11 +70,9 @@ class Parameters:
 
 @dataclass
 class DurableModel:
-    """The durable state of one model; the generation began with `first_step` and `first_version`."""
+    """The durable state of one model."""
 
     name: str = ""
-    first_step: int = 1
-    first_version: int = 0
     step: int = 1
     version: int = 0
     parameters: Parameters = field(default_factory=Parameters)
@@ -103,11 +89,8 @@ class Durable:
     job: str = ""
     world_size: int = 0
     num_shards: int = 0
-    complete: bool = False
     was_complete: bool = False
-    generation: int = 0
-    members: tuple[Member, ...] = ()
-    finished: tuple[Member, ...] = ()
+    membership: Membership = _NOBODY
     vacant: int = 0
     models: dict[int, DurableModel] = field(default_factory=lambda: {0: DurableModel()})
     next_model: int = 1
@@ -117,73 +100,48 @@ class Durable:
 
 def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Record:
     """The name of the job, and how many members it starts with."""
-    value = {"state_id": state_id, "job": job, "world_size": world_size, "num_shards": num_shards}
-    return _record("job", value)
+    message = state_pb2.JobRecord(state_id=state_id, job=job, world_size=world_size, num_shards=num_shards)
+    return _record("job", message)
 
 
-def members_record(membership: Membership, members: list[Member], *, was_complete: bool, vacant: int) -> Record:
+def members_record(membership: Membership, *, was_complete: bool, vacant: int) -> Record:
     """The members, those that have finished, and the steps and versions at which the generation began."""
-    value = {
-        "generation": membership.generation,
-        "step": membership.step,
-        "version": membership.version,
-        "complete": membership.complete,
-        "was_complete": was_complete,
-        "members": [_member_to_json(m) for m in members],
-        "finished": [_member_to_json(m) for m in membership.finished],
-        "models": [[p.model, p.step, p.version] for p in membership.models],
-        "vacant": vacant,
-    }
-    return _record("members", value)
+    event = codec.membership_to_proto(membership)
+    return _record("members", state_pb2.MembersRecord(membership=event, was_complete=was_complete, vacant=vacant))
 
 
 def models_record(names: Mapping[int, str], next_model: int) -> Record:
     """The names of the job's models, and the number of the next one."""
-    return _record("models", {"names": [[number, name] for number, name in sorted(names.items())], "next": next_model})
+    return _record("models", state_pb2.ModelsRecord(names=names, next=next_model))
 
 
-def progress_record(model: int, step: int, version: int) -> Record:
+def progress_record(progress: ModelProgress) -> Record:
     """The step and version of a model."""
-    return _record(_of(model, "progress"), {"step": step, "version": version})
+    return _record(_of(progress.model, "progress"), codec.progress_to_proto(progress))
 
 
 def parameters_record(model: int, parameters: Parameters) -> Record:
     """Which servers hold a model's parameters."""
-    restore = parameters.restore
-    value = {
-        "epoch": parameters.epoch,
-        "initialized": parameters.initialized,
-        "holders": sorted(parameters.holders.items()),
-        "uploader": parameters.uploader,
-        "restore": None if restore is None else [restore.epoch, restore.uri, restore.version, restore.section],
-        "failure": parameters.failure,
-        "copied": parameters.copied,
-    }
-    return _record(_of(model, "parameters"), value)
+    message = state_pb2.ParametersRecord(
+        epoch=parameters.epoch,
+        initialized=parameters.initialized,
+        holders=parameters.holders,
+        uploader=parameters.uploader,
+        restore=None if parameters.restore is None else restore_to_proto(parameters.restore),
+        failure=parameters.failure,
+        copied=parameters.copied,
+    )
+    return _record(_of(model, "parameters"), message)
 
 
 def spec_record(model: int, spec: JobSpec) -> Record:
     """Layout, dtypes and policy."""
-    value = {
-        "layout": layout_to_json(spec.layout),
-        "param": spec.precision.param.value,
-        "grad": spec.precision.grad.value,
-        "chunk_numel": spec.options.chunk_numel,
-        "min_slice_numel": spec.options.min_slice_numel,
-        "replica_is_node": spec.replica_is_node,
-        "model": spec.model,
-        "policy": policy_to_json(spec.policy),
-        "param_compression": _compression_to_json(spec.precision.param_compression),
-        "grad_compression": _compression_to_json(spec.precision.grad_compression),
-    }
-    return _record(_of(model, "spec"), value)
+    return _record(_of(model, "spec"), codec.job_spec_to_proto(spec))
 
 
 def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
     """The optimizer's groups."""
-    groups = [dict(g) for g in optimizer.groups]
-    value = {"name": optimizer.name, "groups": groups, "group_of": list(optimizer.group_of)}
-    return _record(_of(model, "optimizer"), value)
+    return _record(_of(model, "optimizer"), codec.optimizer_to_proto(optimizer))
 
 
 def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
@@ -194,26 +152,12 @@ def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
 
 def orders_record(snapshot_id: int) -> Record:
     """Number of the newest snapshot order."""
-    return _record("orders", {"snapshot_id": snapshot_id})
+    return _record("orders", checkpoint_pb2.SnapshotOrder(id=snapshot_id))
 
 
 def decision_record(decision: Decision) -> Record:
     """One decision; it replaces the one `HISTORY` steps before it, or the replica's last."""
-    turn, copy = decision.turn, decision.copy
-    value = {
-        "step": decision.step,
-        "generation": decision.generation,
-        "outcome": decision.outcome.value,
-        "version": decision.version,
-        "grad_norm": decision.grad_norm,
-        "clip_factor": decision.clip_factor,
-        "hyper": [dict(h) for h in decision.hyper],
-        "reason": decision.reason,
-        "next_generation": decision.next_generation,
-        "turn": None if turn is None else [turn.replica, turn.clock, turn.slowest_clock],
-        "copy": None if copy is None else [copy.source, copy.weight, copy.version],
-    }
-    return _record(_of(decision.model, _DECISION + _decision_key(decision)), value)
+    return _record(_of(decision.model, _DECISION + _decision_key(decision)), codec.decision_to_proto(decision))
 
 
 def _decision_key(decision: Decision) -> str:
@@ -253,119 +197,93 @@ def load(records: Mapping[str, bytes]) -> Durable | None:
         return None
     try:
         return _load(records)
-    except (KeyError, TypeError, ValueError, InvalidRequest) as error:
+    except (KeyError, ValueError, DecodeError) as error:
         raise ConfigurationError(
             f"the state store holds what no coordinator wrote: {error!r}; use another one"
         ) from error
 
 
-def _load(records: Mapping[str, bytes]) -> Durable:
-    def value(key: str, default: Any = None) -> Any:
-        return json.loads(records[key]) if key in records else default
+def restore_to_proto(order: RestoreOrder) -> checkpoint_pb2.RestoreOrder:
+    """An order to restore, as a message."""
+    return checkpoint_pb2.RestoreOrder(
+        epoch=order.epoch, uri=order.uri, version=order.version, model=order.model, section=order.section
+    )
 
-    job, members = value("job"), value("members")
-    named = value("models", {"names": [[0, FIRST_NAME if "spec" in records else ""]], "next": 1})
-    began = {0: (members["step"], members["version"])}
-    began |= {number: (step, version) for number, step, version in members.get("models", [])}
+
+def restore_from_proto(message: checkpoint_pb2.RestoreOrder) -> RestoreOrder:
+    """An order to restore, from a message.
+
+    Raises:
+        InvalidRequest: the name of the model is malformed.
+    """
+    return RestoreOrder(
+        epoch=message.epoch,
+        uri=message.uri,
+        version=message.version,
+        model=message.model,
+        section=codec.name_from_proto(message.section, "a model's name", empty=True),
+    )
+
+
+def _load(records: Mapping[str, bytes]) -> Durable:
+    job = _read(state_pb2.JobRecord, records["job"])
+    members = _read(state_pb2.MembersRecord, records["members"])
+    if not members.HasField("membership"):
+        raise InvalidRequest("the record of the members has none")
+    models = _read(state_pb2.ModelsRecord, records["models"]) if "models" in records else None
+    names = {0: ""} if models is None else models.names
     return Durable(
-        state_id=job["state_id"],
-        job=job["job"],
-        world_size=job["world_size"],
-        num_shards=job["num_shards"],
-        complete=members["complete"],
-        was_complete=members["was_complete"],
-        generation=members["generation"],
-        members=tuple(map(_member, members["members"])),
-        finished=tuple(map(_member, members.get("finished", []))),
-        vacant=members.get("vacant", 0),
-        models={number: _model(records, number, name, *began.get(number, (1, 0))) for number, name in named["names"]},
-        next_model=named["next"],
-        snapshot_id=value("orders", {"snapshot_id": 0})["snapshot_id"],
+        state_id=job.state_id,
+        job=job.job,
+        world_size=job.world_size,
+        num_shards=job.num_shards,
+        was_complete=members.was_complete,
+        membership=codec.membership_from_proto(members.membership),
+        vacant=members.vacant,
+        models={number: _model(records, number, name) for number, name in names.items()},
+        next_model=1 if models is None else models.next,
+        snapshot_id=_read(checkpoint_pb2.SnapshotOrder, records.get("orders", b"")).id,
         kv={k.removeprefix(_KV): v for k, v in records.items() if k.startswith(_KV)},
     )
 
 
-def _model(records: Mapping[str, bytes], number: int, name: str, first_step: int, first_version: int) -> DurableModel:
-    def value(key: str) -> Any:
-        text = records.get(_of(number, key))
-        return None if text is None else json.loads(text)
-
+def _model(records: Mapping[str, bytes], number: int, name: str) -> DurableModel:
+    progress = _read(membership_pb2.ModelProgress, records[_of(number, "progress")])
+    if progress.model != number or progress.step < 1:
+        raise InvalidRequest(f"the progress of model {number} is step {progress.step} of model {progress.model}")
     begins = _of(number, _DECISION)
-    decisions = [_decision(json.loads(v), number) for k, v in records.items() if k.startswith(begins)]
-    progress, parameters = value("progress"), value("parameters")
-    spec, optimizer = value("spec"), value("optimizer")
+    events = (_read(session_pb2.DecisionEvent, v) for k, v in records.items() if k.startswith(begins))
+    spec, optimizer = records.get(_of(number, "spec")), records.get(_of(number, "optimizer"))
     return DurableModel(
         name=name,
-        first_step=first_step,
-        first_version=first_version,
-        step=progress["step"],
-        version=progress["version"],
-        parameters=Parameters() if parameters is None else _parameters(parameters, number),
-        spec=None if spec is None else _spec(spec),
-        optimizer=None if optimizer is None else _optimizer(optimizer),
-        decisions=tuple(sorted(decisions, key=lambda d: d.step)),
+        step=progress.step,
+        version=progress.version,
+        parameters=_parameters(_read(state_pb2.ParametersRecord, records.get(_of(number, "parameters"), b""))),
+        spec=None if spec is None else codec.job_spec_from_proto(_read(common_pb2.JobSpec, spec)),
+        optimizer=None if optimizer is None else codec.optimizer_from_proto(_read(common_pb2.OptimizerSpec, optimizer)),
+        decisions=tuple(sorted(map(codec.decision_from_proto, events), key=lambda d: d.step)),
     )
 
 
-def _record(key: str, value: Any) -> Record:
-    return Record(key, json.dumps(value, separators=(",", ":")).encode())
-
-
-def _member_to_json(member: Member) -> dict[str, Any]:
-    names = ("rank", "incarnation", "node", "address", "joined")
-    return {"role": member.role.value, **{name: getattr(member, name) for name in names}}
-
-
-def _member(value: dict[str, Any]) -> Member:
-    return Member(**{**value, "role": Role(value["role"])})
-
-
-def _decision(value: dict[str, Any], model: int) -> Decision:
-    turn, copy = value.get("turn"), value.get("copy")
-    return Decision(
-        **{
-            **value,
-            "outcome": Outcome(value["outcome"]),
-            "hyper": tuple(value["hyper"]),
-            "turn": None if turn is None else Turn(replica=turn[0], clock=turn[1], slowest_clock=turn[2]),
-            "copy": None if copy is None else CopyFrom(source=copy[0], weight=copy[1], version=copy[2]),
-            "model": model,
-        }
+def _parameters(message: state_pb2.ParametersRecord) -> Parameters:
+    return Parameters(
+        epoch=message.epoch,
+        initialized=message.initialized,
+        holders=dict(message.holders),
+        uploader=message.uploader,
+        restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
+        failure=message.failure,
+        copied=message.copied,
     )
 
 
-def _compression_to_json(compression: Compressor | None) -> dict[str, Any] | None:
-    return None if compression is None else {"name": compression.name, "options": compression.options}
+def _record(key: str, message: Message) -> Record:
+    return Record(key, message.SerializeToString(deterministic=True))
 
 
-def _compression(value: dict[str, Any] | None) -> Compressor | None:
-    return None if value is None else compressor(value["name"], **value["options"])
-
-
-def _parameters(value: dict[str, Any], model: int) -> Parameters:
-    restore = value["restore"]
-    order = None
-    if restore is not None:
-        epoch, uri, version, *section = restore
-        order = RestoreOrder(epoch=epoch, uri=uri, version=version, model=model, section="".join(section))
-    return Parameters(**{**value, "holders": {int(r): i for r, i in value["holders"]}, "restore": order})
-
-
-def _spec(value: dict[str, Any]) -> JobSpec:
-    return JobSpec(
-        layout=layout_from_json(value["layout"]),
-        precision=WirePrecision(
-            param=DType.parse(value["param"]),
-            grad=DType.parse(value["grad"]),
-            param_compression=_compression(value.get("param_compression")),
-            grad_compression=_compression(value.get("grad_compression")),
-        ),
-        options=PlanOptions(chunk_numel=value["chunk_numel"], min_slice_numel=value["min_slice_numel"]),
-        replica_is_node=value["replica_is_node"],
-        policy=policy_from_json(value.get("policy", {"kind": "synchronous"})),
-        model=value.get("model", ""),
-    )
-
-
-def _optimizer(value: dict[str, Any]) -> OptimizerSpec:
-    return OptimizerSpec(name=value["name"], groups=tuple(value["groups"]), group_of=tuple(value["group_of"]))
+def _read(kind: type[_MessageT], value: bytes) -> _MessageT:
+    message = kind.FromString(value)
+    message.DiscardUnknownFields()  # type: ignore[attr-defined]  # the stubs lack it
+    if message.ByteSize() != kind.FromString(value).ByteSize():
+        raise InvalidRequest(f"a {kind.__name__} has fields that this version does not know")
+    return message

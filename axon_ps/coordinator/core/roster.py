@@ -169,10 +169,6 @@ class Roster:
         for entry in self._entries.values():
             self.renew(entry, entry.deadline + seconds)
 
-    def records(self) -> list[Member]:
-        """The members, for the durable state."""
-        return [s.member for role in Role for s in self.of_role(role)]
-
     def members(self, *, replica_is_node: bool) -> tuple[tuple[Member, ...], tuple[Member, ...], int]:
         """Workers and shard servers by rank, with local ranks and replicas, and the number of replicas.
 

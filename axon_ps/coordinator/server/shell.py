@@ -250,19 +250,16 @@ class Shell:
                     self._log(action.event)
                     if isinstance(action.event, Decision):
                         reached(Moment.DECISION, action.event.version)
-                self._push(action.session, message)
+                session = self._sessions.get(action.session)
+                if session is not None and not session.send(message):
+                    session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
+                    self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
             elif isinstance(action, Reply):
                 self._answer(action.call, action.result)
             elif isinstance(action, CloseSession):
                 session = self._sessions.get(action.session)
                 if session is not None:
                     session.close(action.error)
-
-    def _push(self, number: int, message: session_pb2.SessionEvent) -> None:
-        session = self._sessions.get(number)
-        if session is not None and not session.send(message):
-            session.close(Broken(f"this member has not read {QUEUE_EVENTS} events; its stream is closed"))
-            self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)

@@ -39,7 +39,7 @@ from axon_ps.shard.same_host.access import (
 )
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper
-from axon_ps.wire.codec import dtype_to_proto, hyper_to_proto
+from axon_ps.wire.codec import dtype_to_proto, hypers_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
 from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
 
@@ -166,7 +166,7 @@ class Transfers:
             epoch=t.epoch,
             dtype=dtype_to_proto(t.dtype),
             step=t.step,
-            expected=map(hyper_to_proto, t.expected),
+            expected=hypers_to_proto(t.expected),
             compressed=t.compressor is not None,
             accept_leases=reader is not None,
         )

@@ -20,6 +20,39 @@ class SnapshotFile(_message.Message):
     model: int
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
+class Manifest(_message.Message):
+    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models")
+    class Model(_message.Message):
+        __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        VERSION_FIELD_NUMBER: _ClassVar[int]
+        CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
+        MIN_SLICE_NUMEL_FIELD_NUMBER: _ClassVar[int]
+        FILES_FIELD_NUMBER: _ClassVar[int]
+        OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+        LAYOUT_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        version: int
+        chunk_numel: int
+        min_slice_numel: int
+        files: _containers.RepeatedCompositeFieldContainer[SnapshotFile]
+        optimizer: _common_pb2.OptimizerSpec
+        layout: _common_pb2.Layout
+        def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ...) -> None: ...
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    format_version: int
+    job: str
+    created: str
+    num_servers: int
+    extra_json: str
+    models: _containers.RepeatedCompositeFieldContainer[Manifest.Model]
+    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ...) -> None: ...
+
 class SnapshotReport(_message.Message):
     __slots__ = ("id", "files", "error")
     ID_FIELD_NUMBER: _ClassVar[int]

@@ -36,7 +36,12 @@ class Calls:
         return context
 
     async def run(
-        self, call: Callable[[], Coroutine[Any, Any, T]], *, epoch: int | None = None, generation: int | None = None
+        self,
+        call: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        epoch: int | None = None,
+        generation: int | None = None,
+        retried: bool = False,
     ) -> T:
         """A call that ends when this worker is no member any more, and whose time-out names what the job waits for.
 
@@ -45,6 +50,8 @@ class Calls:
             epoch: it ends, too, when the parameters are no longer those of this epoch; None = of any. (A request for a
                 version from before a restore could wait for ever: it may never exist again.)
             generation: it ends, too, when another generation begins; None = it does not.
+            retried: whether the caller retries it after a restore. A server may receive that before this worker does:
+                the call then ends only when this worker knows of it, so that the retry requests the new epoch.
 
         Raises:
             StepAborted: the parameters were replaced.
@@ -55,7 +62,12 @@ class Calls:
         self._running[task] = epoch, generation
         try:
             self._check_current(epoch)
-            return await call()
+            try:
+                return await call()
+            except StepAborted:
+                if retried and epoch == self._view.epoch:
+                    await asyncio.sleep(self._view.job.timeout_s)  # `end_stale` ends this call
+                raise
         except asyncio.CancelledError:
             self._check_current(epoch)
             raise
@@ -65,23 +77,6 @@ class Calls:
             raise Timeout(f"{error}{reason}") from error
         finally:
             self._running.pop(task, None)
-
-    async def run_at(self, epoch: int, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A call for the parameters of an epoch; after a restore it fails only once this worker knows of the new epoch.
-
-        A server may receive a restore before this worker does. The call then waits for the event here, so that a retry
-        requests the new epoch.
-        """
-
-        async def attempt() -> T:
-            try:
-                return await call()
-            except StepAborted:
-                if epoch == self._view.epoch:
-                    await asyncio.sleep(self._view.job.timeout_s)  # `end_stale` ends this call
-                raise
-
-        return await self.run(attempt, epoch=epoch)
 
     def end_stale(self) -> None:
         """Cancel the calls that cannot succeed any more, after an event that this worker's knowledge has."""

@@ -21,7 +21,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import CopyFrom, Decision, Hyper, OptimizerSpec, Outcome
+from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerSpec, Outcome
 from axon_ps.worker.job_view import JobView
 from axon_ps.worker.steps.calls import Calls
 from axon_ps.worker.steps.gradients import Gradients
@@ -67,11 +67,15 @@ class StepClient:
         """Apply one event of the session, in order, on the loop's thread; a membership after `JobView` has it."""
         view = self.view
         with view.job.changed:
-            epoch = view.epoch
-            view.on_event(event)
-            if view.epoch != epoch:
-                self._shards.forget_residuals()
-            if isinstance(event, JobState):
+            if isinstance(event, Decision):
+                view.on_decision(event)
+            elif isinstance(event, Membership):
+                view.begin(event)
+            elif isinstance(event, JobState):
+                epoch = view.epoch
+                view.on_state(event)
+                if view.epoch != epoch:
+                    self._shards.forget_residuals()
                 if event.released:
                     self._shards.release()
                 if event.spec is not None:
@@ -185,9 +189,25 @@ class StepClient:
             Timeout: no decision came; the step may still commit.
             AxonError: a push failed for another reason than a membership change.
         """
-        job, stepping = self.view.job, self.view.stepping
+        view, job, stepping = self.view, self.view.job, self.view.stepping
+        blocked = job.blocks()
         try:
-            decision = self._vote(ticket, pushes, max_norm, hyper, copy)
+            if (why := self._why_not(ticket, pushes, blocked)) is not None:
+                decision = self._aborted(ticket, why)
+            else:
+                reached(Moment.VOTE)
+                self._coordinator.vote(
+                    generation=ticket.generation,
+                    step=ticket.step,
+                    max_norm=max_norm,
+                    hyper=tuple(hyper),
+                    version=view.version,
+                    replica=stepping.voter(ticket),
+                    model=view.model,
+                    copy=copy,
+                    blocked=blocked,
+                )
+                decision = self._wait_decided(ticket)
             job.wait_generation(decision.next_generation, job.timeout_s)
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:
@@ -202,59 +222,45 @@ class StepClient:
             stepping.end_step()
         return decision
 
-    def _vote(
-        self,
-        ticket: Ticket,
-        pushes: Sequence[Awaited],
-        max_norm: float,
-        hyper: Sequence[Hyper],
-        copy: CopyFrom | None,
-    ) -> Decision:
+    def _why_not(self, ticket: Ticket, pushes: Sequence[Awaited], blocked: bool) -> str | None:
+        """Wait for the pushes; then why there is nothing to vote on, if so."""
         view, job = self.view, self.view.job
-        blocked = job.blocks()
         try:
             self._wait_pushed(ticket, pushes, blocked)
         except (GenerationChanged, StepAborted) as error:
-            return self._aborted(ticket, str(error))
-        if view.valid(ticket) and not view.membership.complete:
-            # No attempt is in progress; the reason names who is missing.
-            reason = f"the job was waiting for {view.membership.waiting_for}"
-            job.wait_until(
-                lambda: None if view.valid(ticket) else True,
-                job.timeout_s,
-                lambda: f"step {ticket.step} is not begun",
-                reminds=True,
-            )
-            return self._aborted(ticket, reason)
+            return str(error)
         if not view.valid(ticket):
-            return self._aborted(ticket, ticket.why_void or "the membership changed")
-        reached(Moment.VOTE)
-        self._coordinator.vote(
-            generation=ticket.generation,
-            step=ticket.step,
-            max_norm=max_norm,
-            hyper=tuple(hyper),
-            version=view.version,
-            replica=view.stepping.voter(ticket),
-            model=view.model,
-            copy=copy,
-            blocked=blocked,
+            return ticket.why_void or "the membership changed"
+        if view.membership.complete:
+            return None
+        # No attempt is in progress; the reason names who is missing.
+        reason = f"the job was waiting for {view.membership.waiting_for}"
+        job.wait_until(
+            lambda: None if view.valid(ticket) else True,
+            job.timeout_s,
+            lambda: f"step {ticket.step} is not begun",
+            reminds=True,
         )
+        return reason
+
+    def _wait_decided(self, ticket: Ticket) -> Decision:
+        view = self.view
+
+        def decided() -> Decision | None:
+            if not view.valid(ticket):
+                return self._aborted(ticket, "the membership changed")
+            if (decision := view.stepping.decision_on(ticket)) is None:
+                view.check_released()
+            return decision
+
         try:
-            return job.wait_until(
-                lambda: self._decided(ticket),
-                job.timeout_s,
+            return view.job.wait_until(
+                decided,
+                view.job.timeout_s,
                 lambda: f"step {ticket.step} is not decided: a worker has not voted or a shard server is not ready",
             )
         except Timeout as error:
             raise Timeout(f"{error}{self._stragglers()}") from error
-
-    def _decided(self, ticket: Ticket) -> Decision | None:
-        if not self.view.valid(ticket):
-            return self._aborted(ticket, "the membership changed")
-        if (decision := self.view.stepping.decision_on(ticket)) is None:
-            self.view.check_released()
-        return decision
 
     def _aborted(self, ticket: Ticket, reason: str) -> Decision:
         """The coordinator's decision, or an abort with `reason` once it has announced a new membership."""

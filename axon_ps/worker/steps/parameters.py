@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from axon_ps.collectives.work import LoopWork
 from axon_ps.rpc.background_loop import BackgroundLoop
@@ -70,21 +70,19 @@ class Parameters:
         """
         with self._view.job.changed:
             epoch, version = self._view.epoch, self._view.version_of(unit, exact=exact)
-
-        def gather() -> Coroutine[Any, Any, int]:
-            return self._shards.gather(
-                unit,
-                out,
-                min_version=version,
-                epoch=epoch,
-                context=self._calls.context,
-                timeout_s=self._view.job.timeout_s,
-                begin=begin,
-                end=end,
-                compressed=not exact,
-            )
-
-        return LoopWork(self._loop, self._calls.run_at(epoch, gather), f"gathering unit {unit}")
+        gather = partial(
+            self._shards.gather,
+            unit,
+            out,
+            min_version=version,
+            epoch=epoch,
+            context=self._calls.context,
+            timeout_s=self._view.job.timeout_s,
+            begin=begin,
+            end=end,
+            compressed=not exact,
+        )
+        return LoopWork(self._loop, self._calls.run(gather, epoch=epoch, retried=True), f"gathering unit {unit}")
 
     def mapped(self, unit: int) -> MappedCopy | None:
         """The memory that a unit lies in, if this worker has mapped it and it is at this worker's version.
@@ -117,7 +115,7 @@ class Parameters:
         """
         with self._view.job.changed:
             epoch, version = self._view.epoch, self._view.version_of(unit)
-        found = self._calls.run_at(epoch, lambda: self._map(unit, dtype, epoch, version))
+        found = self._calls.run(lambda: self._map(unit, dtype, epoch, version), epoch=epoch, retried=True)
         return LoopWork(self._loop, found, f"mapping unit {unit}")
 
     async def _map(self, unit: int, dtype: DType, epoch: int, version: int) -> MappedCopy | None:

@@ -9,7 +9,7 @@ replicas step asynchronously, only at the end of a step of ours (`stepping`).
 
 from __future__ import annotations
 
-from axon_ps.coordinator.client.session import Event, JobState, Registered
+from axon_ps.coordinator.client.session import JobState, Registered
 from axon_ps.errors import Misuse
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Decision, Member, Membership, Outcome
@@ -47,7 +47,7 @@ class ModelView:
         self._copied = 0
         self._version = 0
         if job.known is not None:
-            self._begin(job.known)
+            self.begin(job.known)
 
     @property
     def membership(self) -> Membership:
@@ -130,17 +130,10 @@ class ModelView:
                     self._begin_generation(self.job.membership, 0)
             self._version = max(self._version, reply.version)
 
-    def on_event(self, event: Event) -> None:
-        """Apply one event of the session, in order, under `JobView.changed`; a membership after `job` has it."""
-        if isinstance(event, Membership):
-            self._begin(event)
-        elif isinstance(event, JobState):
-            self._on_job(event)
-        elif isinstance(event, Decision):
-            self._on_decision(event)
+    # In the order of the session, under `JobView.changed`.
 
-    def _begin(self, membership: Membership) -> None:
-        """A generation begins, or this model is new in it."""
+    def begin(self, membership: Membership) -> None:
+        """A generation begins, or this model is new in it; `job` has the membership already."""
         step, self._version = membership.progress(self.model)
         self._begin_generation(membership, step)
 
@@ -148,7 +141,8 @@ class ModelView:
         me = self.job.member_in(self._numbered(membership))
         self.stepping.begin(membership.generation, step, -1 if me is None else me.replica)
 
-    def _on_job(self, event: JobState) -> None:
+    def on_state(self, event: JobState) -> None:
+        """The model was initialized, restored or released."""
         if event.released:
             self.released = True
             return
@@ -161,7 +155,8 @@ class ModelView:
             self._copied = max(self._copied, event.copied)
         self._state = event
 
-    def _on_decision(self, event: Decision) -> None:
+    def on_decision(self, event: Decision) -> None:
+        """A step was decided."""
         if self.stepping.acknowledges(event):
             self.job.acknowledge()
         self.stepping.decided(event)

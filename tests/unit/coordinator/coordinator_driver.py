@@ -5,7 +5,6 @@ Performing an action checks what holds for every one of them: nothing is announc
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.testing.clock import ManualClock
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
+from axon_ps.wire.v1 import membership_pb2, state_pb2
 
 T = TypeVar("T")
 
@@ -222,9 +222,10 @@ class Driver:
             record = records.decision_record(event)
             assert stored[record.key] == record.value
         if isinstance(event, Membership):
-            assert json.loads(stored["members"])["generation"] >= event.generation
+            members = state_pb2.MembersRecord.FromString(stored["members"])
+            assert members.membership.generation >= event.generation
             if "progress" in stored:  # the first model was not released
-                assert json.loads(stored["progress"])["step"] >= event.step
+                assert membership_pb2.ModelProgress.FromString(stored["progress"]).step >= event.step
 
 
 _ids = 0

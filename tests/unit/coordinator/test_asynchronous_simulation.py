@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core.actions import Action, Push
 from axon_ps.coordinator.core.events import JobState, Ready, Vote
+from axon_ps.coordinator.core.records import decision_record
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import StepAborted
 from axon_ps.shard.core import gradients
@@ -229,7 +230,7 @@ class Simulation:
             for action in actions:
                 if isinstance(action, Push) and isinstance(action.event, Decision):
                     known = self.decisions.setdefault(action.event.step, action.event)
-                    assert repr(known) == repr(action.event), "one decision for one step"
+                    assert decision_record(known) == decision_record(action.event), "one decision for one step"
             perform(actions)
 
         self.d.perform = watched  # type: ignore[method-assign]

@@ -90,12 +90,12 @@ class Coordinator(RuleBasedStateMachine):
         assert durable is not None
         for decision in durable.models[0].decisions:
             known = self.decisions.setdefault(decision.step, decision)
-            assert repr(known) == repr(decision), "one decision for one step"
+            assert records.decision_record(known) == records.decision_record(decision), "one decision for one step"
         commits = sum(x.outcome is Outcome.COMMIT for x in self.decisions.values())
         assert durable.models[0].version == commits, "the version moves by commits alone"
-        assert durable.generation >= self.generation, "the generation never falls"
+        assert durable.membership.generation >= self.generation, "the generation never falls"
         assert durable.models[0].step > max(self.decisions, default=0), "steps ascend"
-        self.generation = durable.generation
+        self.generation = durable.membership.generation
         self.kept.update(keys)
 
     @invariant()
@@ -269,7 +269,8 @@ class Coordinator(RuleBasedStateMachine):
                 assert len(decisions) == (1 if over else 0), (step, decisions)
                 truth = self.decisions.get(step)
                 if decisions and truth is not None and status.step - step <= records.HISTORY:
-                    assert repr(decisions[0]) == repr(truth), "the decision received is the one made"
+                    received, made = map(records.decision_record, (decisions[0], truth))
+                    assert received == made, "the decision received is the one made"
 
 
 TestCoordinatorStateful = pytest.mark.timeout(300)(Coordinator.TestCase)

@@ -22,7 +22,7 @@ from axon_ps.shard.core.gradients import Push
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.precision import WirePrecision
-from axon_ps.types import Array, DType, Membership, Outcome
+from axon_ps.types import Array, DType, Membership, ModelProgress, Outcome
 from axon_ps.wire.codec import job_spec_from_proto, job_spec_to_proto
 from axon_ps.wire.frames import decode_chunk, payload_array
 from axon_ps.wire.v1 import common_pb2
@@ -257,8 +257,8 @@ def test_a_restarted_coordinator_knows_the_compression(grad: Compressor | None) 
     nobody = Membership(generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)
     records = [
         job_record("id", "test", 1, 1),
-        members_record(nobody, [], was_complete=False, vacant=0),
-        progress_record(0, 1, 0),
+        members_record(nobody, was_complete=False, vacant=0),
+        progress_record(ModelProgress(model=0, step=1, version=0)),
         parameters_record(0, Parameters()),
         spec_record(0, spec),
     ]

@@ -1,4 +1,4 @@
-"""Layouts: packing, names, invariants, differences in words, JSON."""
+"""Layouts: packing, names, invariants, differences in words, the digest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from axon_ps.sharding.layout import (
     Unit,
     build_unit,
     first_difference,
-    layout_from_json,
-    layout_to_json,
 )
 from axon_ps.types import DType
+from axon_ps.wire import codec
 
 F32 = DType.F32
 
@@ -78,14 +77,8 @@ def test_the_first_difference_is_named(other: Layout, words: str) -> None:
             raise AssertionError(difference)
 
 
-def test_json_round_trip_and_digest() -> None:
-    again = layout_from_json(layout_to_json(two()))
+def test_round_trip_and_digest() -> None:
+    again = codec.layout_from_proto(codec.layout_to_proto(two()))
     assert again == two()
     assert again.digest == two().digest
     assert layout(two().units[0]).digest != two().digest
-
-
-@pytest.mark.parametrize("value", [{}, {"units": [{}]}, {"units": 3}, {"units": [{"name": "a", "trainable": True}]}])
-def test_json_that_is_no_layout_is_refused(value: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest):
-        layout_from_json(value)

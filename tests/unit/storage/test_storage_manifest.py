@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,21 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     assert read_manifest(str(tmp_path)).optimizer is None
 
 
+def test_hyperparameters_and_extra_are_exact(tmp_path: Path) -> None:
+    floats = {"inf": math.inf, "-inf": -math.inf, "tiny": 5e-324, "third": 1 / 3, "large": 2.0**63, "zero": -0.0}
+    extra = {"seed": 2**64 - 1, "loss": math.inf, "name": "\u00fc"}
+    made = manifest(
+        optimizer=OptimizerSpec(name="adamw", groups=(floats, {"lr": math.nan}), group_of=(0, 1, -1)), extra=extra
+    )
+    write_manifest(str(tmp_path), made)
+    read = read_manifest(str(tmp_path))
+    assert read.extra == extra
+    assert read.optimizer is not None
+    assert read.optimizer.groups[0] == floats
+    assert math.copysign(1.0, read.optimizer.groups[0]["zero"]) == -1.0
+    assert math.isnan(read.optimizer.groups[1]["lr"])
+
+
 def test_the_newest_complete_checkpoint_of_a_directory(tmp_path: Path) -> None:
     for version in (3, 20, 100):
         write_manifest(str(tmp_path / f"v{version}"), manifest(version))
@@ -124,15 +140,24 @@ def test_damage_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.update(format_version=3), "format 3; this program reads formats 1 and 2"),
+        (lambda v: v.update(format_version=4), "format 4; this program reads format 3"),
+        (lambda v: v.update(format_version=2), "format 2; this program reads format 3"),
         (lambda v: v.pop("format_version"), "damaged"),
-        (lambda v: v.pop("layout"), "damaged"),
-        (lambda v: v["layout"]["units"][0]["parameters"][0].update(offset=9), "damaged"),
-        (lambda v: v["files"].append(3), "damaged"),
-        (lambda v: v["files"].append({"name": "x"}), "damaged"),
-        (lambda v: v.update(version="five"), "damaged"),
-        (lambda v: v["options"].update(chunk_numel=-1), "damaged"),
-        (lambda v: v["optimizer"].update(groups=3), "damaged"),
+        (lambda v: v.pop("models"), "damaged"),
+        (lambda v: v.pop("extra_json"), "damaged"),
+        (lambda v: v.update(unknown=1), "damaged"),
+        (lambda v: v["models"][0].pop("layout"), "damaged"),
+        (lambda v: v["models"][0].pop("version"), "damaged"),
+        (lambda v: v["models"][0].update(layout={}), "damaged"),
+        (lambda v: v["models"][0].update(layout={"units": [{}]}), "damaged"),
+        (lambda v: v["models"][0].update(layout={"units": 3}), "damaged"),
+        (lambda v: v["models"][0].update(layout={"units": [{"name": "a", "trainable": True}]}), "damaged"),
+        (lambda v: v["models"][0]["layout"]["units"][0]["parameters"][0].update(offset=9), "damaged"),
+        (lambda v: v["models"][0]["files"].append(3), "damaged"),
+        (lambda v: v["models"][0]["files"].append({"name": "x"}), "damaged"),
+        (lambda v: v["models"][0].update(version="five"), "damaged"),
+        (lambda v: v["models"][0].update(chunk_numel=-1), "damaged"),
+        (lambda v: v["models"][0]["optimizer"].update(groups=3), "damaged"),
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -145,7 +170,9 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, words: str) 
         read_manifest(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'"text"', b"null"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b'"text"', b"null", b'{"format_version": 3', b'{"format_version": 3}']
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match="damaged"):
@@ -155,6 +182,13 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_extra_must_be_json(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="extra holds what JSON cannot"):
         write_manifest(str(tmp_path), manifest(extra={"x": object()}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    unprintable = Layout(units=(build_unit("a", [("w\n", (1,), DType.F32)]),))
+    with pytest.raises(InvalidRequest, match="a name must be printable"):
+        write_manifest(str(tmp_path), manifest(layout=unprintable))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,18 +212,18 @@ def test_a_manifest_of_several_models_has_a_section_of_each(tmp_path: Path) -> N
     ]
     assert read.section("critic", only=False).version == read.section("critic").version == 8
     assert read.extra == manifest().extra
-    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == 2
+    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == 3
     with pytest.raises(InvalidRequest, match="has no model 'nobody': it has 'policy', 'critic'"):
         read.section("nobody")
     with pytest.raises(InvalidRequest, match="has several models; name one"):
         read.section()
 
 
-def test_a_checkpoint_of_one_model_is_of_the_format_that_it_always_was(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_model_without_a_name(tmp_path: Path) -> None:
     write_manifest(str(tmp_path), manifest())
     written = json.loads((tmp_path / MANIFEST_NAME).read_text())
-    assert written["format_version"] == 1
-    del written["name"]  # as it was before models had names
+    assert written["format_version"] == 3
+    del written["models"][0]["name"]  # it is empty
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
     read = read_manifest(str(tmp_path))
     assert (read.name, read.section("whatever").version) == ("", 5)

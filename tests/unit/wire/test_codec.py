@@ -151,7 +151,7 @@ def test_layouts_round_trip(value: Layout) -> None:
 
 @given(HYPERS)
 def test_hypers_round_trip(value: dict[str, float]) -> None:
-    assert codec.hyper_from_proto(over_the_wire(codec.hyper_to_proto(value))) == value
+    assert codec.hyper_from_proto(over_the_wire(common_pb2.Hyper(**codec.hypers_to_proto([value])[0]))) == value
 
 
 @given(optimizers())

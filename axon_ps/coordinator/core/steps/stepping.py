@@ -230,9 +230,7 @@ class Stepping:
             model.attempts.clear()
         model.decisions = records.retained(model.decisions, decision)
         self.counters[_COUNTER[decision.outcome]] += 1
-        self._out.persist(
-            [records.decision_record(decision), records.progress_record(model.number, model.step, model.version)]
-        )
+        self._out.persist([records.decision_record(decision), records.progress_record(model.progress)])
         self._out.push(self._roster.sessions(), decision)
 
 
