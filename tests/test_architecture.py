@@ -138,10 +138,12 @@ def test_service_entry_points_are_thin() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 40, path
 
 
-def test_test_files_have_names_of_their_own() -> None:
-    # Without packages pytest knows a test module by its file name alone; two of one name would collide.
-    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+def test_modules_that_tests_import_have_names_of_their_own() -> None:
+    # Tests are imported by path, but what they import is found by its name alone; two of one name would collide.
+    files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+    names = [p.name for p in files if not p.name.startswith("test_")]
     assert sorted(names) == sorted(set(names))
+    assert [str(p) for p in files if p.name.startswith(f"test_{p.parent.name}_")] == []
 
 
 def test_without_torch_the_extra_is_named() -> None:

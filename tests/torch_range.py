@@ -57,18 +57,16 @@ class Report:
 
 def files_of_torch() -> list[Path]:
     """The test files that name torch, or import a module of the tests that does."""
-    files = {
-        path.stem: path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
-    }
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" not in path.parts]
+    modules = {path.stem: path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")}
 
     def touches(path: Path, seen: frozenset[str] = frozenset()) -> bool:
         text = path.read_text()
         if TOUCHES_TORCH.search(text):
             return True
-        others = {name for name in _IMPORTED.findall(text) if name in files} - seen
-        return any(touches(files[name], seen | others) for name in others)
+        others = {name for name in _IMPORTED.findall(text) if name in modules} - seen
+        return any(touches(modules[name], seen | others) for name in others)
 
-    tests = [path for path in files.values() if path.name.startswith("test_") and "gpu" not in path.parts]
     return sorted(path for path in tests if touches(path))
 
 

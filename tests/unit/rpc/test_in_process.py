@@ -17,8 +17,8 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import shard_pb2
 from rpc_fakes import SHARD, run, serving
-from tests.unit.rpc import test_rpc_service as service
-from tests.unit.rpc import test_rpc_stream as stream
+from tests.unit.rpc import test_service as service
+from tests.unit.rpc import test_stream as stream
 from tests.unit.rpc import test_stream_pool as pool_tests
 
 RAISED = InvalidRequest("offset 7 is not in the slice")
