@@ -48,7 +48,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.errors import AxonError, InternalError, StepAborted
+from axon_ps.parallel.dtypes import scale_into
 from axon_ps.parallel.fsdp.memory import Meter
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
@@ -348,6 +350,20 @@ class FlatUnit:
                 staged.add_(grad.to(self.stage_device))
             grads.append(grad if staged is None else staged)
         return grads
+
+    def pack_grads(self, out: torch.Tensor, scale: float) -> None:
+        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 where there is none.
+
+        Those in device memory are assembled there, so that one copy goes to the host.
+        """
+        grads, memory, packed = self.pop_grads(), cuda.memory(), out
+        if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
+            packed = torch.empty_like(out, device=self.flat.device)
+        with torch.no_grad():
+            for spec, grad in zip(self.unit.parameters, grads, strict=True):
+                scale_into(packed[spec.offset : spec.end].view(spec.shape), grad, scale)
+            if packed is not out:
+                out.copy_(packed)
 
     @property
     def has_grads(self) -> bool:

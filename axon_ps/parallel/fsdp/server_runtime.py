@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from axon_ps.collectives import cuda
 from axon_ps.errors import Misuse
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
+from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.runtime import BUFFERS, Runtime
@@ -108,16 +107,7 @@ class ServerRuntime(Runtime):
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self.grad_meter.add(-flat.staged_bytes)
-        with torch.no_grad():
-            grads = flat.pop_grads()
-            target = buffer
-            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
-                # assembled on the device, so that one copy goes to the host
-                target = torch.empty_like(buffer, device=flat.flat.device)
-            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
-                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
-            if target is not buffer:
-                buffer.copy_(target)
+        flat.pack_grads(buffer, scale)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer

@@ -4,11 +4,9 @@ The parameters that the optimizer moves, the *masters*, are in the dtype the mod
 module computes with, unless it computes in another dtype or on another device than theirs: then each unit is
 copied for its forward and for its backward, and between uses `param.data` is the master.
 
-Note: [One order of reductions]
-    Every worker reduces the units in one order, the last of the model first, whatever the order in which their
-    gradients become complete; a unit waits for those before it, and what is left is reduced when backward ends. So a
-    unit that one worker did not use cannot make workers disagree. One more element per unit counts the workers that
-    have a gradient of it: when none has, its gradients stay None, and an optimizer skips it, as in plain torch.
+The buckets in which gradients are reduced (`parallel.rounds`) are the units, the last of the model first. One more
+element per unit counts the workers that have a gradient of it: when none has, its gradients stay None, and an optimizer
+skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
 """
@@ -24,15 +22,17 @@ import torch
 from torch import nn
 
 from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
-from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
+from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, UnitState
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
 from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Position
+from axon_ps.parallel.rounds import Round
 from axon_ps.sharding.layout import Unit
 from axon_ps.types import Array, DType, Hyper, OptimizerSpec, StepResult
 
@@ -150,9 +150,8 @@ class ReplicatedRuntime(Runtime):
         self._group = group
         self._grad_wire = grad_wire
         self._version = 0
-        self._launch_order = [u.trainable for u in reversed(self.units) if u.trainable is not None]
-        self._ready: set[int] = set()
-        self._reducing: list[tuple[ReplicatedUnit, Any, torch.Tensor]] = []
+        self._trained = [f for f in reversed(self.flats) if f.trainable]  # in the order in which they are reduced
+        self._round = self._new_round()
         self._optimizer: LocalOptimizer | None = None
         self._clipped_norm: float | None = None
 
@@ -175,47 +174,51 @@ class ReplicatedRuntime(Runtime):
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
-        """See Note: [One order of reductions]."""
-        self._ready.add(flat.index)
-        while len(self._reducing) < len(self._launch_order):
-            following = self._launch_order[len(self._reducing)]
-            if following.index not in self._ready:
-                return
-            self._reduce(following)
+        """See `parallel.rounds`.
 
-    def _reduce(self, flat: FlatUnit) -> None:
-        assert isinstance(flat, ReplicatedUnit)
-        dtype = TORCH_DTYPES[self._grad_wire]
-        buffer = torch.empty(flat.unit.numel + 1, dtype=dtype, device=flat.flat.device)
-        scale = 1.0 / (self._group.world_size * self.grad_scale)
+        Raises:
+            Misuse: it was pushed in this backward already, or the one before was broken off.
+        """
+        if flat.index not in self._round.missing:
+            raise Misuse(
+                f"unit {flat.unit.name!r} got its gradient twice: it is used inside a checkpoint with "
+                "use_reentrant=True (use False), or the last backward was broken off by an error while gradients were "
+                "on their way to the other workers, and the model must be built again"
+            )
+        self._round.ready(flat.index)
+
+    def _new_round(self) -> Round:
+        return Round([(flat.index,) for flat in self._trained], self._reduce)
+
+    def _reduce(self, position: int) -> Work[Any]:
+        flat = self._trained[position]
+        buffer = torch.empty(flat.unit.numel + 1, dtype=TORCH_DTYPES[self._grad_wire], device=flat.flat.device)
         buffer[-1] = float(flat.has_grads)
-        with torch.no_grad():
-            for spec, grad in zip(flat.unit.parameters, flat.pop_grads(), strict=True):
-                scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
+        flat.pack_grads(buffer[:-1], 1.0 / (self._group.world_size * self.grad_scale))
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
-        self._reducing.append((flat, self._group.all_reduce(buffer, async_op=True), buffer))
+        work: Work[Any] = self._group.all_reduce(buffer, async_op=True)
+        return work
 
     def _after_backward(self) -> None:
         super()._after_backward()
         if self.syncing:
-            self._finish_reductions()
+            self._average()
 
-    def _finish_reductions(self) -> None:
-        for flat in self._launch_order[len(self._reducing) :]:
-            self._reduce(flat)
-        reducing, self._reducing = self._reducing, []
-        self._ready.clear()
-        for flat, work, buffer in reducing:
-            work.wait()
+    def _average(self) -> None:
+        """Reduce what has not been reduced, and set the gradients."""
+        for index in list(self._round.missing):
+            self._round.ready(index)
+        finished, self._round = self._round, self._new_round()
+        for flat, buffer in zip(self._trained, finished.results(), strict=True):
             if float(buffer[-1]):
                 flat.set_grads(buffer[:-1])
             self.grad_meter.add(-buffer.nbytes)
 
     def push_accumulated(self) -> None:
         """Average the gradients accumulated inside `no_sync()`."""
-        if any(f.has_grads for f in self._launch_order):
-            self._finish_reductions()
+        if any(f.has_grads for f in self._trained):
+            self._average()
 
     def refresh(self) -> None:
         """Copy the first worker's masters to every other."""
@@ -235,7 +238,7 @@ class ReplicatedRuntime(Runtime):
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients to a global L2 norm now; the norm before."""
         self.sent.clip(max_norm)  # checks it
-        params = [p for f in self._launch_order for p in f.params]
+        params = [p for f in self._trained for p in f.params]
         self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
         return torch.tensor(self._clipped_norm)
 
@@ -253,7 +256,7 @@ class ReplicatedRuntime(Runtime):
         """One local step; skipped when a gradient is not finite, as the servers skip it. Equal on every worker."""
         if self._optimizer is None:
             raise Misuse("no optimizer of axon_ps was made for this model")
-        grads = [p.grad for f in self._launch_order for p in f.params if p.grad is not None]
+        grads = [p.grad for f in self._trained for p in f.params if p.grad is not None]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         norm, self._clipped_norm = (norm if self._clipped_norm is None else self._clipped_norm), None
         if not math.isfinite(norm):
@@ -262,7 +265,7 @@ class ReplicatedRuntime(Runtime):
                 committed=False, version=self.version, grad_norm=norm, reason="the gradients are not finite"
             )
         self._optimizer.apply(hyper)
-        for p in (p for f in self._launch_order for p in f.params):
+        for p in (p for f in self._trained for p in f.params):
             p.grad = None
         self._version += 1
         self.counters.steps_committed += 1
