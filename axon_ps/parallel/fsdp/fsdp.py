@@ -162,7 +162,7 @@ class FullyShardedDataParallel(ShardedValues):
         self._wrapping = wrapping
         self._tag_parameters()
         self._hook_state_dicts()
-        hooks.attach(self._runtime)
+        hooks.attach(self._runtime, self)
 
     @property
     def _replicated(self) -> bool:
