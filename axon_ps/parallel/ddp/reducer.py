@@ -204,8 +204,7 @@ class Reducer:
         self._finish(find_unused=self._find_unused)
 
     def _new_round(self) -> Round:
-        overlapped = self._strategy is GradSyncStrategy.OVERLAPPED
-        return Round(self._plan, self._start, overlapped=overlapped)
+        return Round(self._plan, self._start, overlapped=self._strategy is GradSyncStrategy.OVERLAPPED)
 
     def _start(self, position: int) -> Work[Any]:
         bucket = self._buckets[position]
