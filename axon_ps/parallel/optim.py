@@ -56,6 +56,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         spec = OptimizerSpec(name=name, groups=self._hyper(), group_of=self._group_of(owner))
         owner.runtime.register_optimizer(spec)
         self._runtime = owner.runtime
+        self._runtime.optimizers.add(self)
         # asynchronous: others commit in between, so what a step will make cannot be known before
         self._runtime.expected_hyper = None if owner.spec.policy.asynchronous else self._hyper
 
@@ -115,22 +116,21 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _group_of(self, owner: FullyShardedDataParallel) -> tuple[int, ...]:
         group_of = {param: i for i, group in enumerate(self.param_groups) for param in group["params"]}
         result = []
-        for unit in owner.runtime.units:
-            for flat in unit.flats:
-                for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
-                    if flat.trainable and param not in group_of:
-                        raise InvalidRequest(
-                            f"parameter {spec.name!r} is trainable and in no parameter group; put it in one, or call "
-                            "requires_grad_(False) on it before wrapping the model"
-                        )
-                    result.append((flat.index, group_of[param] if flat.trainable else -1))
-                    group_of.pop(param, None)
+        for flat in owner.runtime.flats:
+            for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
+                if flat.trainable and param not in group_of:
+                    raise InvalidRequest(
+                        f"parameter {spec.name!r} is trainable and in no parameter group; put it in one, or call "
+                        "requires_grad_(False) on it before wrapping the model"
+                    )
+                result.append(group_of[param] if flat.trainable else -1)
+                group_of.pop(param, None)
         if group_of:
             raise InvalidRequest(
                 f"{len(group_of)} parameters of the optimizer's groups are not of the wrapped model; make the groups "
                 "from model.parameters() after wrapping"
             )
-        return tuple(group for _, group in sorted(result, key=lambda item: item[0]))
+        return tuple(result)
 
 
 def _owner_of(params: Params, groups: list[dict[str, Any]]) -> FullyShardedDataParallel:

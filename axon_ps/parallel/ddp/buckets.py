@@ -1,18 +1,15 @@
 """Buckets: many gradients in one flat array, so that they travel in one collective.
 
-Owns: which gradients are in which bucket, the memory of buckets, and the order in which buckets are reduced. Refuses:
-to know how a bucket is reduced (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
+Owns: which gradients are in which bucket, and the memory of buckets. Refuses: to know when a bucket is reduced
+(`parallel.rounds`), how (`comm_hooks`) and where its gradients come from (`reducer`, `synchronizer`).
 
     shape legend: T[numel] = a bucket's elements, all of one dtype on one device
-
-Invariant: buckets are reduced in their order on every rank, whatever the order in which their gradients arrive.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +17,7 @@ from torch import Tensor
 
 from axon_ps.collectives import cuda, functional
 from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.collectives.work import Work
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest
 
 _NUMPY = {
     torch.float64: np.float64,
@@ -194,81 +190,16 @@ def assign(
 
 def build(
     tensors: Sequence[Tensor], plan: Sequence[Sequence[int]], group: ProcessGroup | None
-) -> tuple[list[GradientBucket], dict[int, tuple[GradientBucket, Tensor]]]:
-    """The buckets of a plan made by `assign`, and by member its bucket and its gradient's view."""
-    buckets, where = [], {}
+) -> tuple[list[GradientBucket], dict[int, Tensor]]:
+    """The buckets of a plan made by `assign`, and by member its gradient's view."""
+    buckets: list[GradientBucket] = []
+    views: dict[int, Tensor] = {}
     for index, members in enumerate(plan):
         first = tensors[members[0]]
         capacity = sum(tensors[m].numel() for m in members)
         bucket = GradientBucket(capacity, dtype=first.dtype, device=first.device, group=group, index=index)
         for member in members:
-            view = bucket.reserve(tensors[member].shape, member)
-            assert view is not None
-            where[member] = (bucket, view)
+            bucket.reserve(tensors[member].shape, member)
+        views |= zip(members, bucket.views, strict=True)
         buckets.append(bucket)
-    return buckets, where
-
-
-class Round:
-    """One reduction of some buckets: each is started when it and all before it are complete.
-
-    Args:
-        buckets: in their order.
-        start: starts the reduction of one.
-        overlapped: start buckets as soon as they are complete; else only when `start_rest` is called.
-        again: what to do about a gradient that comes twice, for the message.
-        names: the members' names in messages; None = their numbers.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[GradientBucket],
-        start: Callable[[GradientBucket], Work[Any]],
-        *,
-        overlapped: bool,
-        again: str,
-        names: Sequence[str] | None = None,
-    ) -> None:
-        self._buckets = buckets
-        self._start = start
-        self._overlapped = overlapped
-        self._again = again
-        self._names = names
-        self._missing = [set(bucket.members) for bucket in buckets]
-        self._works: list[Work[Any]] = []
-
-    def ready(self, bucket: GradientBucket, member: int) -> None:
-        """A gradient is in its bucket.
-
-        Raises:
-            Misuse: it was already.
-        """
-        missing = self._missing[bucket.index]
-        if member not in missing:
-            raise Misuse(f"{self._names[member] if self._names else f'gradient {member}'} {self._again}")
-        missing.discard(member)
-        if self._overlapped and not missing:
-            self._start_complete()
-
-    @property
-    def missing(self) -> list[int]:
-        """The gradients that have not come."""
-        return sorted(member for missing in self._missing for member in missing)
-
-    def start_rest(self) -> None:
-        """Start everything that is complete and has not been started."""
-        self._start_complete()
-
-    def finished(self) -> Iterator[GradientBucket]:
-        """Every bucket that was started, in order, when it is reduced.
-
-        Raises:
-            AxonError: what the reduction of one failed with.
-        """
-        for bucket, work in zip(self._buckets, self._works, strict=False):
-            work.wait()
-            yield bucket
-
-    def _start_complete(self) -> None:
-        while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
-            self._works.append(self._start(self._buckets[len(self._works)]))
+    return buckets, views

@@ -5,7 +5,7 @@ their names are all it has. The wrapper (`ddp`) calls it for each forward.
 
 Phases of one backward that synchronizes:
 1. A parameter's gradient is complete (post-accumulate hook): it is copied to its view of a bucket if it is not that.
-2. A bucket whose gradients are all there, and all buckets before it, is on its way (`buckets.Round`).
+2. A bucket whose gradients are all there, and all buckets before it, is on its way (`rounds.Round`).
 3. Autograd is done (its final callback): the buckets are waited for, and `param.grad` holds the averages.
 
 Invariants:
@@ -30,8 +30,9 @@ from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel.comm_hooks.hooks import AllReduceHook, CommunicationHook
 from axon_ps.parallel.ddp import buckets
-from axon_ps.parallel.ddp.buckets import GradientBucket, Round
+from axon_ps.parallel.ddp.buckets import GradientBucket
 from axon_ps.parallel.ddp.synchronizer import GradSyncStrategy
+from axon_ps.parallel.rounds import Round
 from axon_ps.types import ReduceOp
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -88,7 +89,7 @@ class Reducer:
         self._hook: CommunicationHook = AllReduceHook()
         self._hook.attach(self._group)
         self._plan = self._planned()
-        self._buckets, self._where = buckets.build(self.params, self._plan, self._group)
+        self._buckets, self._views = buckets.build(self.params, self._plan, self._group)
         me = weakref.ref(self)
         for index, param in enumerate(self.params):
             param._axon_reducer = me  # type: ignore[attr-defined]  # whoever wrapped it last reduces it
@@ -203,10 +204,10 @@ class Reducer:
         self._finish(find_unused=self._find_unused)
 
     def _new_round(self) -> Round:
-        overlapped = self._strategy is GradSyncStrategy.OVERLAPPED
-        return Round(self._buckets, self._start, overlapped=overlapped, again=_AGAIN, names=self.names)
+        return Round(self._plan, self._start, overlapped=self._strategy is GradSyncStrategy.OVERLAPPED)
 
-    def _start(self, bucket: GradientBucket) -> Work[Any]:
+    def _start(self, position: int) -> Work[Any]:
+        bucket = self._buckets[position]
         self._counters["reduced_bytes"] += bucket.numel * bucket.dtype.itemsize
         return self._hook.start(bucket)
 
@@ -214,8 +215,9 @@ class Reducer:
     def _copy_to_bucket(self, index: int) -> None:
         """Copy the gradient to its view of its bucket, zeros if there is none."""
         assert self._round is not None
-        param = self.params[index]
-        bucket, view = self._where[index]
+        if index not in self._round.missing:
+            raise Misuse(f"{self.names[index]} {_AGAIN}")
+        param, view = self.params[index], self._views[index]
         grad = param.grad
         if grad is None:
             view.zero_()
@@ -227,23 +229,22 @@ class Reducer:
             view.copy_(grad)
             if self._as_views:
                 param.grad = view
-        self._round.ready(bucket, index)
+        self._round.ready(index)
 
     @torch.no_grad()
     def _finish(self, *, find_unused: bool, announce: bool | None = None) -> None:
         """Wait for the averages. `announce`: exchange which parameters were used; `grad` of the others stays None."""
         round_ = self._round
         assert round_ is not None
-        missing = round_.missing
-        if missing and not find_unused:
-            raise Misuse(self._without_gradient(missing))
-        for index in missing:
+        if round_.missing and not find_unused:
+            raise Misuse(self._without_gradient(sorted(round_.missing)))
+        for index in list(round_.missing):
             self._copy_to_bucket(index)
-        round_.start_rest()
+        round_.start_complete()
         begin_s, used = time.perf_counter(), self._used
         if find_unused if announce is None else announce:
             used = self._control.all_reduce(used.clone(), ReduceOp.MAX)
-        for bucket in round_.finished():
+        for bucket, _ in zip(self._buckets, round_.results(), strict=True):
             for index, view in zip(bucket.members, bucket.views, strict=True):
                 if used[index]:
                     self._set_grad(self.params[index], view)
@@ -288,7 +289,7 @@ class Reducer:
         if plan == self._plan:
             return
         before, self._plan = self._buckets, plan
-        self._buckets, self._where = buckets.build(self.params, plan, self._group)
+        self._buckets, self._views = buckets.build(self.params, plan, self._group)
         self._hook.rebuild(before, self._buckets)
         self._counters["rebuilt"] += 1
 

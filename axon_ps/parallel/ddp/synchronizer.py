@@ -1,7 +1,6 @@
 """`GradientSynchronizer`: average gradients over the ranks, by hand, bucket by bucket.
 
-Owns: when buckets are reduced (`GradSyncStrategy`). Refuses: modules and autograd; `ddp.DistributedDataParallel` has
-those.
+Refuses: modules and autograd; `ddp.DistributedDataParallel` has those.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from axon_ps.collectives import functional
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
-from axon_ps.parallel.ddp.buckets import GradientBucket, Round, assign, build, check_dtype
+from axon_ps.parallel.ddp.buckets import GradientBucket, assign, build, check_dtype
+from axon_ps.parallel.rounds import Round
 from axon_ps.types import ReduceOp
 
 BUCKET_NUMEL = 25 * (1 << 20) // 4
@@ -69,9 +69,8 @@ class GradientSynchronizer:
         self.bucket_numel = bucket_numel
         self._group = group
         self._buckets: list[GradientBucket] = []
-        self._where: dict[int, tuple[GradientBucket, Tensor]] = {}
-        self._round: Round | None = None
-        self._synced = False
+        self._views: dict[int, Tensor] = {}
+        self._round = self._new_round()
 
     @property
     def buckets(self) -> tuple[GradientBucket, ...]:
@@ -97,7 +96,7 @@ class GradientSynchronizer:
         size = self.bucket_numel * 4
         plan = assign(tensors, range(len(tensors)), first_bytes=size, bucket_bytes=size)
         mapped_by = None if self.strategy is GradSyncStrategy.NO_SYNC else functional.current_group(self._group)
-        self._buckets, self._where = build(tensors, plan, mapped_by)
+        self._buckets, self._views = build(tensors, plan, mapped_by)
         self.clear()
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
@@ -109,9 +108,9 @@ class GradientSynchronizer:
             Misuse: it came before, or everything was averaged; call `clear` before the next step.
             InvalidRequest: there is no such tensor, or the gradient has another shape or dtype than it.
         """
-        if index not in self._where:
-            raise InvalidRequest(f"there is no gradient {index}; prepare() was given {len(self._where)} tensors")
-        bucket, view = self._where[index]
+        if index not in self._views:
+            raise InvalidRequest(f"there is no gradient {index}; prepare() was given {len(self._views)} tensors")
+        view = self._views[index]
         if gradient.shape != view.shape or gradient.dtype is not view.dtype:
             raise InvalidRequest(
                 f"gradient {index} is {gradient.dtype}{list(gradient.shape)}; needed is {view.dtype}{list(view.shape)}"
@@ -119,11 +118,10 @@ class GradientSynchronizer:
         if self.strategy is GradSyncStrategy.NO_SYNC:
             view.add_(gradient.detach())
             return
-        round_ = self._current()
-        if self._synced or index not in round_.missing:
+        if index not in self._round.missing:
             raise Misuse(f"gradient {index} has come already; call clear() before the next step")
         view.copy_(gradient.detach())
-        round_.ready(bucket, index)
+        self._round.ready(index)
 
     def sync_all(self) -> list[Tensor]:
         """Wait until everything is averaged.
@@ -137,34 +135,30 @@ class GradientSynchronizer:
 
         After an error: `Misuse` changed nothing. After any other the gradients are undefined.
         """
-        if self.strategy is not GradSyncStrategy.NO_SYNC and not self._synced:
-            round_ = self._current()
-            if missing := round_.missing:
+        if self.strategy is not GradSyncStrategy.NO_SYNC:
+            if missing := sorted(self._round.missing):
                 raise Misuse(f"the gradients {missing} have not come; give them with add_gradient() before sync_all()")
-            round_.start_rest()
-            for _ in round_.finished():
-                pass
-            self._synced = True
-        return [self._where[i][1] for i in range(len(self._where))]
+            self._round.start_complete()
+            list(self._round.results())
+        return [self._views[i] for i in range(len(self._views))]
 
     def clear(self) -> None:
         """Forget the gradients; the buckets stay. Waits for what is on its way."""
-        if self._round is not None:
-            for _ in self._round.finished():
-                pass
-        self._round, self._synced = None, False
+        list(self._round.results())
         for bucket in self._buckets:
             bucket.flat.zero_()
+        self._round = self._new_round()
 
-    def _current(self) -> Round:
-        if self._round is None:
-            overlapped = self.strategy is GradSyncStrategy.OVERLAPPED
-            self._round = Round(self._buckets, self._start, overlapped=overlapped, again="has come already")
-        return self._round
+    def _new_round(self) -> Round:
+        buckets, group = self._buckets, self._group
 
-    def _start(self, bucket: GradientBucket) -> Work[Any]:
-        work: Work[Any] = functional.current_group(self._group).all_reduce(bucket.flat, ReduceOp.AVERAGE, async_op=True)
-        return work
+        def start(position: int) -> Work[Any]:
+            flat = buckets[position].flat
+            work: Work[Any] = functional.current_group(group).all_reduce(flat, ReduceOp.AVERAGE, async_op=True)
+            return work
+
+        members = [bucket.members for bucket in buckets]
+        return Round(members, start, overlapped=self.strategy is GradSyncStrategy.OVERLAPPED)
 
 
 __all__ = ["BUCKET_NUMEL", "GradSyncStrategy", "GradientBucket", "GradientSynchronizer"]

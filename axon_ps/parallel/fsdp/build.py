@@ -5,83 +5,33 @@ The one place that knows which strategy takes which source and which runtime; fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from axon_ps.collectives import cuda
-from axon_ps.collectives.process_group import ProcessGroup
-from axon_ps.errors import LayoutMismatch
 from axon_ps.host import fork
-from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
+from axon_ps.parallel.ddp import replicas
+from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.hybrid.node_groups import WorldNodeGroups
 from axon_ps.parallel.fsdp.hybrid.node_runtime import NodeRuntime
-from axon_ps.parallel.fsdp.memory import BufferPool, Meter, host_empty
+from axon_ps.parallel.fsdp.memory import BufferPool, host_empty
 from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime, ReplicatedUnit
 from axon_ps.parallel.fsdp.runtime import BUFFERS
 from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, NodeSource, ParameterSource, RemoteSource
-from axon_ps.parallel.fsdp.stats import Counters
-from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
-from axon_ps.sharding.job import JobSpec
+from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.sharding.layout import Unit
-from axon_ps.types import DType
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.world import world_of
 
 WrappedUnits: TypeAlias = tuple[wrap.WrappedUnit, ...]
 Init: TypeAlias = Callable[[nn.Module], None] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wrapping:
-    """How a model is wrapped.
-
-    Attributes:
-        group: the workers that train it.
-        strategy: which parameters stay on a worker.
-        offload: what is in host memory.
-        precision: dtypes of compute and wire.
-        spec: what the model is registered with.
-        device: where parameters compute.
-        built: the dtype that the model was built in.
-        node_size: workers of a node.
-        prefetch: gather units before they are needed.
-        meter: counts the bytes of parameters.
-        counters: those of `statistics()`.
-    """
-
-    group: ProcessGroup
-    strategy: ShardingStrategy
-    offload: CPUOffload
-    precision: MixedPrecision
-    spec: JobSpec
-    device: torch.device
-    built: torch.dtype
-    node_size: int
-    prefetch: bool
-    meter: Meter = field(default_factory=Meter)
-    counters: Counters = field(default_factory=Counters)
-
-    def compute_of(self, unit: Unit) -> torch.dtype:
-        """What the parameters of a unit compute in."""
-        return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
-
-    def wire_of(self, compute: torch.dtype) -> DType:
-        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
-        wire = self.spec.precision
-        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
-
-    @property
-    def on_device(self) -> bool:
-        """Whether parameters compute on a GPU."""
-        return cuda.memory().is_device(self.device)
 
 
 def broadcast_values(
@@ -93,18 +43,11 @@ def broadcast_values(
         LayoutMismatch: a worker wraps another model.
     """
     group = wrapping.group
-    digest = torch.frombuffer(bytearray.fromhex(wrapping.spec.layout.digest), dtype=torch.uint8)
-    everybody = group.all_gather(digest).view(group.world_size, -1)
-    for rank, theirs in zip(group.ranks, everybody, strict=True):
-        if not torch.equal(theirs, everybody[0]):
-            raise LayoutMismatch(
-                f"worker {rank} wraps another model than worker {group.ranks[0]}; all must build the same"
-            )
-    values = []
-    for wrapped in wrapped_units:
-        first = group.rank == 0
-        value = materialize.values_of(module, wrapped, init) if first else torch.zeros(wrapped.unit.numel)
-        values.append(group.broadcast(value))
+    replicas.check_same(group, [f"{w.unit.name}: {p}" for w in wrapped_units for p in w.unit.parameters])
+    values = [
+        materialize.values_of(module, w, init) if group.rank == 0 else torch.zeros(w.unit.numel) for w in wrapped_units
+    ]
+    replicas.broadcast(group, values)
     return values
 
 
@@ -112,18 +55,10 @@ def replicated_runtime(
     wrapping: Wrapping, module: nn.Module, wrapped_units: WrappedUnits, values: list[torch.Tensor]
 ) -> ReplicatedRuntime:
     """The runtime of NO_SHARD, with these first values, f32 by unit."""
-    master_device = wrapping.device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
-
-    def make(index: int, wrapped: wrap.WrappedUnit) -> FlatUnit:
-        options = _unit_options(wrapping, wrapped.unit)
-        flat = ReplicatedUnit(index, wrapped.unit, wrapped.params, master_device=master_device, **options)
-        flat.master.copy_(values[index])
-        return flat
-
-    units = _module_units(module, wrapped_units, make)
-    return ReplicatedRuntime(
-        wrapping.group, units, grad_wire=wrapping.spec.precision.grad, meter=wrapping.meter, counters=wrapping.counters
-    )
+    flats = [ReplicatedUnit(index, wrapped, wrapping) for index, wrapped in enumerate(wrapped_units)]
+    for flat, value in zip(flats, values, strict=True):
+        flat.master.copy_(value)
+    return ReplicatedRuntime(wrapping, _module_units(module, wrapped_units, flats), flats)
 
 
 def server_runtime(
@@ -142,35 +77,27 @@ def server_runtime(
     limit_bytes += sum(unit.numel * wire.itemsize for unit, wire in wires if resident and unit.trainable)
     pool = BufferPool(limit_bytes, wrapping.meter, pinned=wrapping.on_device, device=in_node)
 
-    def source_of(unit: Unit, dtype: torch.dtype, wire: DType) -> ParameterSource:
-        same_memory = not wrapping.on_device or in_node is not None
-        buffered = resident or not same_memory or TORCH_DTYPES[wire] != dtype
+    def source_of(unit: Unit) -> ParameterSource:
+        dtype = wrapping.compute_of(unit)
+        wire = TORCH_DTYPES[wrapping.wire_of(dtype)]
+        buffered = resident or wire != dtype or (wrapping.on_device and in_node is None)
         if node is not None:
             return NodeSource(node, pool, buffered=buffered, on_device=in_node is not None)
         if has_host_copies:
-            copy = host_empty(unit.numel, TORCH_DTYPES[wire], pinned=wrapping.on_device)
+            copy = host_empty(unit.numel, wire, pinned=wrapping.on_device)
             wrapping.meter.add(copy.nbytes)
             return HostCopySource(client, copy)
         remote = RemoteSource(client, pool, buffered=buffered)
         return remote if buffered else MappedSource(client, remote)
 
-    def make(index: int, wrapped: wrap.WrappedUnit) -> FlatUnit:
-        options = _unit_options(wrapping, wrapped.unit)
-        source = source_of(wrapped.unit, options["dtype"], options["wire"])
-        return FlatUnit(index, wrapped.unit, wrapped.params, source, resident=resident, **options)
-
-    options: dict[str, Any] = {
-        "grad_wire": wrapping.spec.precision.grad,
-        "meter": wrapping.meter,
-        "counters": wrapping.counters,
-        "pinned": wrapping.on_device,
-        "stage_grads": wrapping.offload.stages_grads,
-        "prefetch": wrapping.prefetch,
-    }
-    units = _module_units(module, wrapped_units, make)
+    flats = [
+        FlatUnit(index, wrapped, source_of(wrapped.unit), wrapping, resident=resident)
+        for index, wrapped in enumerate(wrapped_units)
+    ]
+    units = _module_units(module, wrapped_units, flats)
     if node is not None:
-        return NodeRuntime(node, client, units, pool, **options)
-    return ServerRuntime(client, units, pool, make=None if wrapping.on_device else client.gradients.buffer, **options)
+        return NodeRuntime(node, wrapping, client, units, pool)
+    return ServerRuntime(wrapping, client, units, pool)
 
 
 def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
@@ -187,26 +114,12 @@ def _node_steps(wrapping: Wrapping, client: StepClient) -> NodeSteps:
     )
 
 
-def _unit_options(wrapping: Wrapping, unit: Unit) -> dict[str, Any]:
-    """What all kinds of flat units take."""
-    dtype = wrapping.compute_of(unit)
-    return {
-        "device": wrapping.device,
-        "dtype": dtype,
-        "wire": wrapping.wire_of(dtype),
-        "meter": wrapping.meter,
-        "counters": wrapping.counters,
-    }
-
-
-def _module_units(
-    module: nn.Module, wrapped_units: WrappedUnits, make: Callable[[int, wrap.WrappedUnit], FlatUnit]
-) -> list[ModuleUnit]:
-    """The module units of a module, the root first, with flat units that `make` makes."""
+def _module_units(module: nn.Module, wrapped_units: WrappedUnits, flats: Sequence[FlatUnit]) -> list[ModuleUnit]:
+    """The module units of a module, the root first, with these flat units."""
     units: dict[str, ModuleUnit] = {"": ModuleUnit(number=0, name="", module=module, flats=[])}
-    for index, wrapped in enumerate(wrapped_units):
+    for wrapped, flat in zip(wrapped_units, flats, strict=True):
         if wrapped.owner not in units:
             child = module.get_submodule(wrapped.owner)
             units[wrapped.owner] = ModuleUnit(number=len(units), name=wrapped.owner, module=child, flats=[])
-        units[wrapped.owner].flats.append(make(index, wrapped))
+        units[wrapped.owner].flats.append(flat)
     return list(units.values())

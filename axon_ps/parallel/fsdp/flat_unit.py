@@ -48,14 +48,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
 from axon_ps.errors import AxonError, InternalError, StepAborted
-from axon_ps.parallel.fsdp.memory import Meter
+from axon_ps.parallel.dtypes import scale_into
 from axon_ps.parallel.fsdp.sharded_parameter import become, own_grad, set_own_grad, states_of
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
-from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Mapped, Position
-from axon_ps.sharding.layout import Unit
-from axon_ps.types import DType, Hyper
+from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.types import Hyper
 from axon_ps.worker.steps.ticket import Ticket
 
 
@@ -95,48 +95,44 @@ class FlatUnit:
 
     Args:
         index: number of the unit in the layout.
-        unit: its layout.
-        params: its parameters, in layout order; their `data` is set from now on.
+        wrapped: its layout and its parameters, whose `data` is set from now on.
         source: where its values come from.
-        device: where they compute.
-        dtype: what they compute in.
-        wire: what travels.
+        wrapping: how the model is wrapped.
         resident: retain the values between uses (SHARD_GRAD_OP).
-        meter: counts the bytes of parameters.
-        counters: counts the gathers.
 
     Attributes:
         state: see Note: [States of a unit].
+        unit: its layout.
+        params: its parameters, in layout order.
         nbytes: memory of `flat`.
+        wire: what travels.
         wire_bytes: memory of the unit as it travels.
     """
 
     sharded = True
     """Whether values and gradients are elsewhere between uses."""
+    swapped = False
+    """Whether the module computes with a copy of what the optimizer moves, which is on this worker."""
 
     def __init__(
         self,
         index: int,
-        unit: Unit,
-        params: Sequence[nn.Parameter],
+        wrapped: WrappedUnit,
         source: ParameterSource,
+        wrapping: Wrapping,
         *,
-        device: torch.device,
-        dtype: torch.dtype,
-        wire: DType,
         resident: bool,
-        meter: Meter,
-        counters: Counters,
     ) -> None:
         self.index = index
-        self.unit = unit
-        self.params = tuple(params)
+        self.unit = unit = wrapped.unit
+        self.params = wrapped.params
         self.source = source
-        self.wire = wire
-        self.wire_bytes = unit.numel * wire.itemsize
+        dtype, device = wrapping.compute_of(unit), wrapping.device
+        self.wire = wrapping.wire_of(dtype)
+        self.wire_bytes = unit.numel * self.wire.itemsize
         self.resident = resident
-        self._meter = meter
-        self._counters = counters
+        self._meter = wrapping.meter
+        self._counters = wrapping.counters
         self.state = UnitState.SHARDED
         self._values_at: Position | None = None  # (epoch, version) of the values in `flat`, while it has any
         self._pending: PendingGather | None = None  # while something is under way
@@ -348,6 +344,20 @@ class FlatUnit:
                 staged.add_(grad.to(self.stage_device))
             grads.append(grad if staged is None else staged)
         return grads
+
+    def pack_grads(self, out: torch.Tensor, scale: float) -> None:
+        """Take the gradients from the parameters: out: T[unit_numel] becomes `scale` times them, 0 where there is none.
+
+        Those in device memory are assembled there, so that one copy goes to the host.
+        """
+        grads, memory, packed = self.pop_grads(), cuda.memory(), out
+        if not memory.is_on_device(out) and any(g is not None and memory.is_on_device(g) for g in grads):
+            packed = torch.empty_like(out, device=self.flat.device)
+        with torch.no_grad():
+            for spec, grad in zip(self.unit.parameters, grads, strict=True):
+                scale_into(packed[spec.offset : spec.end].view(spec.shape), grad, scale)
+            if packed is not out:
+                out.copy_(packed)
 
     @property
     def has_grads(self) -> bool:

@@ -6,6 +6,7 @@ Terms, used here and in the modules below as the design defines them: *unit* (pa
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,12 +31,11 @@ from axon_ps.parallel.fsdp.strategy import (
     checked_policy,
 )
 from axon_ps.parallel.fsdp.values import ShardedValues
+from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.sharding.job import JobSpec
-from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.partitions import even_options
 from axon_ps.sharding.plan import PlanOptions, default_options
 from axon_ps.sharding.policy import Policy, Synchronous
-from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import StepResult
 from axon_ps.worker.world import World, world_of
 
@@ -110,97 +110,80 @@ class FullyShardedDataParallel(ShardedValues):
             raise InvalidRequest("both unit_types and auto_wrap_policy were given; pass one of them")
         if not group.is_world and len(group.ranks) != world_of(group).world_size:  # it may change at any moment
             check_sub_group(len(group.ranks), world_of(group).world_size, sharding_strategy)
-        self._group = group
-        self._strategy = sharding_strategy
-        self._precision = MixedPrecision.of(mixed_precision)
-        self._offload = cpu_offload
-        self._policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
-        self._node_size = checked_node_size(intra_node_size, sharding_strategy, world_of(group).membership.workers)
+        world = world_of(group)
+        replicated = sharding_strategy is ShardingStrategy.NO_SHARD
+        policy = checked_policy(policy or Synchronous(), sharding_strategy, cpu_offload)
+        node_size = checked_node_size(intra_node_size, sharding_strategy, world.membership.workers)
         kinds = tuple(unit_types)
         is_unit = auto_wrap_policy or (lambda child: isinstance(child, kinds))
         wrapped_units = wrap.partition(module, is_unit, tuple(ignored_parameters))
-        self._built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
-        self._spec = self._make_spec(module, wrapped_units, plan_options)
-        wrapping = build.Wrapping(
-            group=group,
-            strategy=sharding_strategy,
-            offload=cpu_offload,
-            precision=self._precision,
-            spec=self._spec,
-            device=torch.device(device) if device is not None else _device_of(wrapped_units),
-            built=self._built,
-            node_size=self._node_size,
-            prefetch=prefetch,
-        )
-        if self._replicated:
-            self._name = name or ""
-            self._make(wrapping, module, wrapped_units, param_init_fn)
-            return
-        with world_of(group).models.names.claiming(name, self._spec.described) as self._name:
-            self._make(wrapping, module, wrapped_units, param_init_fn)
-
-    # ------------------------------------------------------------------ wrapping
-
-    def _make(
-        self, wrapping: build.Wrapping, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init
-    ) -> None:
-        """Register the model or join its broadcast, and wrap the user's module."""
-        values: list[torch.Tensor] = []
-        if self._replicated:
-            values = build.broadcast_values(wrapping, module, wrapped_units, init)
-        else:
-            self._register(module, wrapped_units, init)
-        materialize.make_buffers(module, init, wrapping.device)
-        self._buffer_dtypes = materialize.cast_buffers(module, self._precision.buffer_dtype)
-        wrapped_units = materialize.replace_meta(module, wrapped_units)
-        self._wrap(module)
-        self._runtime = (
-            build.replicated_runtime(wrapping, module, wrapped_units, values)
-            if self._replicated
-            else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
-        )
-        self._wrapping = wrapping
-        self._tag_parameters()
-        self._hook_state_dicts()
-        hooks.attach(self._runtime)
-
-    @property
-    def _replicated(self) -> bool:
-        return self._strategy is ShardingStrategy.NO_SHARD
-
-    def _make_spec(
-        self, module: nn.Module, wrapped_units: tuple[wrap.WrappedUnit, ...], options: PlanOptions | None
-    ) -> JobSpec:
-        precision = self._precision.wire(self._built)
-        if self._replicated and (precision.param_compression or precision.grad_compression):
+        built = TORCH_DTYPES[wrapped_units[0].unit.parameters[0].dtype]
+        layout, mixed = wrap.layout_of(wrapped_units), MixedPrecision.of(mixed_precision)
+        precision = mixed.wire(built)
+        if replicated and (precision.param_compression or precision.grad_compression):
             raise InvalidRequest(
                 "NO_SHARD moves nothing to the shard servers that could be compressed; give MixedPrecision dtypes, or "
                 "use DistributedDataParallel with a compressing communication hook"
             )
-        layout = wrap.layout_of(wrapped_units)
-        return JobSpec(
+        spec = JobSpec(
             layout=layout,
             precision=precision,
-            options=options or self._options_for(layout, precision),
-            replica_is_node=self._strategy is ShardingStrategy.HYBRID_SHARD,
-            policy=self._policy,
+            options=plan_options or even_options(layout, world.num_shards, node_size, default_options(precision)),
+            replica_is_node=sharding_strategy is ShardingStrategy.HYBRID_SHARD,
+            policy=policy,
             model=type(module).__qualname__,
         )
+        with contextlib.ExitStack() as stack:
+            if not replicated:
+                name = stack.enter_context(world.models.names.claiming(name, spec.described))
+            self._wrapping = Wrapping(
+                group=group,
+                strategy=sharding_strategy,
+                offload=cpu_offload,
+                precision=mixed,
+                spec=spec,
+                name=name or "",
+                device=torch.device(device) if device is not None else _device_of(wrapped_units),
+                built=built,
+                node_size=node_size,
+                prefetch=prefetch,
+            )
+            self._make(module, wrapped_units, param_init_fn)
 
-    def _options_for(self, layout: Layout, precision: WirePrecision) -> PlanOptions:
-        return even_options(layout, world_of(self._group).num_shards, self._node_size, default_options(precision))
+    # ------------------------------------------------------------------ wrapping
+
+    def _make(self, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
+        """Register the model or join its broadcast, and wrap the user's module."""
+        wrapping = self._wrapping
+        values: list[torch.Tensor] = []
+        if wrapping.replicated:
+            values = build.broadcast_values(wrapping, module, wrapped_units, init)
+        else:
+            self._register(module, wrapped_units, init)
+        materialize.make_buffers(module, init, wrapping.device)
+        self._buffer_dtypes = materialize.cast_buffers(module, wrapping.precision.buffer_dtype)
+        wrapped_units = materialize.replace_meta(module, wrapped_units)
+        self._wrap(module)
+        self._runtime = (
+            build.replicated_runtime(wrapping, module, wrapped_units, values)
+            if wrapping.replicated
+            else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
+        )
+        self._tag_parameters()
+        self._hook_state_dicts()
+        hooks.attach(self._runtime, self)
 
     def _register(self, module: nn.Module, wrapped_units: build.WrappedUnits, init: build.Init) -> None:
         """Give the job the model's layout, and the servers first values if this worker is to upload them."""
         initialized = False
         while not initialized:
-            self._steps, registered = world_of(self._group).models.register(self._spec, self._name)
+            self._steps, registered = world_of(self.process_group).models.register(self.spec, self.name)
             if registered.upload:
                 materialize.upload(module, wrapped_units, self._steps, init)
             initialized = self._steps.view.wait_initialized(registered)
 
     def _tag_parameters(self) -> None:
-        for flat in (f for u in self._runtime.units for f in u.flats):
+        for flat in self._runtime.flats:
             for spec, param in zip(flat.unit.parameters, flat.params, strict=True):
                 param._axon_home = Home(weakref.ref(self), spec.name, flat.index, self._runtime.sent)  # type: ignore[attr-defined]
 
@@ -222,35 +205,35 @@ class FullyShardedDataParallel(ShardedValues):
                 return output
 
     def _run_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime = self._runtime
+        runtime, precision = self._runtime, self._wrapping.precision
         hooks.before_root(runtime)
-        if self._precision.param_dtype is not None and self._precision.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), self._precision.param_dtype)
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), precision.param_dtype)
         output = self.module(*args, **kwargs)
-        if self._precision.output_dtype is not None:
-            output = _cast(output, self._precision.output_dtype)
+        if precision.output_dtype is not None:
+            output = _cast(output, precision.output_dtype)
         hooks.after_root(runtime, output)
         return output
 
     @property
     def strategy(self) -> ShardingStrategy:
         """The sharding strategy."""
-        return self._strategy
+        return self._wrapping.strategy
 
     @property
     def process_group(self) -> ProcessGroup:
         """The workers that train it."""
-        return self._group
+        return self._wrapping.group
 
     @property
     def spec(self) -> JobSpec:
         """What the model was registered with: layout, wire dtypes, chunk sizes."""
-        return self._spec
+        return self._wrapping.spec
 
     @property
     def name(self) -> str:
         """What the job calls the model; what it was given under NO_SHARD, where the job knows of none."""
-        return self._name
+        return self._wrapping.name
 
     @property
     def version(self) -> int:
@@ -284,10 +267,10 @@ class FullyShardedDataParallel(ShardedValues):
         if other is self:
             raise InvalidRequest("copy_from was given the model itself; give another one")
         self._check_idle("copy_from")
-        if self._replicated != other._replicated:
+        if self._wrapping.replicated != other._wrapping.replicated:
             raise InvalidRequest("copy_from needs both models on the servers, or both under NO_SHARD")
-        if difference := self._spec.cut_difference(other.spec):
-            raise InvalidRequest(f"model {self._name!r} cannot take the values of {other.name!r}: {difference}")
+        if difference := self.spec.cut_difference(other.spec):
+            raise InvalidRequest(f"model {self.name!r} cannot take the values of {other.name!r}: {difference}")
         return self._runtime.copy_from(other.runtime, weight)
 
     def release(self) -> None:
@@ -302,9 +285,7 @@ class FullyShardedDataParallel(ShardedValues):
         After an error: the model may be gone; releasing it again is harmless.
         """
         self._runtime.reset()
-        if not self._replicated:
-            world_of(self._group).barrier("axon_ps/release")
-            world_of(self._group).models.release(self._steps)
+        self._runtime.release()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -392,9 +373,9 @@ class FullyShardedDataParallel(ShardedValues):
         Raises:
             Misuse: it was called before and no forward has come since, or the strategy does not reshard parameters.
         """
-        if self._strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        if self.strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
             raise Misuse(
-                f"prefetch_forward_params() has nothing to gather: {self._strategy.name} does not reshard parameters"
+                f"prefetch_forward_params() has nothing to gather: {self.strategy.name} does not reshard parameters"
             )
         if self._runtime.prefetched:
             raise Misuse("prefetch_forward_params() was called twice; run a forward before you call it again")
@@ -411,7 +392,7 @@ class FullyShardedDataParallel(ShardedValues):
         SHARD_GRAD_OP: the full parameters. HYBRID_SHARD: this worker's shard. NO_SHARD: every worker's parameters
         become those of the first. FULL_SHARD: none stay, and nothing happens.
         """
-        if self._strategy is ShardingStrategy.SHARD_GRAD_OP:
+        if self.strategy is ShardingStrategy.SHARD_GRAD_OP:
             self._runtime.gather_all()
             self._runtime.reset()
         else:
@@ -425,7 +406,8 @@ class FullyShardedDataParallel(ShardedValues):
 
     def memory_estimate(self) -> FSDPMemoryStats:
         """What this worker's memory will be at the peak of a step, by strategy; `stats` has the formulas."""
-        runtime, layout, compute = self._runtime, self._spec.layout, self._precision.compute(self._built)
+        runtime, wrapping, layout = self._runtime, self._wrapping, self.spec.layout
+        built, compute = wrapping.built, wrapping.precision.compute(wrapping.built)
         trainable, state_bytes = max(1, layout.trainable_numel), runtime.optimizer_bytes
         return stats.estimate(
             layout,
@@ -436,16 +418,16 @@ class FullyShardedDataParallel(ShardedValues):
                 )
                 for u in runtime.units
             ],
-            strategy=self._strategy,
-            offload=self._offload,
+            strategy=self.strategy,
+            offload=wrapping.offload,
             compute_bytes=compute.itemsize,
-            wire_bytes=self._wrapping.wire_of(compute).itemsize,
-            grad_bytes=self._spec.precision.grad.itemsize,
-            built_bytes=self._built.itemsize,
+            wire_bytes=wrapping.wire_of(compute).itemsize,
+            grad_bytes=self.spec.precision.grad.itemsize,
+            built_bytes=built.itemsize,
             shard_numel=runtime.shard_numel,
-            state_bytes=2 * self._built.itemsize if state_bytes is None else state_bytes // trainable,
-            copied=any(f.swapped for f in self._replicated_units()),
-            world_size=self._group.world_size,
+            state_bytes=2 * built.itemsize if state_bytes is None else state_bytes // trainable,
+            copied=any(flat.swapped for flat in runtime.flats),
+            world_size=self.process_group.world_size,
         )
 
     def memory_stats(self) -> MemoryStats:

@@ -35,8 +35,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(value, field.name))
 
 
-def attach(runtime: Runtime) -> None:
-    """Register every hook of every unit. The root's forward is called by the wrapper itself."""
+def attach(runtime: Runtime, wrapper: nn.Module) -> None:
+    """Register every hook of every unit. The root's forward is called by the wrapper itself.
+
+    Those of parameters end with `wrapper`: Python's garbage collector does not see what a tensor's hooks refer to.
+    """
     for unit in runtime.units:
         if not unit.is_root:
             if unit.has_frozen:
@@ -47,7 +50,8 @@ def attach(runtime: Runtime) -> None:
             unit.module.register_forward_hook(partial(_after_forward, runtime, unit))
         flat = unit.trainable
         for param in flat.params if flat is not None else ():
-            param.register_post_accumulate_grad_hook(partial(runtime.grad_ready, unit))  # type: ignore[no-untyped-call]
+            hook = param.register_post_accumulate_grad_hook(partial(runtime.grad_ready, unit))  # type: ignore[no-untyped-call]
+            fork.finalize(wrapper, hook.remove)
 
 
 @uncompiled

@@ -31,7 +31,9 @@ Note: [One version a step]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -43,9 +45,12 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Position
+from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
+from axon_ps.worker.checkpoints import CheckpointInfo
+
+TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
 _MAX_FORWARDS = 8
 """How often a forward is run before it raises; see Note: [One version a step]."""
@@ -58,44 +63,36 @@ class Runtime:
     """The order of events in one wrapped model, wherever its steps are made: `ServerRuntime`, `ReplicatedRuntime`.
 
     Args:
+        wrapping: how the model is wrapped.
         units: module units; the first is the root.
         gather_buffers: what gathers come into that cannot come into their unit.
-        meter: counts the bytes of gathered parameters.
-        counters: those of `statistics()`.
-        prefetch: gather the next units before they are needed.
-        stage_grads: move gradients of `no_sync()` to host memory.
 
     Attributes:
+        flats: the flat units of all module units, in layout order.
         sent: gradients that have left this worker for the step under way, and what they are clipped to.
         grad_scale: what the loss was multiplied by; gradients are divided by it before they are pushed.
         syncing: whether gradients are pushed; not inside `no_sync()`.
         prefetched: a prefetch by hand is pending.
+        optimizers: those of ours that make its steps.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
     """
 
-    def __init__(
-        self,
-        units: Sequence[ModuleUnit],
-        gather_buffers: BufferPool,
-        *,
-        meter: Meter,
-        counters: Counters,
-        prefetch: bool,
-        stage_grads: bool = False,
-    ) -> None:
+    def __init__(self, wrapping: Wrapping, units: Sequence[ModuleUnit], gather_buffers: BufferPool) -> None:
+        self._wrapping = wrapping
         self.units = tuple(units)
+        self.flats = tuple(flat for unit in self.units for flat in unit.flats)
         self.gather_buffers = gather_buffers
-        self.meter = meter
+        self.meter = wrapping.meter
         self.grad_meter = Meter()
-        self.counters = counters
+        self.counters = wrapping.counters
         numbers = [u.number for u in self.units]
         self._orders = {
             True: GatherOrder(numbers + numbers[::-1]),
             False: GatherOrder(numbers),
         }
         self._budget_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
-        self._eager = prefetch
-        self._stage_grads = stage_grads
+        self._eager = wrapping.prefetch and not wrapping.replicated
+        self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
         self._training = True
         self._callback_queued = False
         self._read: Position = (0, 0)  # when the forward began
@@ -103,6 +100,7 @@ class Runtime:
         self._forwards = 0  # attempts at this forward
         self._has_gradients = False  # whether the step has any
         self._pushed: set[int] = set()  # units whose gradients have left for this step
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
         self.sent = SentGradients()
@@ -129,13 +127,34 @@ class Runtime:
         """Make a step of the gradients that there are."""
         raise NotImplementedError
 
-    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+    def copy_from(self, other: Self, weight: float) -> StepResult:
         """A step that needs no gradients: the model becomes (1 - weight) * its values + weight * another's."""
         raise NotImplementedError
 
     def _push(self, flat: FlatUnit) -> None:
         """A unit's gradient is complete: give it to the other replicas."""
         raise NotImplementedError
+
+    def masters(self) -> Iterator[torch.Tensor]:
+        """Every unit's values, f32[unit_numel], in layout order; see `FullyShardedDataParallel.full_parameters`."""
+        raise NotImplementedError
+
+    def replace(self, values: Iterator[torch.Tensor]) -> None:
+        """Give every unit other values, f32[unit_numel], in layout order; those of the worker of lowest rank count."""
+        raise NotImplementedError
+
+    def save(
+        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+    ) -> CheckpointInfo | None:
+        """See `FullyShardedDataParallel.save_checkpoint`."""
+        raise NotImplementedError
+
+    def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
+        """See `FullyShardedDataParallel.load_checkpoint`."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back what others have of the model."""
 
     def agree(self) -> None:
         """Before anything is gathered for a forward: settle with the other workers of a replica on a version."""
@@ -206,7 +225,7 @@ class Runtime:
     @property
     def torn(self) -> bool:
         """Whether what was read since the forward began is not of one version."""
-        return self._read != self.now or any(f.source.torn(f) for u in self.units for f in u.flats)
+        return self._read != self.now or any(flat.source.torn(flat) for flat in self.flats)
 
     def forward_again(self) -> bool:
         """After the root's forward: whether it must be made again. See Note: [One version a step].
@@ -303,10 +322,9 @@ class Runtime:
         """Unshard every unit, and block until it is."""
         self.agree()
         self._read = self.now
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.start_gather()
-                flat.unshard()
+        for flat in self.flats:
+            flat.start_gather()
+            flat.unshard()
 
     def prefetch(self) -> None:
         """Begin to gather what the next forward needs first, as far as Note: [Memory] allows."""
@@ -367,7 +385,7 @@ class Runtime:
 
     def drop_unsent(self) -> None:
         """Forget the gradients that were not pushed."""
-        for flat in (f for u in self.units for f in u.flats if f.index not in self._pushed):
+        for flat in (f for f in self.flats if f.index not in self._pushed):
             flat.pop_grads()
             self.sent.drop(flat.index)
 
@@ -385,7 +403,7 @@ class Runtime:
         """Counters and memory of this worker; bytes and seconds."""
         return {
             **{k: float(v) for k, v in vars(self.counters).items()},
-            "gathers_repeated": float(sum(flat.repeated for unit in self.units for flat in unit.flats)),
+            "gathers_repeated": float(sum(flat.repeated for flat in self.flats)),
             "param_memory_bytes": float(self.meter.current_bytes),
             "peak_param_memory_bytes": float(self.meter.peak_bytes),
             "grad_buffer_bytes": float(self.grad_meter.current_bytes),

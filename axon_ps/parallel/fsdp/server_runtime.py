@@ -14,23 +14,26 @@ Note: [Speculative gathers]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Self
 
 import torch
 
-from axon_ps.collectives import cuda
-from axon_ps.errors import Misuse
+from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
+from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
-from axon_ps.parallel.fsdp.runtime import BUFFERS, Runtime
+from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
 from axon_ps.parallel.fsdp.steps import Pending, Position, Steps
-from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome, StepResult
+from axon_ps.parallel.fsdp.wrap import Wrapping
+from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
+from axon_ps.worker.checkpoints import CheckpointInfo
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
+from axon_ps.worker.world import world_of
 
 
 class ServerRuntime(Runtime):
@@ -38,37 +41,33 @@ class ServerRuntime(Runtime):
 
     Args:
         client: the worker's step client.
-        units: module units; the first is the root.
-        gather_buffers: as for `Runtime`.
-        grad_wire: what gradients travel as.
-        pinned: page-lock the buffers of gradients.
-        make: gives memory for them; None = torch does.
-        device: where they are; None = in host memory.
         steps: makes the worker's half of a step; None = `client`.
-        options: the rest is `Runtime`'s.
+        device: where `steps` takes gradients; None = in host memory.
+        wrapping, units, gather_buffers: as for `Runtime`.
     """
 
     def __init__(
         self,
+        wrapping: Wrapping,
         client: StepClient,
         units: Sequence[ModuleUnit],
         gather_buffers: BufferPool,
         *,
-        grad_wire: DType,
-        pinned: bool,
-        make: Callable[[int], Array] | None = None,
-        device: torch.device | None = None,
         steps: Steps | None = None,
-        **options: Any,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(units, gather_buffers, **options)
+        super().__init__(wrapping, units, gather_buffers)
         self._client = client
         self._steps: Steps = client if steps is None else steps
-        self._grad_wire = grad_wire
+        self._grad_wire = wrapping.spec.precision.grad
         self._device = device
-        most_numel = max((u.trainable.unit.numel for u in self.units if u.trainable is not None), default=0)
+        most_numel = max((flat.unit.numel for flat in self.flats if flat.trainable), default=0)
         self._out = BufferPool(
-            BUFFERS * most_numel * grad_wire.itemsize, self.grad_meter, pinned=pinned, device=device, make=make
+            BUFFERS * most_numel * self._grad_wire.itemsize,
+            self.grad_meter,
+            pinned=wrapping.on_device,
+            device=device,
+            make=client.gradients.buffer if steps is None and not wrapping.on_device else None,
         )
         self._ticket: Ticket | None = None
         self._began: Position | None = None  # when the step began
@@ -108,16 +107,7 @@ class ServerRuntime(Runtime):
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         scale = 1.0 / (ticket.num_replicas * self.grad_scale)
         self.grad_meter.add(-flat.staged_bytes)
-        with torch.no_grad():
-            grads = flat.pop_grads()
-            target = buffer
-            if self._device is None and any(g is not None and cuda.memory().is_on_device(g) for g in grads):
-                # assembled on the device, so that one copy goes to the host
-                target = torch.empty_like(buffer, device=flat.flat.device)
-            for spec, grad in zip(flat.unit.parameters, grads, strict=True):
-                scale_into(target[spec.offset : spec.end].view(spec.shape), grad, scale)
-            if target is not buffer:
-                buffer.copy_(target)
+        flat.pack_grads(buffer, scale)
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
@@ -193,13 +183,12 @@ class ServerRuntime(Runtime):
         reached(Moment.BETWEEN_STEPS, decision.version)
         return result
 
-    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+    def copy_from(self, other: Self, weight: float) -> StepResult:
         """See `Runtime.copy_from`.
 
         Raises:
             Misuse: gradients were sent for the step under way.
         """
-        assert isinstance(other, ServerRuntime)
         if self._pushed or self._ticket is not None:
             raise Misuse("gradients were sent for the step under way; call optimizer.step() before you copy")
         began = time.perf_counter()
@@ -214,20 +203,63 @@ class ServerRuntime(Runtime):
 
     def _decided(self, decision: Decision, norm: float) -> StepResult:
         """Count a decision, and begin to gather for the next forward."""
-        committed = decision.outcome is Outcome.COMMIT
-        self.counters.steps_committed += committed
-        self.counters.steps_not_committed += not committed
         self._prefetch()
-        return StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
+        committed = decision.outcome is Outcome.COMMIT
+        result = StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
+        return self.counters.counted(result)
 
     def _settle_speculative(self, *, as_expected: bool) -> None:
-        for unit in self.units:
-            for flat in unit.flats:
-                if as_expected:
-                    flat.commit_speculative()
-                else:
-                    flat.discard_speculative()
+        for flat in self.flats:
+            if as_expected:
+                flat.commit_speculative()
+            else:
+                flat.discard_speculative()
         self._expected = None
+
+    # ------------------------------------------------------------------ what the servers have
+
+    def masters(self) -> Iterator[torch.Tensor]:
+        """See `Runtime.masters`. Takes the memory of one unit at a time."""
+        view, spec = self._client.view, self._wrapping.spec
+        began = view.epoch, view.latest_version
+        for index, unit in enumerate(spec.layout.units):
+            values = torch.empty(unit.numel, dtype=torch.float32)
+            self._client.parameters.gather(index, values.numpy(), exact=True).wait()
+            if (view.epoch, view.latest_version) != began and not spec.policy.asynchronous:
+                raise StepAborted(TORN)
+            yield values
+
+    def replace(self, values: Iterator[torch.Tensor]) -> None:
+        """See `Runtime.replace`."""
+        units = ((index, value.numpy()) for index, value in enumerate(values))
+        world_of(self._wrapping.group).replace_parameters(units, model=self._wrapping.name)
+
+    def save(
+        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+    ) -> CheckpointInfo | None:
+        """See `Runtime.save`; the state of the optimizer is the servers'."""
+        world = world_of(self._wrapping.group)
+        info = world.save_checkpoint(uri, extra=extra) if world.is_main_process else None
+        world.barrier("axon_ps/save_checkpoint")
+        return info
+
+    def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
+        """See `Runtime.load`."""
+        world, view = world_of(self._wrapping.group), self._client.view
+        before = view.epoch
+        world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
+        restored: dict[str, Any] | None = None
+        if world.is_main_process:
+            restored = asdict(world.restore_checkpoint(uri, models=[self._wrapping.name]))
+        restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
+        view.wait_epoch(before + 1)
+        return CheckpointInfo(**restored)
+
+    def release(self) -> None:
+        """See `Runtime.release`."""
+        world = world_of(self._wrapping.group)
+        world.barrier("axon_ps/release")
+        world.models.release(self._client)
 
     def reset(self) -> None:
         """See `Runtime.reset`."""

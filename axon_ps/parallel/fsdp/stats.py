@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
 from axon_ps.sharding.layout import Layout
+from axon_ps.types import StepResult
 
 MIB = 1 << 20
 _F32_BYTES = 4 * 4
@@ -114,6 +115,12 @@ class Counters:
     step_wait_s: float = 0.0
     steps_committed: int = 0
     steps_not_committed: int = 0
+
+    def counted(self, result: StepResult) -> StepResult:
+        """Count a step."""
+        self.steps_committed += result.committed
+        self.steps_not_committed += not result.committed
+        return result
 
 
 def estimate(

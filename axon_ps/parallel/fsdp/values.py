@@ -6,44 +6,28 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.parallel.dtypes import TORCH_DTYPES
-from axon_ps.parallel.fsdp.no_shard.replicated import ReplicatedRuntime, ReplicatedUnit
-from axon_ps.parallel.fsdp.runtime import Runtime
+from axon_ps.parallel.fsdp.runtime import TORN, Runtime
+from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.parallel.wrapper import ModuleWrapper
-from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Parameter
 from axon_ps.worker.checkpoints import CheckpointInfo
-from axon_ps.worker.steps.client import StepClient
-from axon_ps.worker.world import world_of
-
-if TYPE_CHECKING:
-    from axon_ps.parallel.fsdp.no_shard.local_checkpoint import Moments
-
-_TORN = "the parameters changed while they were read: the job went on without this worker; read them again"
 
 
 class ShardedValues(ModuleWrapper):
     """The values of `FullyShardedDataParallel`: reading, replacing and saving them."""
 
-    _group: ProcessGroup
-    _name: str
-    _spec: JobSpec
-    _steps: StepClient
+    _wrapping: Wrapping
     _runtime: Runtime
     _buffer_dtypes: dict[str, torch.dtype]
     _missing = 0
-
-    def _replicated_units(self) -> list[ReplicatedUnit]:
-        return self._runtime.flats if isinstance(self._runtime, ReplicatedRuntime) else []
 
     def _check_idle(self, what: str) -> None:
         if any(u.depth for u in self._runtime.units):
@@ -64,7 +48,7 @@ class ShardedValues(ModuleWrapper):
         self._check_idle("summon_full_params")
         try:
             self._runtime.gather_all()
-            params = [] if self._replicated_units() else list(self.sharded_parameters())
+            params = [p for flat in self._runtime.flats if flat.sharded for p in flat.params]
             before = [param._version for param in params]
             yield
             changed = sum(param._version != version for param, version in zip(params, before, strict=True))
@@ -72,18 +56,18 @@ class ShardedValues(ModuleWrapper):
         finally:
             self._runtime.reset()
         if changed:
-            for flat in (f for u in self._runtime.units for f in u.flats):
+            for flat in self._runtime.flats:
                 flat.free_storage()  # also where the strategy would retain what was changed
             raise Misuse(
                 f"{changed} parameters were changed inside summon_full_params(), and the shard servers still have the "
                 "old values; give them others with load_state_dict() or update_shards()"
             )
         if torn:
-            raise StepAborted(_TORN)
+            raise StepAborted(TORN)
 
     def sharded_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that the strategy shards: all but `ignored_parameters`, tied ones once."""
-        managed = {p for unit in self._runtime.units for flat in unit.flats for p in flat.params}
+        managed = {p for flat in self._runtime.flats for p in flat.params}
         return (p for p in self.parameters() if p in managed)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -115,17 +99,7 @@ class ShardedValues(ModuleWrapper):
             StepAborted: the job went on without this worker (it was frozen or cut off), so what it has read is of
                 several versions; begin again. Under an asynchronous policy they may always be.
         """
-        local = self._replicated_units()
-        began = None if local else (self._steps.view.epoch, self._steps.view.latest_version)
-        for index, unit in enumerate(self._spec.layout.units):
-            if local:
-                values = local[index].master.detach().to("cpu", torch.float32)
-            else:
-                values = torch.empty(unit.numel, dtype=torch.float32)
-                self._steps.parameters.gather(index, values.numpy(), exact=True).wait()
-                now = self._steps.view.epoch, self._steps.view.latest_version
-                if now != began and not self._spec.policy.asynchronous:
-                    raise StepAborted(_TORN)
+        for unit, values in zip(self._wrapping.spec.layout.units, self._runtime.masters(), strict=True):
             for spec in unit.parameters:
                 yield spec.name, values[spec.offset : spec.end].view(spec.shape)
 
@@ -171,7 +145,7 @@ class ShardedValues(ModuleWrapper):
         self.register_load_state_dict_post_hook(end_of_loading)  # type: ignore[no-untyped-call]
 
     def _fill(self, state: dict[str, Any], prefix: str) -> None:
-        by_name = {p.name: p for _, p in self._spec.layout.parameters()}
+        by_name = {p.name: p for _, p in self._wrapping.spec.layout.parameters()}
         keys = {prefix + alias for p in by_name.values() for alias in (p.name, *p.aliases)}
         wanted = {key for key in keys if key in state and not isinstance(state[key], nn.Parameter)}
         if not wanted:
@@ -224,7 +198,7 @@ class ShardedValues(ModuleWrapper):
                     "the model"
                 )
         given = {name: state_dict[name] for name in own if name in state_dict}
-        sharded = {alias for _, p in self._spec.layout.parameters() for alias in (p.name, *p.aliases)}
+        sharded = {alias for _, p in self._wrapping.spec.layout.parameters() for alias in (p.name, *p.aliases)}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if name in given and name not in sharded:
@@ -266,7 +240,7 @@ class ShardedValues(ModuleWrapper):
 
         After an error: see `World.replace_parameters`.
         """
-        layout = self._spec.layout
+        layout = self._wrapping.spec.layout
         if flat.shape != (layout.numel,):
             raise InvalidRequest(f"flat has shape {list(flat.shape)}; needed is [{layout.numel}], one per parameter")
         values = torch.split(flat.detach(), [p.numel for _, p in layout.parameters()])
@@ -277,27 +251,20 @@ class ShardedValues(ModuleWrapper):
         """Set parameters to `value_of` them; where that is None their values stay."""
         self._check_idle("load_state_dict")
         self._runtime.reset()
-        some_stay = any(value_of(p) is None for _, p in self._spec.layout.parameters())
+        some_stay = any(value_of(p) is None for _, p in self._wrapping.spec.layout.parameters())
         old = dict(self.full_parameters()) if some_stay else {}  # the servers drop what they have
-        values = self._new_values(value_of, old)
-        if isinstance(self._runtime, ReplicatedRuntime):
-            for (_, value), flat in zip(values, self._runtime.flats, strict=True):
-                with torch.no_grad():
-                    flat.master.copy_(value)
-            self._runtime.refresh()
-            return
-        world_of(self._group).replace_parameters(((index, value.numpy()) for index, value in values), model=self._name)
+        self._runtime.replace(self._new_values(value_of, old))
 
     def _new_values(
         self, value_of: Callable[[Parameter], torch.Tensor | None], old: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Per unit, its number and f32[unit_numel]."""
-        for index, unit in enumerate(self._spec.layout.units):
+    ) -> Iterator[torch.Tensor]:
+        """f32[unit_numel] of every unit."""
+        for unit in self._wrapping.spec.layout.units:
             values = torch.empty(unit.numel)
             for spec in unit.parameters:
                 value = value_of(spec)
                 values[spec.offset : spec.end].view(spec.shape).copy_(old[spec.name] if value is None else value)
-            yield index, values
+            yield values
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -328,22 +295,7 @@ class ShardedValues(ModuleWrapper):
         Raises:
             CheckpointError: it could not be written. Nothing half-written counts as a checkpoint.
         """
-        world, info = world_of(self._group), None
-        if isinstance(self._runtime, ReplicatedRuntime):
-            if self._group.rank == 0:
-                from axon_ps.parallel.fsdp.no_shard import (
-                    local_checkpoint,  # it computes as servers do, which loads a compiler
-                )
-
-                info = local_checkpoint.save(
-                    uri, self._spec, self._runtime, self._moments(optimizer), extra or {}, version
-                )
-            self._group.barrier()
-            return info
-        if world.is_main_process:
-            info = world.save_checkpoint(uri, extra=extra)
-        world.barrier("axon_ps/save_checkpoint")
-        return info
+        return self._runtime.save(uri, optimizer, extra, version)
 
     def load_checkpoint(self, uri: str, optimizer: torch.optim.Optimizer | None = None) -> CheckpointInfo:
         """Take parameters and optimizer state from a checkpoint of any strategy and world size; every worker calls it.
@@ -358,26 +310,4 @@ class ShardedValues(ModuleWrapper):
             CheckpointError: it cannot be read.
             InvalidRequest: it was saved from another model.
         """
-        world = world_of(self._group)
-        if isinstance(self._runtime, ReplicatedRuntime):
-            from axon_ps.parallel.fsdp.no_shard import local_checkpoint
-
-            info = local_checkpoint.load(uri, self._spec, self._runtime, self._moments(optimizer), self._name)
-            self._group.barrier()
-            return info
-        before = self._steps.view.epoch
-        world.gather_json(None, name="axon_ps/begin_load")  # a barrier would wait for a server that lost its parameters
-        restored: dict[str, Any] | None = None
-        if world.is_main_process:
-            restored = asdict(world.restore_checkpoint(uri, models=[self._name]))
-        restored = next(r for r in world.gather_json(restored, name="axon_ps/load_checkpoint") if r is not None)
-        self._steps.view.wait_epoch(before + 1)
-        return CheckpointInfo(**restored)
-
-    def _moments(self, optimizer: torch.optim.Optimizer | None) -> Moments:
-        runtime = self._runtime
-        assert isinstance(runtime, ReplicatedRuntime)
-        ours = runtime.optimizer if getattr(optimizer, "_runtime", None) is runtime else None  # a `ServerOptimizer`
-        from axon_ps.parallel.fsdp.no_shard.local_checkpoint import Moments
-
-        return Moments(ours or optimizer, runtime.flats)
+        return self._runtime.load(uri, optimizer)

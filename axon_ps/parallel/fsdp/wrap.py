@@ -1,4 +1,4 @@
-"""Which parameters form which unit: from a module tree to a `Layout`.
+"""How a model is wrapped, and which parameters form which unit: from a module tree to a `Layout`.
 
 The unit of a parameter is the innermost module around it that is a unit; what is in none belongs to the root. A
 parameter that is reachable from two units (tied weights) belongs to the root, which is unsharded during all of forward
@@ -9,14 +9,21 @@ exist only for the second.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from axon_ps.collectives import cuda
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.dtypes import dtype_from_torch
+from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision, dtype_from_torch
+from axon_ps.parallel.fsdp.memory import Meter
+from axon_ps.parallel.fsdp.stats import Counters
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
+from axon_ps.types import DType
 
 ROOT = "(root)"
 
@@ -34,6 +41,58 @@ class WrappedUnit:
     owner: str
     unit: Unit
     params: tuple[nn.Parameter, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapping:
+    """How a model is wrapped.
+
+    Attributes:
+        group: the workers that train it.
+        strategy: which parameters stay on a worker.
+        offload: what is in host memory.
+        precision: dtypes of compute and wire.
+        spec: what the model is registered with.
+        name: what the job calls it.
+        device: where parameters compute.
+        built: the dtype that the model was built in.
+        node_size: workers of a node.
+        prefetch: gather units before they are needed.
+        meter: counts the bytes of parameters.
+        counters: those of `statistics()`.
+    """
+
+    group: ProcessGroup
+    strategy: ShardingStrategy
+    offload: CPUOffload
+    precision: MixedPrecision
+    spec: JobSpec
+    name: str
+    device: torch.device
+    built: torch.dtype
+    node_size: int
+    prefetch: bool
+    meter: Meter = field(default_factory=Meter)
+    counters: Counters = field(default_factory=Counters)
+
+    def compute_of(self, unit: Unit) -> torch.dtype:
+        """What the parameters of a unit compute in."""
+        return self.precision.compute(TORCH_DTYPES[unit.parameters[0].dtype])
+
+    def wire_of(self, compute: torch.dtype) -> DType:
+        """What is gathered as: the job's wire dtype, or what is computed in where that is decompressed."""
+        wire = self.spec.precision
+        return wire.param if wire.param_compression is None else dtype_from_torch(compute, "param_dtype")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every worker has all of the model."""
+        return self.strategy is ShardingStrategy.NO_SHARD
+
+    @property
+    def on_device(self) -> bool:
+        """Whether parameters compute on a GPU."""
+        return cuda.memory().is_device(self.device)
 
 
 def partition(

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import Broken, InternalError, StepAborted
+from axon_ps.parallel.dtypes import MixedPrecision
 from axon_ps.parallel.fsdp.flat_unit import _TRANSITIONS, FlatUnit, UnitState
-from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.sources import HostCopySource, MappedSource, ParameterSource, RemoteSource
-from axon_ps.parallel.fsdp.stats import Counters
-from axon_ps.sharding.layout import build_unit
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Array, DType
 from parallel_fakes import FakeSteps, FakeWork
 
@@ -60,20 +64,28 @@ class Job:
         self.steps = FakeSteps()
         self.steps.values[0] = torch.arange(float(NUMEL))
         self.steps.grads[0] = torch.ones(NUMEL)
-        self.meter, self.counters = Meter(), Counters()
+        unit = build_unit("u", [("p", (NUMEL,), DType.F32)])
+        wrapping = Wrapping(
+            group=ProcessGroup.mock(),
+            strategy=ShardingStrategy.FULL_SHARD,
+            offload=CPUOffload.NONE,
+            precision=MixedPrecision(),
+            spec=JobSpec(layout=Layout(units=(unit,))),
+            name="",
+            device=torch.device("cpu"),
+            built=torch.float32,
+            node_size=1,
+            prefetch=True,
+        )
+        self.meter, self.counters = wrapping.meter, wrapping.counters
         self.pool = BufferPool(2 * NBYTES, self.meter)
         remote = RemoteSource(self.steps, self.pool, buffered=resident)
         self.flat = Recorded(
             0,
-            build_unit("u", [("p", (NUMEL,), DType.F32)]),
-            [nn.Parameter(torch.zeros(NUMEL))],
+            WrappedUnit(owner="", unit=unit, params=(nn.Parameter(torch.zeros(NUMEL)),)),
             remote if source is None else source(self.steps, self.pool),
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            wire=DType.F32,
+            wrapping,
             resident=resident,
-            meter=self.meter,
-            counters=self.counters,
         )
         self.flat.changes = set()
 

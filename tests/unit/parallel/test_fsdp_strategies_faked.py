@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.parallel import FSDP, SGD, CPUOffload, FSDPMemoryStats, GradScaler, MixedPrecision, ShardingStrategy
@@ -159,6 +160,31 @@ def test_no_shard_leaves_unused_parameters_alone() -> None:
     before = model.module.blocks[1].up.weight.clone()  # type: ignore[index,union-attr]
     assert optimizer.step().committed
     assert torch.equal(before, model.module.blocks[1].up.weight)  # type: ignore[index,union-attr]
+
+
+def test_no_shard_names_a_unit_whose_gradient_comes_twice_in_a_backward() -> None:
+    class Twice(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.blocks[2], x, use_reentrant=True)  # type: ignore[assignment]
+            return self.head(x)
+
+    model, _, _ = make(Twice(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(Misuse, match=r"'blocks\.2' got its gradient twice.*use_reentrant=True"):
+        model(batch().requires_grad_()).sum().backward()
+
+
+def test_no_shard_refuses_to_average_what_a_broken_off_backward_has_begun() -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("broken off")
+
+    model, _, _ = make(Model(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    hook = model.module.blocks[1].up.weight.register_hook(fail)  # type: ignore[index,union-attr]
+    with pytest.raises(ValueError, match="broken off"):
+        model(batch()).sum().backward()
+    hook.remove()
+    with pytest.raises(Misuse, match=r"'blocks\.2' got its gradient twice.*built again"):
+        model(batch()).sum().backward()
 
 
 def test_no_shard_skips_what_is_not_finite() -> None:

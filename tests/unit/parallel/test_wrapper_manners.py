@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -195,6 +197,16 @@ def test_it_is_not_copied_and_not_pickled(what: str, make_fsdp2: Callable[[], An
     if what == "copied deep":
         with pytest.raises(AssertionError, match="state dict"):
             REFUSED[what](fsdp2)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_its_memory_is_given_back_with_it(strategy: ShardingStrategy) -> None:
+    model = wrap(strategy)
+    backward(model)
+    runtime = weakref.ref(model.runtime)
+    del model
+    gc.collect()
+    assert runtime() is None
 
 
 @pytest.mark.parametrize("strategy", ALL)

@@ -18,8 +18,8 @@ class NodeRuntime(ServerRuntime):
         rest: as for `ServerRuntime`.
     """
 
-    def __init__(self, node: NodeSteps, *rest: Any, **options: Any) -> None:
-        super().__init__(*rest, steps=node, device=node.device, **options)
+    def __init__(self, node: NodeSteps, *rest: Any) -> None:
+        super().__init__(*rest, steps=node, device=node.device)
         self._node = node
 
     @property

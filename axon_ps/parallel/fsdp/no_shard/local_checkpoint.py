@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.optim import registry
-from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedRuntime, ReplicatedUnit
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
@@ -23,6 +22,9 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.storage.manifest import Manifest, read_manifest, write_manifest
 from axon_ps.types import Hyper, OptimizerSpec
 from axon_ps.worker.checkpoints import CheckpointInfo
+
+if TYPE_CHECKING:
+    from axon_ps.parallel.fsdp.no_shard.replicated import LocalOptimizer, ReplicatedUnit
 
 _JOB = "no_shard"
 """The job's name in a manifest that no servers wrote."""
@@ -46,8 +48,8 @@ class Moments:
         self, optimizer: LocalOptimizer | torch.optim.Optimizer | None, flats: Sequence[ReplicatedUnit]
     ) -> None:
         self._flats = flats
-        self._ours = optimizer if isinstance(optimizer, LocalOptimizer) else None
         self._torch = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._ours = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self.spec: OptimizerSpec | None = None
         if self._ours is not None:
             self.spec = self._ours.spec
@@ -106,26 +108,25 @@ class Moments:
 
 
 def save(
-    uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, extra: Mapping[str, Any], version: int | None
+    uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Moments, extra: Mapping[str, Any], version: int
 ) -> CheckpointInfo:
     """Write a checkpoint; on one worker.
 
     Args:
         uri: where.
         spec: layout and plan.
-        runtime: has the masters.
+        flats: have the masters.
         moments: the optimizer's.
         extra: what is given back on load.
-        version: steps made; None = that of runtime or moments.
+        version: steps made.
 
     Raises:
         StorageFull: no space left; what was there before is untouched.
         CheckpointError: it could not be written; what was there before is untouched.
     """
-    version = max(runtime.version, moments.version()) if version is None else version
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
-    for flat in runtime.flats:
+    for flat in flats:
         owned = engine.slices.of(flat.index)
         owned.master.values[:] = flat.master.detach().to("cpu", torch.float32).numpy()
         owned.publish(version)
@@ -150,7 +151,7 @@ def save(
     return _info(manifest)
 
 
-def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, name: str = "") -> CheckpointInfo:
+def load(uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Moments, name: str = "") -> CheckpointInfo:
     """Read a checkpoint of any strategy into masters and moments; on every worker.
 
     Moments are loaded if they are of the same kind of optimizer. `name` is that of the model, where it has several.
@@ -165,14 +166,13 @@ def load(uri: str, spec: JobSpec, runtime: ReplicatedRuntime, moments: Moments, 
     restore = snapshot.prepare(engine, section.uri, section.version, section.name)
     snapshot.load(engine, restore)
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
-    for flat in runtime.flats:
+    for flat in flats:
         owned = engine.slices.of(flat.index)
         with torch.no_grad():
             flat.master.copy_(torch.from_numpy(owned.master.values))
         if flat.trainable and ours:
             arrays = {name: torch.from_numpy(array) for name, array in owned.master.state.items()}
             moments.load(flat, arrays, owned.master.parameter_updates())
-    runtime.restored(restore.manifest.version)
     return _info(restore.manifest)
 
 

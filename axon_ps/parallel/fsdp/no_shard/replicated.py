@@ -4,11 +4,9 @@ The parameters that the optimizer moves, the *masters*, are in the dtype the mod
 module computes with, unless it computes in another dtype or on another device than theirs: then each unit is
 copied for its forward and for its backward, and between uses `param.data` is the master.
 
-Note: [One order of reductions]
-    Every worker reduces the units in one order, the last of the model first, whatever the order in which their
-    gradients become complete; a unit waits for those before it, and what is left is reduced when backward ends. So a
-    unit that one worker did not use cannot make workers disagree. One more element per unit counts the workers that
-    have a gradient of it: when none has, its gradients stay None, and an optimizer skips it, as in plain torch.
+The buckets in which gradients are reduced (`parallel.rounds`) are the units, the last of the model first. One more
+element per unit counts the workers that have a gradient of it: when none has, its gradients stay None, and an optimizer
+skips it, as in plain torch.
 
 Invariant: after a backward outside `no_sync()`, `param.grad` is the average over the workers, of the same bits on all.
 """
@@ -16,25 +14,28 @@ Invariant: after a backward outside `no_sync()`, `param.grad` is the average ove
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
 
-from axon_ps.collectives.process_group import ProcessGroup
+from axon_ps.collectives.work import Work
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.optim.registry import create
-from axon_ps.parallel.dtypes import TORCH_DTYPES, scale_into
+from axon_ps.parallel.ddp import replicas
+from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit, UnitState
-from axon_ps.parallel.fsdp.memory import BufferPool, Meter
+from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.runtime import Runtime
 from axon_ps.parallel.fsdp.sources import ParameterSource, PendingGather
-from axon_ps.parallel.fsdp.stats import Counters
 from axon_ps.parallel.fsdp.steps import Position
-from axon_ps.sharding.layout import Unit
+from axon_ps.parallel.fsdp.strategy import CPUOffload
+from axon_ps.parallel.fsdp.wrap import WrappedUnit, Wrapping
+from axon_ps.parallel.rounds import Round
 from axon_ps.types import Array, DType, Hyper, OptimizerSpec, StepResult
+from axon_ps.worker.checkpoints import CheckpointInfo
 
 _ALWAYS: Position = (0, 0)
 """What the values of a unit are of that is always current."""
@@ -43,8 +44,9 @@ _ALWAYS: Position = (0, 0)
 class LocalSource(ParameterSource):
     """The values are the unit's masters, which are always current."""
 
-    def __init__(self) -> None:
-        """There are no steps that a version could be of."""
+    def __init__(self, master: torch.Tensor) -> None:
+        """`master` has the values. There are no steps that a version could be of."""
+        self._master = master
 
     def wanted(self, flat: FlatUnit) -> Position:
         return _ALWAYS
@@ -59,8 +61,7 @@ class LocalSource(ParameterSource):
         return PendingGather(at)
 
     def finish(self, flat: FlatUnit, pending: PendingGather, result: Any) -> bool:
-        assert isinstance(flat, ReplicatedUnit)
-        flat.fill(flat.master, non_blocking=True)
+        flat.fill(self._master, non_blocking=True)
         return True
 
 
@@ -68,36 +69,25 @@ class ReplicatedUnit(FlatUnit):
     """One unit that every worker has all of.
 
     Args:
-        master_device: of its masters; the rest is `FlatUnit`'s.
+        rest: as for `FlatUnit`.
 
     Attributes:
         master: built_dtype[unit_numel]; what the optimizer moves.
-        swapped: whether the module computes with a copy of the masters.
     """
 
     sharded = False
 
-    def __init__(
-        self,
-        index: int,
-        unit: Unit,
-        params: Sequence[nn.Parameter],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        master_device: torch.device,
-        meter: Meter,
-        **options: Any,
-    ) -> None:
+    def __init__(self, index: int, wrapped: WrappedUnit, wrapping: Wrapping) -> None:
+        unit, device = wrapped.unit, wrapping.device
+        master_device = device if wrapping.offload is CPUOffload.NONE else torch.device("cpu")
         built = TORCH_DTYPES[unit.parameters[0].dtype]
-        self.swapped = built != dtype or master_device.type != device.type
-        options |= {"device": device, "dtype": dtype, "meter": meter, "resident": not self.swapped}
-        super().__init__(index, unit, params, LocalSource(), **options)
+        self.swapped = built != wrapping.compute_of(unit) or master_device.type != device.type
+        self.master = torch.zeros(unit.numel if self.swapped else 0, dtype=built, device=master_device)
+        super().__init__(index, wrapped, LocalSource(self.master), wrapping, resident=not self.swapped)
         self.stage_device = master_device
         self._master_grads: list[torch.Tensor | None] = [None] * len(self.params)
         if self.swapped:
-            self.master = torch.zeros(self.unit.numel, dtype=built, device=master_device)
-            meter.add(self.master.nbytes)
+            wrapping.meter.add(self.master.nbytes)
             self._sharded_data = [self.master[p.offset : p.end].view(p.shape) for p in self.unit.parameters]
             self._set_data(self._sharded_data)
         else:
@@ -136,31 +126,20 @@ class ReplicatedRuntime(Runtime):
     """`Runtime` for a model of which every worker of a group has all parameters.
 
     Args:
-        group: whose workers average their gradients.
-        units: module units, of `ReplicatedUnit`s.
-        grad_wire: what gradients travel as.
-        meter: counts the bytes of parameters.
-        counters: as for `Runtime`.
+        wrapping: as for `Runtime`; its group's workers average their gradients.
+        units: as for `Runtime`.
+        flats: their units, in layout order.
     """
 
-    def __init__(
-        self, group: ProcessGroup, units: Sequence[ModuleUnit], *, grad_wire: DType, meter: Meter, counters: Counters
-    ) -> None:
-        super().__init__(units, BufferPool(0, meter), meter=meter, counters=counters, prefetch=False)
-        self._group = group
-        self._grad_wire = grad_wire
+    def __init__(self, wrapping: Wrapping, units: Sequence[ModuleUnit], flats: Sequence[ReplicatedUnit]) -> None:
+        super().__init__(wrapping, units, BufferPool(0, wrapping.meter))
+        self._group = wrapping.group
+        self._flats = tuple(flats)
+        self._trained = [f for f in reversed(self._flats) if f.trainable]  # in the order in which they are reduced
+        self._round = self._new_round()
         self._version = 0
-        self._launch_order = [u.trainable for u in reversed(self.units) if u.trainable is not None]
-        self._ready: set[int] = set()
-        self._reducing: list[tuple[ReplicatedUnit, Any, torch.Tensor]] = []
         self._optimizer: LocalOptimizer | None = None
         self._clipped_norm: float | None = None
-
-    @property
-    def flats(self) -> list[ReplicatedUnit]:
-        """Its units, in layout order."""
-        flats = [f for u in self.units for f in u.flats if isinstance(f, ReplicatedUnit)]
-        return sorted(flats, key=lambda f: f.index)
 
     @property
     def version(self) -> int:
@@ -175,67 +154,64 @@ class ReplicatedRuntime(Runtime):
     # ------------------------------------------------------------------ gradients
 
     def _push(self, flat: FlatUnit) -> None:
-        """See Note: [One order of reductions]."""
-        self._ready.add(flat.index)
-        while len(self._reducing) < len(self._launch_order):
-            following = self._launch_order[len(self._reducing)]
-            if following.index not in self._ready:
-                return
-            self._reduce(following)
+        """Reduce it when it is its turn; see `parallel.rounds`."""
+        if flat.index not in self._round.missing:
+            raise Misuse(
+                f"unit {flat.unit.name!r} got its gradient twice: it is used inside a checkpoint with "
+                "use_reentrant=True (use False), or the last backward was broken off by an error while gradients were "
+                "on their way to the other workers, and the model must be built again"
+            )
+        self._round.ready(flat.index)
 
-    def _reduce(self, flat: FlatUnit) -> None:
-        assert isinstance(flat, ReplicatedUnit)
-        dtype = TORCH_DTYPES[self._grad_wire]
-        buffer = torch.empty(flat.unit.numel + 1, dtype=dtype, device=flat.flat.device)
-        scale = 1.0 / (self._group.world_size * self.grad_scale)
+    def _new_round(self) -> Round:
+        return Round([(flat.index,) for flat in self._trained], self._reduce)
+
+    def _reduce(self, position: int) -> Work[Any]:
+        flat = self._trained[position]
+        wire = TORCH_DTYPES[self._wrapping.spec.precision.grad]
+        buffer = torch.empty(flat.unit.numel + 1, dtype=wire, device=flat.flat.device)
         buffer[-1] = float(flat.has_grads)
-        with torch.no_grad():
-            for spec, grad in zip(flat.unit.parameters, flat.pop_grads(), strict=True):
-                scale_into(buffer[spec.offset : spec.end].view(spec.shape), grad, scale)
+        flat.pack_grads(buffer[:-1], 1.0 / (self._group.world_size * self.grad_scale))
         self.counters.pushed_bytes += buffer.nbytes
         self.grad_meter.add(buffer.nbytes)
-        self._reducing.append((flat, self._group.all_reduce(buffer, async_op=True), buffer))
+        work: Work[Any] = self._group.all_reduce(buffer, async_op=True)
+        return work
 
     def _after_backward(self) -> None:
         super()._after_backward()
         if self.syncing:
-            self._finish_reductions()
+            self._average()
 
-    def _finish_reductions(self) -> None:
-        for flat in self._launch_order[len(self._reducing) :]:
-            self._reduce(flat)
-        reducing, self._reducing = self._reducing, []
-        self._ready.clear()
-        for flat, work, buffer in reducing:
-            work.wait()
+    def _average(self) -> None:
+        """Reduce what has not been reduced, and set the gradients."""
+        for index in list(self._round.missing):
+            self._round.ready(index)
+        finished, self._round = self._round, self._new_round()
+        for flat, buffer in zip(self._trained, finished.results(), strict=True):
             if float(buffer[-1]):
                 flat.set_grads(buffer[:-1])
             self.grad_meter.add(-buffer.nbytes)
 
     def push_accumulated(self) -> None:
         """Average the gradients accumulated inside `no_sync()`."""
-        if any(f.has_grads for f in self._launch_order):
-            self._finish_reductions()
+        if any(f.has_grads for f in self._trained):
+            self._average()
 
     def refresh(self) -> None:
         """Copy the first worker's masters to every other."""
-        for flat in self.flats:
-            self._group.broadcast(flat.master)
+        replicas.broadcast(self._group, [flat.master for flat in self._flats])
 
-    def copy_from(self, other: Runtime, weight: float) -> StepResult:
+    def copy_from(self, other: Self, weight: float) -> StepResult:
         """See `Runtime.copy_from`: the masters move, the same on every worker."""
-        assert isinstance(other, ReplicatedRuntime)
         with torch.no_grad():
-            for mine, theirs in zip(self.flats, other.flats, strict=True):
+            for mine, theirs in zip(self._flats, other._flats, strict=True):
                 mine.master.mul_(1.0 - weight).add_(theirs.master.to(mine.master.device), alpha=weight)
-        self._version += 1
-        self.counters.steps_committed += 1
-        return StepResult(committed=True, version=self.version, grad_norm=0.0)
+        return self._made(0.0)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients to a global L2 norm now; the norm before."""
         self.sent.clip(max_norm)  # checks it
-        params = [p for f in self._launch_order for p in f.params]
+        params = [p for f in self._trained for p in f.params]
         self._clipped_norm = float(torch.nn.utils.clip_grad_norm_(params, max_norm))
         return torch.tensor(self._clipped_norm)
 
@@ -247,40 +223,72 @@ class ReplicatedRuntime(Runtime):
         Raises:
             InvalidRequest: a master is not f32 in host memory.
         """
-        self._optimizer = LocalOptimizer(spec, self.flats)
+        self._optimizer = LocalOptimizer(spec, self._flats)
 
     def step(self, hyper: Sequence[Hyper]) -> StepResult:
         """One local step; skipped when a gradient is not finite, as the servers skip it. Equal on every worker."""
         if self._optimizer is None:
             raise Misuse("no optimizer of axon_ps was made for this model")
-        grads = [p.grad for f in self._launch_order for p in f.params if p.grad is not None]
+        grads = [p.grad for f in self._trained for p in f.params if p.grad is not None]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         norm, self._clipped_norm = (norm if self._clipped_norm is None else self._clipped_norm), None
         if not math.isfinite(norm):
-            self.counters.steps_not_committed += 1
-            return StepResult(
-                committed=False, version=self.version, grad_norm=norm, reason="the gradients are not finite"
-            )
+            return self._made(norm, why_not="the gradients are not finite")
         self._optimizer.apply(hyper)
-        for p in (p for f in self._launch_order for p in f.params):
+        for p in (p for f in self._trained for p in f.params):
             p.grad = None
-        self._version += 1
-        self.counters.steps_committed += 1
-        return StepResult(committed=True, version=self.version, grad_norm=norm)
+        return self._made(norm)
 
-    @property
-    def optimizer(self) -> LocalOptimizer | None:
-        """Our optimizer, if the model has one."""
-        return self._optimizer
+    def _made(self, norm: float, why_not: str = "") -> StepResult:
+        self._version += not why_not
+        result = StepResult(committed=not why_not, version=self._version, grad_norm=norm, reason=why_not)
+        return self.counters.counted(result)
 
     @property
     def optimizer_bytes(self) -> int | None:
         """See `Runtime.optimizer_bytes`."""
         return None if self._optimizer is None else self._optimizer.nbytes()
 
-    def restored(self, version: int) -> None:
-        """The masters were replaced by those of a checkpoint."""
-        self._version = version
+    # ------------------------------------------------------------------ the masters
+
+    def masters(self) -> Iterator[torch.Tensor]:
+        """See `Runtime.masters`."""
+        return (flat.master.detach().to("cpu", torch.float32) for flat in self._flats)
+
+    def replace(self, values: Iterator[torch.Tensor]) -> None:
+        """See `Runtime.replace`."""
+        with torch.no_grad():
+            for flat, value in zip(self._flats, values, strict=True):
+                flat.master.copy_(value)
+        self.refresh()
+
+    def save(
+        self, uri: str, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None, version: int | None
+    ) -> CheckpointInfo | None:
+        """See `Runtime.save`; the first worker writes."""
+        info = None
+        if self._group.rank == 0:
+            # it computes as servers do, which loads a compiler
+            from axon_ps.parallel.fsdp.no_shard import local_checkpoint
+
+            moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+            version = max(self._version, moments.version()) if version is None else version
+            info = local_checkpoint.save(uri, self._wrapping.spec, self._flats, moments, extra or {}, version)
+        self._group.barrier()
+        return info
+
+    def load(self, uri: str, optimizer: torch.optim.Optimizer | None) -> CheckpointInfo:
+        """See `Runtime.load`."""
+        from axon_ps.parallel.fsdp.no_shard import local_checkpoint
+
+        moments = local_checkpoint.Moments(self._ours_or(optimizer), self._flats)
+        info = local_checkpoint.load(uri, self._wrapping.spec, self._flats, moments, self._wrapping.name)
+        self._version = info.version
+        self._group.barrier()
+        return info
+
+    def _ours_or(self, optimizer: torch.optim.Optimizer | None) -> LocalOptimizer | torch.optim.Optimizer | None:
+        return self._optimizer if optimizer in self.optimizers else optimizer
 
 
 class LocalOptimizer:
@@ -301,8 +309,8 @@ class LocalOptimizer:
         self._kernels = create(spec.name)
         groups = tuple(self._kernels.validate(g) for g in spec.groups)
         self._flats = [f for f in flats if f.trainable]
-        first = dict(zip((f.index for f in flats), _running(len(f.params) for f in flats), strict=True))
-        self._group_of = {f.index: spec.group_of[first[f.index] : first[f.index] + len(f.params)] for f in self._flats}
+        group_of = iter(spec.group_of)
+        self._group_of = {f.index: tuple(islice(group_of, len(f.params))) for f in flats}
         self.state: dict[int, dict[str, torch.Tensor]] = {}
         self.updates: dict[int, list[int]] = {}
         for flat in self._flats:
@@ -348,11 +356,3 @@ def _f32(tensor: torch.Tensor) -> Array:
     array: Array = tensor.detach().contiguous().numpy()
     assert array.dtype == np.float32
     return array
-
-
-def _running(counts: Any) -> list[int]:
-    starts, total = [], 0
-    for count in counts:
-        starts.append(total)
-        total += count
-    return starts

@@ -1,0 +1,59 @@
+"""`Round`: one reduction of gradients over the ranks, bucket by bucket, while they are still being computed.
+
+Owns: when each bucket is reduced, and which gradients have not come. Refuses: to know what a bucket is, where its
+gradients come from and how they are averaged; DDP, NO_SHARD and `GradientSynchronizer` do.
+
+Note: [One order of reductions]
+    Every rank reduces the buckets in one order, whatever the order in which their gradients become complete: a bucket
+    waits for those before it. At the end of backward its owner gives what is missing, as zeros. So a gradient that one
+    rank has not cannot make ranks disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from axon_ps.collectives.work import Work
+
+
+class Round:
+    """See this module.
+
+    Args:
+        members: by bucket, in the order in which they are reduced, the numbers of its gradients.
+        start: starts the reduction of a bucket, by its position.
+        overlapped: start buckets as soon as they are complete; else only when `start_complete` is called.
+
+    Attributes:
+        missing: the gradients that have not come, each with the position of its bucket.
+    """
+
+    def __init__(
+        self, members: Sequence[Sequence[int]], start: Callable[[int], Work[Any]], *, overlapped: bool = True
+    ) -> None:
+        self.missing = {member: position for position, bucket in enumerate(members) for member in bucket}
+        self._incomplete = [len(bucket) for bucket in members]  # by bucket, how many of its gradients are missing
+        self._start = start
+        self._overlapped = overlapped
+        self._works: list[Work[Any]] = []
+
+    def ready(self, member: int) -> None:
+        """A gradient that was missing is in its bucket."""
+        self._incomplete[self.missing.pop(member)] -= 1
+        if self._overlapped:
+            self.start_complete()
+
+    def start_complete(self) -> None:
+        """Start every bucket that is complete, as all before it are, and has not been started."""
+        while len(self._works) < len(self._incomplete) and not self._incomplete[len(self._works)]:
+            self._works.append(self._start(len(self._works)))
+
+    def results(self) -> Iterator[Any]:
+        """What the reductions that were started give, in order, each when it is done.
+
+        Raises:
+            AxonError: what one failed with.
+        """
+        for work in self._works:
+            yield work.wait()
