@@ -59,9 +59,8 @@ _MASK = 0xFFFFFFFF
 NONCE, BARRIER, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
 # and in a record.
 ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
-PID, PROBE_ADDRESS, PROBE_NONCE, PROBE_RESULT, CLOSED, RELEASED_COUNT = 192, 200, 208, 224, 228, 232
+HANDSHAKE, READABLE, CLOSED, RELEASED_COUNT = 192, 224, 228, 232
 ABORT_FLAG, ABORT_KIND, ABORT_TEXT, RELEASED_RING = 256, 260, 320, 1536
-RELEASED_RING_ENTRIES = 64
 # A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
 DESCRIPTOR, COUNTS = 32, 128
 
@@ -148,6 +147,7 @@ class Control:
         self.u32 = self.memory.cast("I")
         self.base = segment.base()
         self.peers: list[PeerProcess | None] = [None] * layout.world_size
+        self.pids = [os.getpid()] * layout.world_size  # of all ranks, once they have exchanged them
         self.waits = 0
         self.sleeps = 0
         n = layout.world_size

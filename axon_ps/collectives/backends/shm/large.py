@@ -18,9 +18,9 @@ from axon_ps.collectives.backends.request import partition_starts, required
 from axon_ps.collectives.backends.shm.agreement import Agreement
 from axon_ps.collectives.backends.shm.control import Control
 from axon_ps.collectives.backends.shm.exchange import Copy, Exchange, PeerMemory
-from axon_ps.collectives.backends.shm.registry import registry
 from axon_ps.errors import Disagreement
 from axon_ps.host.leases import address_of
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.reduction import ops
 from axon_ps.types import Array
 
@@ -171,7 +171,7 @@ class LargeCalls:
         except Disagreement:
             raise
         except BaseException:
-            registry.revoke(address_of(data), data.nbytes)  # peers may still write into it
+            shared_arrays.revoke(address_of(data), data.nbytes)  # peers may still write into it
             raise
 
     def _reduce_scatter(self, call: Call, output: Array, data: Array, deadline: float) -> None:

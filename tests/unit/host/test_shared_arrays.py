@@ -1,4 +1,4 @@
-"""Registered arrays: found by address, freed with the last view, revoked from other processes."""
+"""Shared arrays: found by address, freed with the last view, revoked from other processes, detached."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from axon_ps.collectives.backends.shm.registry import Registry
 from axon_ps.errors import Busy
+from axon_ps.host.shared_arrays import SharedArrays
 from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType
 
@@ -20,61 +20,61 @@ def address(array: Array) -> int:
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
 def test_an_array_has_the_shape_and_type_asked_for(shape: tuple[int, ...]) -> None:
-    array = Registry().empty(shape, DType.BF16)
+    array = SharedArrays().empty(shape, DType.BF16)
     assert array.shape == shape
     assert array.dtype == np.uint16
     assert not array.any()
 
 
 def test_any_range_of_it_is_found_and_nothing_else() -> None:
-    registry = Registry()
-    assert registry.find(4096, 4) is None
-    arrays = [registry.empty((1024,), DType.F32) for _ in range(5)]
+    shared = SharedArrays()
+    assert shared.find(4096, 4) is None
+    arrays = [shared.empty((1024,), DType.F32) for _ in range(5)]
     for array in arrays:
-        found = registry.find(address(array[10:]), 4000)
+        found = shared.find(address(array[10:]), 4000)
         assert found is not None
         assert found.base == address(array)
-    assert registry.find(address(arrays[0]), 4097) is None
-    assert registry.find(address(np.zeros(4)), 32) is None
+    assert shared.find(address(arrays[0]), 4097) is None
+    assert shared.find(address(np.zeros(4)), 32) is None
 
 
 def test_it_is_freed_with_its_last_view() -> None:
-    registry = Registry()
-    array = registry.empty((4, 4), DType.I64)
-    found = registry.find(address(array), 8)
+    shared = SharedArrays()
+    array = shared.empty((4, 4), DType.I64)
+    found = shared.find(address(array), 8)
     assert found is not None
     inode, fd = found.address.inode, found.address.fd
     view = array.reshape(-1)[3:]
     del array
     gc.collect()
-    assert registry.released() == []
+    assert shared.released(0) == (0, [])
     del view
     gc.collect()
-    assert registry.released() == [inode]
-    assert registry.find(found.base, 8) is None
+    assert shared.released(0) == (1, [inode])
+    assert shared.find(found.base, 8) is None
     with pytest.raises(OSError):
         os.fstat(fd)
 
 
 def test_revoked_memory_cannot_be_written_by_processes_that_had_mapped_it() -> None:
-    registry = Registry()
-    array = registry.empty((100,), DType.I32)
+    shared = SharedArrays()
+    array = shared.empty((100,), DType.I32)
     array[:] = 4
-    before = registry.find(address(array), 400)
+    before = shared.find(address(array), 400)
     assert before is not None
     old = before.address
     other = np.frombuffer(Segment.open(old).memory, np.int32)
-    registry.revoke(address(array), 400)
+    shared.revoke(address(array), 400)
     other[:] = 9
     assert (array == 4).all()
-    after = registry.find(address(array), 400)
+    after = shared.find(address(array), 400)
     assert after is not None
     assert after.address.inode != old.inode
     assert (np.frombuffer(Segment.open(after.address).memory, np.int32)[:100] == 4).all()
-    assert registry.released() == [old.inode]
-    registry.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
+    assert shared.released(0) == (1, [old.inode])
+    shared.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
 
 
 def test_too_much_is_refused_with_the_numbers() -> None:
     with pytest.raises(Busy, match="needs .* bytes"):
-        Registry().empty((1 << 50,), DType.F32)
+        SharedArrays().empty((1 << 50,), DType.F32)
