@@ -28,9 +28,11 @@ def address_of(array: Array) -> int:
         return int(array.__array_interface__["data"][0])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class ReadLease:
     """Permission to read bytes of a process; valid while `number` lies at `number_address` there.
+
+    Never changed once it is made; not frozen, because that takes three times as long to make.
 
     Attributes:
         address: where the bytes begin.

@@ -35,7 +35,8 @@ from collections.abc import Callable, Sequence
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
-from axon_ps.host import futex
+from axon_ps.host import futex, process_memory
+from axon_ps.host.leases import address_of
 from axon_ps.host.peer_process import PeerProcess
 from axon_ps.host.shared_memory import Segment, pack_text, unpack_text
 from axon_ps.types import Array
@@ -53,6 +54,7 @@ _SPIN_S = 50e-6
 _SLICE_S = 0.1  # how often a sleeper checks that the ranks it waits for are alive
 _DYING_S = 0.3  # how long a process may take to end after its memory became unreadable
 _MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
+_PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
 _MASK = 0xFFFFFFFF
 
 # Offsets in bytes: in the head,
@@ -294,7 +296,24 @@ class Control:
             f"{peer.pid if peer else ''} ended in the middle of what the group does"
         )
 
-    def unreadable(self, rank: int, error: Broken) -> AxonError:
+    def read(self, rank: int, address: int, out: Array) -> None:
+        """out becomes the bytes at an address in the memory of a rank (position).
+
+        Raises:
+            MemberLost: the rank died.
+            AxonError: the group was aborted.
+        """
+        local, left = address_of(out), out.nbytes
+        while left:
+            self.check()
+            size = min(left, _PULL_BYTES)
+            try:
+                process_memory.read(self.pids[rank], address, local, size)
+            except Broken as error:
+                raise self._unreadable(rank, error) from error
+            address, local, left = address + size, local + size, left - size
+
+    def _unreadable(self, rank: int, error: Broken) -> AxonError:
         """The error when the memory of a rank (position) cannot be read: the group was aborted, or the rank died."""
         if self._error is None and not self.u32[ABORTED // 4]:
             peer = self.peers[rank]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,13 +56,11 @@ Copy = Callable[[Array, Array], object]
 
 _NO_SOURCE, _PRIVATE, _SHARED, _UNREADABLE = range(4)
 _DESCRIPTOR = struct.Struct(f"<IQQQQ{ADDRESS_BYTES}s")  # kind, addresses of source and result, size, offset, segment
-_PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
 _MIN_WINDOW_BYTES = 128 << 10  # of a partition; smaller windows cost more in waiting than reading by the kernel does
 _MADE, _FAILED = 1, 2
 
 
-@dataclass(frozen=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """How peers can read one rank's source, as published in its header."""
 
     kind: int
@@ -335,16 +333,8 @@ class Exchange:
         starts, descriptor, peer_memory = self._starts[rank], self._descriptors[rank], self._peer_memory
         assert starts is not None, "only ranks with a source are read"
         if self._lies_apart(rank, partition):
-            remote = descriptor.result_address + lo * self._dtype.itemsize
+            address = descriptor.result_address + lo * self._dtype.itemsize
         else:
-            remote = descriptor.address + (starts[partition] + lo) * self._dtype.itemsize
-        local, left = address_of(out), out.nbytes
-        peer_memory.bytes_read += left
-        while left:
-            peer_memory.control.check()
-            size = min(left, _PULL_BYTES)
-            try:
-                process_memory.read(peer_memory.control.pids[rank], remote, local, size)
-            except Broken as error:
-                raise peer_memory.control.unreadable(rank, error) from error
-            remote, local, left = remote + size, local + size, left - size
+            address = descriptor.address + (starts[partition] + lo) * self._dtype.itemsize
+        peer_memory.bytes_read += out.nbytes
+        peer_memory.control.read(rank, address, out)

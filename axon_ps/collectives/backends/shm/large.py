@@ -244,7 +244,7 @@ class LargeCalls:
     def _push_partition(
         self, exchange: Exchange, call: Call, data: Array, begin: int, count: int, deadline: float
     ) -> None:
-        """Reduce our partition of arrays that all lie in registered memory, and write it into all of them."""
+        """Reduce our partition of shared arrays, and write it into all of them."""
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
         assert op is not None
         block = max(1, self._block_bytes // 2 // dtype.itemsize)

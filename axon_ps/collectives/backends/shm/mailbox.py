@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from axon_ps.collectives.backends.shm.control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
-from axon_ps.errors import Broken, Disagreement
+from axon_ps.errors import Disagreement
 from axon_ps.host import futex, process_memory
 from axon_ps.host.leases import address_of
 from axon_ps.types import Array, DType
@@ -35,7 +35,6 @@ _ENTRY = struct.Struct("<IIqQQQQ")  # kind, dtype, tag, id of the transfer, byte
 _DTYPES = list(DType)
 _SPIN_S = 30e-6
 _SLICE_S = 0.1
-_PULL_BYTES = 4 << 20
 _TAIL = 64
 
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class Mailbox:
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
         elif message.address:
-            self._copy(message, data)
+            self._control.read(message.source, message.address, data)
             self._reply(message, _FINISHED, "", deadline)
         else:
             key = message.source, message.transfer
@@ -154,17 +153,6 @@ class Mailbox:
         if message.payload is None:
             self._reply(message, _REJECTED, text, deadline)
         raise Disagreement(text)
-
-    def _copy(self, message: _Message, data: Array) -> None:
-        remote, local, left = message.address, address_of(data), data.nbytes
-        while left:
-            self._control.check()
-            size = min(left, _PULL_BYTES)
-            try:
-                process_memory.read(self._control.pids[message.source], remote, local, size)
-            except Broken as error:
-                raise self._control.unreadable(message.source, error) from error
-            remote, local, left = remote + size, local + size, left - size
 
     def _reply(self, message: _Message, kind: int, text: str, deadline: float) -> None:
         raw = memoryview(text.encode()[: self._control.layout.payload_bytes])

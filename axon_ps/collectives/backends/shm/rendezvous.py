@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 
 from axon_ps.collectives.backends.base import GroupContext
 from axon_ps.collectives.backends.shm.control import (
@@ -153,7 +152,7 @@ def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
     control.peers[0] = owner
     _report_joined(context, "")
     try:
-        _wait_until(lambda: control.u32[STATE // 4] != 0, control, STATE, owner, first, deadline)
+        _await_state(control, owner, first, deadline)
         if control.u32[STATE // 4] == _FAILED:
             raise Unreachable(f"group {context.name!r} shares no memory: {control.text(FAILURE)}")
     except AxonError:
@@ -162,17 +161,16 @@ def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
     return control
 
 
-def _wait_until(
-    ready: Callable[[], bool], control: Control, doorbell: int, owner: PeerProcess, first: int, deadline: float
-) -> None:
-    while not ready():
+def _await_state(control: Control, owner: PeerProcess, first: int, deadline: float) -> None:
+    """Wait until the first rank has written whether all ranks share its segment."""
+    while not control.u32[STATE // 4]:
         control.check()
-        if not owner.alive() and not ready():
+        if not owner.alive() and not control.u32[STATE // 4]:
             raise MemberLost(f"rank {first} died while group {control.name!r} was made")
         left = deadline - time.monotonic()
         if left <= 0:
             raise Timeout(f"group {control.name!r} was not made in time; rank {first} still waits for others")
-        futex.wait(control.base + doorbell, 0, min(left, _POLL_S))
+        futex.wait(control.base + STATE, 0, min(left, _POLL_S))
     futex.settle()
 
 
