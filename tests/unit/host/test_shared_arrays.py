@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Busy
-from axon_ps.host.shared_arrays import SharedArrays
+from axon_ps.host.shared_arrays import MAX_RELEASED, SharedArrays
 from axon_ps.host.shared_memory import Segment
 from axon_ps.types import Array, DType
 
@@ -73,6 +73,48 @@ def test_revoked_memory_cannot_be_written_by_processes_that_had_mapped_it() -> N
     assert (np.frombuffer(Segment.open(after.address).memory, np.int32)[:100] == 4).all()
     assert shared.released(0) == (1, [old.inode])
     shared.revoke(address(np.zeros(3)), 12)  # not registered: nothing to do
+
+
+def test_memory_that_is_freed_is_returned_at_once() -> None:
+    shared = SharedArrays()
+    array = shared.empty((10,), DType.F32)
+    found = shared.find(address(array), 40)
+    assert found is not None
+    del array
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(found.address.fd)
+
+
+def test_a_detached_array_is_ordinary_memory_with_its_values() -> None:
+    shared = SharedArrays()
+    array = shared.empty((100,), DType.I32)
+    array[:] = 4
+    found = shared.find(address(array), 400)
+    assert found is not None
+    other = np.frombuffer(Segment.open(found.address).memory, np.int32)[:100]
+    shared.detach(address(array) + 40)
+    assert shared.find(address(array), 4) is None
+    assert shared.released(0) == (1, [found.address.inode])
+    array[:50] = 5
+    assert (array[50:] == 4).all()
+    assert (other == 4).all()
+    del array
+    gc.collect()
+    assert shared.released(0) == (1, [found.address.inode])
+
+
+def test_of_many_released_segments_the_last_are_known() -> None:
+    shared, inodes = SharedArrays(), []
+    for _ in range(MAX_RELEASED + 6):
+        array = shared.empty((10,), DType.F32)
+        found = shared.find(address(array), 40)
+        assert found is not None
+        inodes.append(found.address.inode)
+        del array
+    assert shared.released(0) == (MAX_RELEASED + 6, inodes[6:])
+    assert shared.released(MAX_RELEASED + 4) == (MAX_RELEASED + 6, inodes[-2:])
+    assert shared.released(MAX_RELEASED + 6) == (MAX_RELEASED + 6, [])
 
 
 def test_too_much_is_refused_with_the_numbers() -> None:

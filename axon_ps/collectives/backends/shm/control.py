@@ -38,7 +38,9 @@ from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
 from axon_ps.host import futex, process_memory
 from axon_ps.host.leases import address_of
 from axon_ps.host.peer_process import PeerProcess
-from axon_ps.host.shared_memory import Segment, pack_text, unpack_text
+from axon_ps.host.process_memory import HANDSHAKE_BYTES
+from axon_ps.host.shared_arrays import MAX_RELEASED
+from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, pack_text, unpack_text
 from axon_ps.types import Array
 
 INLINE_BYTES = 64 << 10
@@ -57,14 +59,23 @@ _MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
 _PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
 _MASK = 0xFFFFFFFF
 
+
+def _up(size_bytes: int, to: int = _LINE) -> int:
+    return -(-size_bytes // to) * to
+
+
 # Offsets in bytes: in the head,
 NONCE, BARRIER, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
 # and in a record.
 ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
-HANDSHAKE, READABLE, CLOSED, RELEASED_COUNT = 192, 224, 228, 232
-ABORT_FLAG, ABORT_KIND, ABORT_TEXT, RELEASED_RING = 256, 260, 320, 1536
+READABLE, CLOSED, RELEASED_COUNT = 224, 228, 232
+ABORT_FLAG, ABORT_KIND, ABORT_TEXT, HANDSHAKE, RELEASED_RING = 256, 260, 320, 1344, 1536
 # A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
-DESCRIPTOR, COUNTS = 32, 128
+DESCRIPTOR = 32
+COUNTS = _up(DESCRIPTOR + 36 + ADDRESS_BYTES)  # a descriptor has numbers of 36 bytes and an address
+
+assert SLOTS + ADDRESS_BYTES <= FAILURE
+assert HANDSHAKE + HANDSHAKE_BYTES <= RELEASED_RING <= _RECORD_BYTES - 8 * MAX_RELEASED
 
 # Errors that mean the same on every rank; the peers get any other error as Broken.
 _KINDS: tuple[type[AxonError], ...] = (
@@ -74,10 +85,6 @@ _KINDS: tuple[type[AxonError], ...] = (
     errors.GenerationChanged,
     errors.StepAborted,
 )
-
-
-def _up(size_bytes: int, to: int = _LINE) -> int:
-    return -(-size_bytes // to) * to
 
 
 class Layout:
