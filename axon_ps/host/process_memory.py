@@ -6,7 +6,7 @@ the one we talk to, and where the kernel forbids reading (another user, another 
 anything depends on it. Handshakes, leases (`host.leases`) and addresses of segments travel as bytes that only `host`
 understands.
 
-Owns: the handshake, granting leases, and reading; what is leased and can be mapped is mapped (`host.mapped_arrays`).
+Owns: the handshake, granting leases, and reading; what is leased and can be mapped is mapped (`host.shared_arrays`).
 Refuses: to write to another process. A late write, after the other side has freed its array, would overwrite whatever
 lies there by then; a late read only reads garbage, which the reader detects and drops.
 
@@ -29,8 +29,7 @@ import numpy as np
 
 from axon_ps.errors import Broken, InvalidRequest, Unreachable
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
-from axon_ps.host.mapped_arrays import MappedArrays
-from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.host.shared_arrays import MappedArrays, shared_arrays
 from axon_ps.types import Array
 
 SECRET_BYTES = 16

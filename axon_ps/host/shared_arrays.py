@@ -1,7 +1,8 @@
-"""Shared arrays: memory of this process that other processes of the host map, so that nothing is copied.
+"""Shared arrays: memory of one process that other processes of the host map, so that nothing is copied.
 
-Owns: which ranges of our memory are segments, and until when. Refuses: to know who maps them; an array serves the
-collectives of every group of the process, and the shard servers of the host.
+Owns: which ranges of our memory are segments, and until when (`SharedArrays`), and which segments of another process
+are mapped here (`MappedArrays`). Refuses: to know what is in them and who maps them; an array serves the collectives of
+every group of the process, and the shard servers of the host.
 
 A segment lives as long as an array (or a torch tensor, or any view) over it. Two things end sharing before, both for
 memory that others may still use when its owner wants to use it for something else:
@@ -16,12 +17,12 @@ import contextlib
 import math
 import os
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from operator import attrgetter
 
 import numpy as np
 
-from axon_ps.errors import Busy
+from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.host import fork
 from axon_ps.host.shared_memory import Segment, SegmentAddress, make_private, move_mapping
 from axon_ps.types import Array, DType
@@ -145,6 +146,7 @@ class SharedArrays:
                 self._lock.release()
 
     def _find(self, address: int, size_bytes: int) -> SharedArray | None:
+        """See `find`. With the lock."""
         self._sweep()
         at = bisect.bisect(self._arrays, address, key=_base) - 1
         if at < 0:
@@ -166,3 +168,55 @@ class SharedArrays:
 
 shared_arrays = SharedArrays()
 """Those of this process."""
+
+
+class MappedArrays:
+    """The segments of one process that are mapped here. One thread at a time.
+
+    Args:
+        pid: the process.
+        limit: how many segments stay mapped; the one that was used least recently is dropped.
+    """
+
+    def __init__(self, pid: int, limit: float = math.inf) -> None:
+        self._pid = pid
+        self._limit = limit
+        self._mapped: OrderedDict[bytes, tuple[SegmentAddress, Array]] = OrderedDict()  # by packed address
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def view(self, segment: bytes, offset: int, size_bytes: int) -> Array:
+        """u8[size_bytes]: bytes of a segment where they lie.
+
+        Args:
+            segment: its packed address.
+            offset: where in it they begin.
+            size_bytes: how many.
+
+        Raises:
+            InvalidRequest: they are not inside the segment, or it is another process's.
+            Unreachable: it cannot be mapped here, and why.
+        """
+        known = self._mapped.get(segment)
+        address = SegmentAddress.unpack(segment) if known is None else known[0]
+        if address.pid != self._pid or offset + size_bytes > address.size_bytes:
+            raise InvalidRequest(
+                f"bytes {offset} to {offset + size_bytes} of a buffer of {address.size_bytes} in process {address.pid} "
+                f"were leased by process {self._pid}"
+            )
+        if known is None:
+            known = self._mapped[segment] = address, Segment.open(address).bytes()
+            if len(self._mapped) > self._limit:
+                self._mapped.popitem(last=False)
+        self._mapped.move_to_end(segment)
+        return known[1][offset : offset + size_bytes]
+
+    def drop(self, inode: int) -> None:
+        """Drop what is mapped of an inode."""
+        for segment in [segment for segment, (address, _) in self._mapped.items() if address.inode == inode]:
+            del self._mapped[segment]
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._mapped.clear()

@@ -12,9 +12,8 @@ import pytest
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.host import shared_arrays as module
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
-from axon_ps.host.mapped_arrays import MappedArrays
 from axon_ps.host.process_memory import MAX_MAPPED, LeaseReader, grant, own_handshake
-from axon_ps.host.shared_arrays import shared_arrays
+from axon_ps.host.shared_arrays import MappedArrays, shared_arrays
 from axon_ps.host.shared_memory import SegmentAddress
 from axon_ps.types import Array
 

@@ -46,8 +46,7 @@ from axon_ps.collectives.backends.shm.control import (
 from axon_ps.errors import AxonError, Broken, Busy
 from axon_ps.host import process_memory
 from axon_ps.host.leases import address_of
-from axon_ps.host.mapped_arrays import MappedArrays
-from axon_ps.host.shared_arrays import MAX_RELEASED, shared_arrays
+from axon_ps.host.shared_arrays import MAX_RELEASED, MappedArrays, shared_arrays
 from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, SegmentAddress
 from axon_ps.types import Array, DType
 
