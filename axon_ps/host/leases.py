@@ -28,7 +28,7 @@ def address_of(array: Array) -> int:
         return int(array.__array_interface__["data"][0])
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class ReadLease:
     """Permission to read bytes of a process; valid while `number` lies at `number_address` there.
 
@@ -39,17 +39,17 @@ class ReadLease:
         size_bytes: how many.
         number_address: where the owner's number lies.
         number: its value when the lease was granted.
+        offset: where in the segment they begin.
         segment: the packed address of a segment that the bytes lie in, if they do; then they may be mapped, and do not
             change before the call that sent the lease is over.
-        offset: where in the segment they begin.
     """
 
     address: int
     size_bytes: int
     number_address: int
     number: int
-    segment: bytes = b""
     offset: int = 0
+    segment: bytes = b""
 
     def pack(self) -> bytes:
         """As bytes of a message."""
@@ -67,14 +67,7 @@ class ReadLease:
             address, size_bytes, number_address, number, offset = _LEASE.unpack_from(message)
         except struct.error as error:
             raise InvalidRequest(f"{message!r} is not a read lease: {error}") from error
-        return cls(
-            address=address,
-            size_bytes=size_bytes,
-            number_address=number_address,
-            number=number,
-            segment=message[_LEASE.size :],
-            offset=offset,
-        )
+        return cls(address, size_bytes, number_address, number, offset, message[_LEASE.size :])
 
 
 class ReadLeases:
@@ -83,16 +76,9 @@ class ReadLeases:
     def __init__(self) -> None:
         self._number = np.array([secrets.randbits(63)], np.uint64)
 
-    def grant(self, address: int, size_bytes: int, segment: bytes = b"", offset: int = 0) -> ReadLease:
+    def grant(self, address: int, size_bytes: int, offset: int = 0, segment: bytes = b"") -> ReadLease:
         """What another process needs to read `size_bytes` at `address`; they must not change before `revoke`."""
-        return ReadLease(
-            address=address,
-            size_bytes=size_bytes,
-            number_address=address_of(self._number),
-            number=int(self._number[0]),
-            segment=segment,
-            offset=offset,
-        )
+        return ReadLease(address, size_bytes, address_of(self._number), int(self._number[0]), offset, segment)
 
     def revoke(self) -> None:
         """End every lease. Call it before the memory changes or is freed."""

@@ -46,7 +46,7 @@ _MAX_RANGES = 1024  # IOV_MAX
 # --- the handshake
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Handshake:
     """What a process tells others so that they can read its memory.
 
@@ -72,10 +72,9 @@ class Handshake:
             InvalidRequest: it is something else.
         """
         try:
-            pid, address, secret = _HANDSHAKE.unpack(message)
+            return cls(*_HANDSHAKE.unpack(message))
         except struct.error as error:
             raise InvalidRequest(f"{message!r} is not a handshake: {error}") from error
-        return cls(pid=pid, address=address, secret=secret)
 
     def verify(self) -> None:
         """Return if we can read the process that sent it.
@@ -105,7 +104,7 @@ def grant(leases: ReadLeases, address: int, size_bytes: int) -> bytes:
     shared = shared_arrays.find(address, size_bytes)
     if shared is None:
         return leases.grant(address, size_bytes).pack()
-    return leases.grant(address, size_bytes, shared.segment, address - shared.base).pack()
+    return leases.grant(address, size_bytes, address - shared.base, shared.segment).pack()
 
 
 class LeaseReader:
