@@ -17,12 +17,9 @@ import ctypes
 import errno
 import mmap
 import os
-import secrets
 import struct
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +30,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
 _MAP_FIXED = 0x10
 _PUNCH_HOLE_KEEP_SIZE = 3
 _HUGE_BYTES = 2 << 20
-_NONCE_BYTES = 16
 _OF_FILE, _THERE = np.uint64(1 << 61), np.uint64(3 << 62)  # of a page, in /proc/PID/pagemap; in memory or swapped
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -56,25 +52,27 @@ class SegmentAddress:
     inode: int
     size_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+    def pack(self) -> bytes:
+        """As bytes of a message: ADDRESS_BYTES."""
+        return _ADDRESS.pack(self.boot.encode(), self.pid, self.fd, self.inode, self.size_bytes)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SegmentAddress:
-        """The inverse of `to_json`.
+    def unpack(cls, message: bytes) -> SegmentAddress:
+        """The inverse of `pack`.
 
         Raises:
-            InvalidRequest: a value is missing or has another type.
+            InvalidRequest: it is something else.
         """
         try:
-            address = cls(**{name: kind(values[name]) for name, kind in _FIELDS.items()})
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"{dict(values)!r} is not the address of a segment: {error}") from error
-        return address
+            boot, pid, fd, inode, size_bytes = _ADDRESS.unpack(message)
+        except struct.error as error:
+            raise InvalidRequest(f"{message!r} is not the address of a segment: {error}") from error
+        boot = boot.rstrip(b"\0").decode(errors="replace")
+        return cls(boot=boot, pid=pid, fd=fd, inode=inode, size_bytes=size_bytes)
 
 
-_FIELDS: dict[str, type] = {"boot": str, "pid": int, "fd": int, "inode": int, "size_bytes": int}
+_ADDRESS = struct.Struct("<36sIIQQ")
+ADDRESS_BYTES = _ADDRESS.size
 
 
 class Segment:
@@ -170,14 +168,6 @@ class Segment:
         if _has_own_pages(self.base(), self.size_bytes):
             self.memory.madvise(mmap.MADV_DONTNEED)
 
-    def make_private(self) -> None:
-        """From now on, what is written here is seen by this process only; what others have mapped changes no more.
-
-        Raises:
-            Busy: the kernel refuses; all is as it was.
-        """
-        _map_at(self.base(), self.size_bytes, self.fd, mmap.MAP_PRIVATE)
-
     def bytes(self) -> Array:
         """u8[size_bytes]: the whole segment."""
         return np.frombuffer(self.memory, np.uint8)
@@ -217,17 +207,26 @@ def move_mapping(base: int, old_fd: int, new: Segment) -> None:
     new.memory.close()
 
 
+def make_private(base: int, fd: int, size_bytes: int) -> None:
+    """From now on, what is written at `base` is seen by this process only; what others have mapped changes no more.
+
+    Args:
+        base: where a segment begins in this process.
+        fd: its file descriptor, which may be closed afterwards.
+        size_bytes: its size.
+
+    Raises:
+        Busy: the kernel refuses; all is as it was.
+    """
+    _map_at(base, size_bytes, fd, mmap.MAP_PRIVATE)
+
+
 def _map_at(base: int, size_bytes: int, fd: int, how: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     if libc.mmap(base, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, how | _MAP_FIXED, fd, 0) != base:
         raise Busy(f"the segment at {base:#x} cannot be mapped anew: {os.strerror(ctypes.get_errno())}")
-
-
-def nonce() -> bytes:
-    """Random bytes by which two processes verify that they have mapped the same memory."""
-    return secrets.token_bytes(_NONCE_BYTES)
 
 
 def boot_id() -> str:

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import axon_ps
-from axon_ps.collectives.backends.shm.registry import registry
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.compress.registry import compressor
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.parallel import DDP, GradientSynchronizer, GradSyncStrategy
 from axon_ps.reduction import ops as reduction
 from axon_ps.types import DType, ReduceOp
@@ -122,7 +122,7 @@ def views(side: Side) -> list[Tensor]:
         assert {p.grad.data_ptr() for p in model.parameters() if p.requires_grad} <= memory
         assert model.statistics()["buckets"] > 1
         for flat in (bucket.flat for bucket in model.buckets if side.ours.backend == "shm"):
-            assert registry.find(flat.data_ptr(), flat.nbytes) is not None
+            assert shared_arrays.find(flat.data_ptr(), flat.nbytes) is not None
     return trained
 
 

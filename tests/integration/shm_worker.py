@@ -25,6 +25,7 @@ import numpy as np
 from axon_ps.collectives.backends.base import Call, GroupContext, Operation, Request
 from axon_ps.collectives.backends.shm.backend import SharedMemoryBackend
 from axon_ps.errors import AxonError, MemberLost, Timeout
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.reduction import ops
 from axon_ps.testing.conformance import oracle
 from axon_ps.types import Array, DType, Member, ReduceOp, Role
@@ -362,7 +363,11 @@ def registered_memory(rank: Rank, options: dict[str, Any]) -> Any:
         return sum("memfd:axon_ps" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     before = mappings()
-    data = rank.array(np.full(100_000, float(rank.rank), np.float32), DType.F32)
+    if options.get("gradient"):  # made for shard servers, as `ShardGroup.buffer` does
+        data = shared_arrays.buffer(400_000).view(np.float32)
+        data[:] = rank.rank
+    else:
+        data = rank.array(np.full(100_000, float(rank.rank), np.float32), DType.F32)
     if options["only"] in (-1, rank.rank):
         all_reduce(rank, data)
         result = data

@@ -25,17 +25,18 @@ from axon_ps.errors import (
     StepAborted,
     Timeout,
 )
+from axon_ps.host import process_memory
 from axon_ps.host.leases import ReadLease, ReadLeases
 from axon_ps.host.process_memory import LeaseReader
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
-from axon_ps.shard.same_host import access
 from axon_ps.shard.server import servicer
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(3000, 200, 700, frozen=[2])
@@ -96,13 +97,31 @@ def test_leased_chunks_go_through_no_socket() -> None:
 
 
 @LEASED
+def test_arrays_of_collectives_are_mapped_by_servers() -> None:
+    array = shared_arrays.empty((3000,), DType.F32)  # as `axon_ps.empty_shared` makes it
+    array[:] = GRADS[0][0]
+
+    async def scenario() -> None:
+        async with job(SPEC) as j:
+            await j.upload(FIRST)
+            await j.push(0, 0, array)
+            await j.push(0, 1, GRADS[0][1])
+            assert j.statistics("mapped_bytes_in") == array.nbytes
+            assert j.statistics("leased_bytes_in") == array.nbytes + GRADS[0][1].nbytes
+            j.commit()
+            assert (await j.gather(0, 0))[1].tobytes() == (FIRST[0] - GRADS[0][0]).tobytes()
+
+    run(scenario())
+
+
+@LEASED
 @pytest.mark.parametrize("what", ["gather", "push"])
 def test_a_lease_that_was_revoked_before_it_was_read_is_asked_for_again(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, grant, granted = LeaseReader.read, access.grant, []
+    read, grant, granted = LeaseReader.read, process_memory.grant, []
 
-    def remember(leases: ReadLeases, address: int, size_bytes: int) -> memory_pb2.ReadLease:
+    def remember(leases: ReadLeases, address: int, size_bytes: int) -> bytes:
         granted.append(leases)
         return grant(leases, address, size_bytes)
 

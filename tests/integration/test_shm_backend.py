@@ -187,6 +187,14 @@ def test_registered_memory_is_not_copied_and_is_let_go(tmp_path: Path, only: int
             assert one["read"] == 0
 
 
+def test_gradient_buffers_serve_collectives_without_a_copy(tmp_path: Path) -> None:
+    """The slots are too small to be used, so arrays that are not mapped would be read."""
+    for one in run(tmp_path, 2, "registered_memory", gradient=True, only=-1, backend={"slot_bytes": 4096}):
+        assert one["during"] > one["before"]
+        assert one["after"] <= one["before"] + 1
+        assert one["read"] == 0
+
+
 @pytest.mark.tmpfs
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a tiny tmpfs")
 def test_too_little_shared_memory_is_said_on_every_rank(tmp_path: Path) -> None:
@@ -208,7 +216,7 @@ def test_ranks_that_share_no_memory_all_learn_it(tmp_path: Path) -> None:
     """This process offers the second rank a segment that is not there, as if it were in another container."""
     store = DirectoryStore(tmp_path)
     address = SegmentAddress(boot=boot_id(), pid=os.getpid(), fd=999, inode=1, size_bytes=4096)
-    store.put(offer_key("test"), json.dumps({"address": address.to_json(), "nonce": "00"}).encode())
+    store.put(offer_key("test"), json.dumps({"address": address.pack().hex(), "nonce": "00"}).encode())
     command = [sys.executable, WORKER, tmp_path, "1", "2", "everything", "{}"]
     said = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=50).stdout)
     assert said["error"] == "Unreachable"

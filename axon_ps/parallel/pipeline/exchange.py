@@ -11,7 +11,6 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import AxonError, Disagreement, InvalidRequest
+from axon_ps.host.shared_memory import boot_id
 from axon_ps.parallel.pipeline.timeline import Span, Timeline
 
 HEADER_BYTES = 1024
@@ -114,7 +114,7 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
         group.barrier()
         return time.monotonic()
 
-    clocks = exchange(group, {"boot": _boot_id(), "times": [now() for _ in range(_CLOCK_ROUNDS)]})
+    clocks = exchange(group, {"boot": boot_id(), "times": [now() for _ in range(_CLOCK_ROUNDS)]})
     text = np.frombuffer(json.dumps([s.as_json() for s in spans]).encode(), np.uint8)
     sizes = exchange(group, text.size)
     joined = group.all_gather(text, counts=sizes).tobytes()
@@ -124,11 +124,3 @@ def gather_timeline(group: ProcessGroup, spans: Sequence[Span]) -> Timeline:
         offset_s = 0.0 if clock["boot"] == clocks[0]["boot"] else float(np.median(offsets))
         found.extend(Span.from_json(fields, offset_s) for fields in json.loads(joined[begin : begin + size]))
     return Timeline(tuple(found), len(sizes))
-
-
-def _boot_id() -> str:
-    """The same for all processes with a common monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -24,18 +24,18 @@ from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.compress.feedback import Feedback
 from axon_ps.errors import InvalidRequest, Timeout, Unreachable
 from axon_ps.host.malloc import retain_message_memory
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client import transfers
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
 from axon_ps.shard.same_host.access import SameHostServers
-from axon_ps.shard.same_host.shared_buffers import shared_buffer
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper, Membership
-from axon_ps.wire.v1 import memory_pb2, shard_pb2
+from axon_ps.wire.v1 import shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ShardGroup:
         self._transfers = transfers
         self._spec: JobSpec | None = None
         self._feedback = Feedback()
-        self._mapped: dict[int, tuple[memory_pb2.Mapping, MappedCopy]] = {}
+        self._mapped: dict[int, tuple[bytes, MappedCopy]] = {}
         self._retries = Retries(self._peers, self._same_host)
 
     def for_another_model(self) -> ShardGroup:
@@ -239,8 +239,8 @@ class ShardGroup:
         return known[1]
 
     def buffer(self, size_bytes: int) -> Array:
-        """u8[size_bytes] for gradients; servers of this host read them there. See `shard.same_host.shared_buffers`."""
-        return shared_buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
+        """u8[size_bytes] for gradients; servers of this host map it."""
+        return shared_arrays.buffer(size_bytes) if self._same_host.has_servers else np.empty(size_bytes, np.uint8)
 
     async def gather_speculative(
         self,

@@ -21,27 +21,25 @@ import numpy as np
 from axon_ps.aggregation.client.peers import MakeContext
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.host.leases import ReadLeases, address_of
-from axon_ps.host.process_memory import LeaseReader
+from axon_ps.host.leases import ReadLease, ReadLeases, address_of
+from axon_ps.host.process_memory import LeaseReader, grant
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.service import EOF, Stream, Stub
 from axon_ps.rpc.stream_pool import StreamPool
-from axon_ps.shard.same_host import shared_buffers
 from axon_ps.shard.same_host.access import (
     MAX_ELEMENT_BYTES,
     MAX_LEASED_BYTES,
     MIN_LEASED_BYTES,
     Access,
     SameHostServers,
-    grant,
-    lease_from_proto,
 )
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper
 from axon_ps.wire.codec import dtype_to_proto, hypers_to_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk
-from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 DTYPE_OF = {np.dtype(np.float32): DType.F32, np.dtype(np.uint16): DType.BF16, np.dtype(np.float16): DType.F16}
 """The wire dtype of an array's element type."""
@@ -196,7 +194,7 @@ class Transfers:
             raise Broken(f"unit {s.unit} changed at {stub.peer} while it was read")
         return version
 
-    async def locate(self, stub: Stub, s: Slice, t: Transfer) -> memory_pb2.Mapping | None:
+    async def locate(self, stub: Stub, s: Slice, t: Transfer) -> bytes | None:
         """Where all of `s` can be mapped, once it is at the version; None where it cannot.
 
         Raises:
@@ -221,7 +219,7 @@ class Transfers:
             await stream.write(request)
             reached(Moment.GATHER)
             header, _ = await _chunk(stream)
-        return header.mapping if header.HasField("mapping") else None
+        return header.mapping or None
 
     async def push(self, stub: Stub, s: Slice, t: Transfer) -> None:
         """Send the part of the range that lies in `s`; to `resume`, only what the server lacks.
@@ -261,7 +259,7 @@ class Transfers:
                 await _reply(stream)
         except BaseException:
             if leases is not None and t.array is not None:
-                shared_buffers.detach(address_of(t.array))
+                shared_arrays.detach(address_of(t.array))
             raise
         finally:
             if leases is not None:
@@ -334,7 +332,7 @@ async def _reply(stream: Stream) -> Any:
 def _read_leased(header: common_pb2.Chunk, t: Transfer, reader: LeaseReader) -> memoryview:
     """Read leased bytes, into their place in the array where they need no conversion."""
     position, numel = header.offset, header.numel
-    leases = [lease_from_proto(lease) for lease in header.leases]
+    leases = [ReadLease.unpack(lease) for lease in header.leases]
     size_bytes = sum(lease.size_bytes for lease in leases)
     assert t.array is not None
     if t.compressor is None and position >= t.begin and position + numel <= t.end:

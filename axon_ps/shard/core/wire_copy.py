@@ -35,7 +35,7 @@ from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
-from axon_ps.wire.v1 import common_pb2, memory_pb2
+from axon_ps.wire.v1 import common_pb2
 
 
 class MappedMemory(Protocol):
@@ -52,8 +52,8 @@ class MappedMemory(Protocol):
         """Bytes of memory it takes."""
 
     @property
-    def mapping(self) -> memory_pb2.Mapping:
-        """Where workers find it."""
+    def mapping(self) -> bytes:
+        """Where workers find it: the packed address of a segment."""
 
     def publish(self, version: int) -> None:
         """Mark `values` as those of a version."""

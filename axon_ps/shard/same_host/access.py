@@ -1,8 +1,7 @@
 """Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
 
-Owns: the handshake, on both sides (`SameHostServers` in a worker, `SameHostWorkers` in a server), and read leases as
-messages. How memory is read is `host.process_memory`'s. Refuses: to decide what is leased; transfers and the servicer
-do.
+Owns: the handshake, on both sides (`SameHostServers` in a worker, `SameHostWorkers` in a server). How memory is read
+and mapped is `host.process_memory`'s. Refuses: to decide what is leased; transfers and the servicer do.
 
 Invariants:
 - Where a handshake fails (another host, another container, a kernel that forbids it), everything goes through gRPC
@@ -10,6 +9,14 @@ Invariants:
 - Either side stores a handshake under the ids of *both* members, so it ends with either membership: a worker that
   was lost and came back shakes hands again, though its process and the server's are the same as before.
 - What has failed is not tried the same way again: it is sent through the socket, and the next call shakes hands anew.
+
+Note: [When a gradient may be overwritten]
+    Gradients lie in shared arrays (`host.shared_arrays`), which servers map, and add up from where they lie. A server
+    adds a gradient while its stream is open, and looks at it only when its replica's turn has come. Once it has replied
+    it has added everything and never looks again: the array is free. When a stream ends in another way it may look
+    later still, and a sum with half of something else in it must not commit. So the worker then *detaches* the array:
+    its own pages become private copies as it writes to them (copy on write), and what the server has mapped stays as it
+    was sent.
 """
 
 from __future__ import annotations
@@ -18,18 +25,12 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-import numpy as np
-
 from axon_ps.aggregation.client.peers import MakeContext
 from axon_ps.errors import AxonError, Broken, InvalidRequest
-from axon_ps.host import process_memory
-from axon_ps.host.leases import ReadLease, ReadLeases
-from axon_ps.host.process_memory import Handshake, LeaseReader
+from axon_ps.host.process_memory import Handshake, LeaseReader, own_handshake
 from axon_ps.rpc.service import Stub
-from axon_ps.shard.same_host import shared_buffers
-from axon_ps.shard.same_host.shared_buffers import MappedBuffers
 from axon_ps.types import Member, Membership
-from axon_ps.wire.v1 import memory_pb2, shard_pb2
+from axon_ps.wire.v1 import shard_pb2
 
 MAX_LEASED_BYTES = 16 << 20
 """Leased in one message. Reading it is one call, in which an event loop does nothing else: a few milliseconds."""
@@ -104,7 +105,7 @@ class SameHostServers:
         self._known = {}
 
     async def _handshake(self, member: Member, stub: Stub, context: MakeContext) -> Access:
-        request = shard_pb2.HandshakeRequest(context=context(), handshake=_ours())
+        request = shard_pb2.HandshakeRequest(context=context(), handshake=own_handshake().pack())
         try:
             reply = await stub.call("Handshake", request, timeout_s=_TIMEOUT_S)
         except AxonError as error:  # the caller's own call will fail of the same, and be retried
@@ -119,78 +120,35 @@ class SameHostWorkers:
 
     def __init__(self) -> None:
         self._known: dict[str, LeaseReader] = {}
-        self._buffers = MappedBuffers()
 
     def set_members(self, membership: Membership) -> None:
         """Drop workers that are no members any more."""
         there = {m.id for m in membership.workers}
         self._known = {k: v for k, v in self._known.items() if k in there}
-        self._buffers.retain(there)
 
-    def handshake(self, worker: str, handshake: memory_pb2.Handshake) -> shard_pb2.HandshakeReply:
+    def handshake(self, worker: str, handshake: bytes) -> shard_pb2.HandshakeReply:
         """Store a worker's handshake, and return ours."""
         reader = _lease_reader(handshake)
         if reader is not None:
             self._known[worker] = reader
-        return shard_pb2.HandshakeReply(handshake=_ours(), readable=reader is not None)
+        return shard_pb2.HandshakeReply(handshake=own_handshake().pack(), readable=reader is not None)
 
-    def view(self, worker: str, lease: memory_pb2.ReadLease) -> memoryview | None:
-        """Leased bytes of a worker, mapped and not copied; they do not change. None: they must be read.
-
-        Raises:
-            InvalidRequest: they are not in a buffer of that worker.
-        """
-        reader = self._known.get(worker)
-        if reader is None or not lease.HasField("mapping"):
-            return None
-        found = self._buffers.view(worker, reader.pid, lease.mapping, lease.offset, lease.size_bytes)
-        return None if found is None else found.data
-
-    def read(self, worker: str, lease: ReadLease, max_bytes: int) -> memoryview:
-        """A copy of leased bytes of a worker.
+    def reader(self, worker: str) -> LeaseReader:
+        """What reads a worker's memory, or maps it.
 
         Raises:
-            Broken: the lease was revoked, or there was no handshake with that worker.
-            InvalidRequest: they are more than `max_bytes`.
+            Broken: there was no handshake with that worker.
         """
         reader = self._known.get(worker)
         if reader is None:
             raise Broken("this server cannot read the caller's memory; send the payload")
-        if lease.size_bytes > max_bytes:
-            raise InvalidRequest(f"a chunk of {lease.size_bytes} bytes was leased; at most {max_bytes} fit here")
-        copy = np.empty(lease.size_bytes, np.uint8)
-        reader.read([lease], copy)
-        return copy.data
+        return reader
 
 
-def grant(leases: ReadLeases, address: int, size_bytes: int) -> memory_pb2.ReadLease:
-    """Grant a lease, as a message, with the mapping of the bytes if they have one."""
-    lease = leases.grant(address, size_bytes)
-    message = memory_pb2.ReadLease(
-        address=lease.address, size_bytes=lease.size_bytes, number_address=lease.number_address, number=lease.number
-    )
-    if (place := shared_buffers.find(address, size_bytes)) is not None:
-        message.mapping.CopyFrom(place[0])
-        message.offset = place[1]
-    return message
-
-
-def lease_from_proto(lease: memory_pb2.ReadLease) -> ReadLease:
-    """A lease from its message."""
-    return ReadLease(
-        address=lease.address, size_bytes=lease.size_bytes, number_address=lease.number_address, number=lease.number
-    )
-
-
-def _ours() -> memory_pb2.Handshake:
-    own = process_memory.own_handshake()
-    return memory_pb2.Handshake(pid=own.pid, address=own.address, secret=own.secret)
-
-
-def _lease_reader(handshake: memory_pb2.Handshake) -> LeaseReader | None:
+def _lease_reader(handshake: bytes) -> LeaseReader | None:
     """A reader of the process that sent the handshake; None when it cannot be read."""
     try:
-        return LeaseReader(Handshake(pid=handshake.pid, address=handshake.address, secret=handshake.secret))
-    except Broken as error:
+        return LeaseReader(Handshake.unpack(handshake))
+    except (Broken, InvalidRequest) as error:
         _logger.debug("%s", error)
         return None

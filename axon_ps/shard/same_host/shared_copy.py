@@ -25,10 +25,8 @@ from __future__ import annotations
 import numpy as np
 
 from axon_ps.errors import Unreachable
-from axon_ps.host.shared_memory import PAGE_BYTES, Segment
-from axon_ps.shard.same_host.mappings import mapping_from_proto, mapping_to_proto
+from axon_ps.host.shared_memory import PAGE_BYTES, Segment, SegmentAddress
 from axon_ps.types import Array, DType
-from axon_ps.wire.v1 import memory_pb2
 
 
 class SharedCopy:
@@ -55,9 +53,9 @@ class SharedCopy:
         return self._segment.size_bytes
 
     @property
-    def mapping(self) -> memory_pb2.Mapping:
-        """Where workers find it."""
-        return mapping_to_proto(self._segment.address)
+    def mapping(self) -> bytes:
+        """Where workers find it: the packed address of its segment."""
+        return self._segment.address.pack()
 
     def publish(self, version: int) -> None:
         """Mark `values` as those of a version."""
@@ -87,8 +85,8 @@ class MappedCopy:
         Unreachable: it cannot be mapped here, and why.
     """
 
-    def __init__(self, mapping: memory_pb2.Mapping, numel: int, dtype: DType) -> None:
-        self._segment = Segment.open(mapping_from_proto(mapping), private=True)
+    def __init__(self, mapping: bytes, numel: int, dtype: DType) -> None:
+        self._segment = Segment.open(SegmentAddress.unpack(mapping), private=True)
         if self._segment.size_bytes < PAGE_BYTES + numel * dtype.itemsize:
             raise Unreachable(f"{numel} {dtype.value} are not in a segment of {self._segment.size_bytes} bytes")
         self._tag, self.values = _layout(self._segment, numel, dtype)

@@ -18,7 +18,8 @@ import numpy as np
 
 from axon_ps.aggregation.server import servicer
 from axon_ps.errors import InvalidRequest, PermissionDenied
-from axon_ps.host.leases import ReadLeases, address_of
+from axon_ps.host.leases import ReadLease, ReadLeases, address_of
+from axon_ps.host.process_memory import grant
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.stream import EOF
 from axon_ps.rpc.stream_pool import IdleStreams
@@ -27,8 +28,6 @@ from axon_ps.shard.same_host.access import (
     MAX_ELEMENT_BYTES,
     MAX_LEASED_BYTES,
     MIN_LEASED_BYTES,
-    grant,
-    lease_from_proto,
 )
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
@@ -36,7 +35,7 @@ from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import WIRE_DTYPES, Array, DType, Member
 from axon_ps.wire.codec import dtype_from_proto, hypers_from_proto
 from axon_ps.wire.frames import decode_chunk, encode_chunk, payload_array
-from axon_ps.wire.v1 import common_pb2, memory_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 
 class ShardServicer:
@@ -94,7 +93,7 @@ class ShardServicer:
         memory = map_unit(engine, request.unit) if dtype is engine.precision.param else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
         if memory is not None:
-            header.mapping.CopyFrom(memory.mapping)
+            header.mapping = memory.mapping
         await context.write(encode_chunk(header, None))
 
     async def _gather_speculative(
@@ -216,27 +215,28 @@ class ShardServicer:
         """Payloads of the chunks of a leased gradient, from its sender's memory; `header` becomes that of each."""
         assert engine.spec is not None
         chunk_numel = engine.spec.options.chunk_numel
-        lease = lease_from_proto(header.leases[0])
+        lease = ReadLease.unpack(header.leases[0])
         element_bytes, rest = divmod(lease.size_bytes, max(1, header.numel))
-        if len(header.leases) > 1 or rest:
+        if len(header.leases) > 1 or rest or element_bytes > MAX_ELEMENT_BYTES:
             raise InvalidRequest(
                 f"{header.numel} elements were leased as {len(header.leases)} x {lease.size_bytes} bytes"
             )
         begin, end = header.offset, header.offset + header.numel
-        there = self._shell.same_host.view(member.id, header.leases[0])
+        reader = self._shell.same_host.reader(member.id)
+        there = reader.view(lease)
         while header.offset < end:
             header.numel = min(chunk_numel, end - header.offset)
             size_bytes = header.numel * element_bytes
-            chunk_lease = dataclasses.replace(lease, size_bytes=size_bytes)
+            at = (header.offset - begin) * element_bytes
             if there is None:
-                payload = self._shell.same_host.read(member.id, chunk_lease, chunk_numel * MAX_ELEMENT_BYTES)
+                payload = np.empty(size_bytes, np.uint8)
+                reader.read([dataclasses.replace(lease, address=lease.address + at, size_bytes=size_bytes)], payload)
             else:
-                payload = there[(header.offset - begin) * element_bytes :][:size_bytes]
+                payload = there[at : at + size_bytes]
                 engine.counters["mapped_bytes_in"] += size_bytes
-            engine.counters["leased_bytes_in"] += payload.nbytes
-            engine.counters["bytes_in"] += payload.nbytes
-            yield payload
-            lease = dataclasses.replace(lease, address=lease.address + size_bytes)
+            engine.counters["leased_bytes_in"] += size_bytes
+            engine.counters["bytes_in"] += size_bytes
+            yield payload.data
             header.offset += header.numel
 
 
@@ -262,7 +262,7 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
     return DType.U8 if header.compressed else dtype, payload_array(header, payload, header.numel, sizes)
 
 
-def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> memory_pb2.ReadLease:
+def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> bytes:
     engine.counters["leased_bytes_out"] += payload.nbytes
     return grant(leases, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 

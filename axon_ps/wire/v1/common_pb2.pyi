@@ -1,4 +1,3 @@
-from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -204,12 +203,12 @@ class Chunk(_message.Message):
     replica: int
     absent: bool
     compressed: bool
-    leases: _containers.RepeatedCompositeFieldContainer[_memory_pb2.ReadLease]
+    leases: _containers.RepeatedScalarFieldContainer[bytes]
     epoch: int
     end: int
-    mapping: _memory_pb2.Mapping
+    mapping: bytes
     payload: bytes
-    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., leases: _Optional[_Iterable[_Union[_memory_pb2.ReadLease, _Mapping]]] = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., mapping: _Optional[_Union[_memory_pb2.Mapping, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[CallContext, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., unit: _Optional[int] = ..., offset: _Optional[int] = ..., numel: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., replica: _Optional[int] = ..., absent: bool = ..., compressed: bool = ..., leases: _Optional[_Iterable[bytes]] = ..., epoch: _Optional[int] = ..., end: _Optional[int] = ..., mapping: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "generation")

@@ -1,6 +1,5 @@
 from axon_ps.wire.v1 import collective_pb2 as _collective_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
-from axon_ps.wire.v1 import memory_pb2 as _memory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -58,16 +57,16 @@ class HandshakeRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
-    handshake: _memory_pb2.Handshake
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., handshake: _Optional[_Union[_memory_pb2.Handshake, _Mapping]] = ...) -> None: ...
+    handshake: bytes
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("handshake", "readable")
     HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
-    handshake: _memory_pb2.Handshake
+    handshake: bytes
     readable: bool
-    def __init__(self, handshake: _Optional[_Union[_memory_pb2.Handshake, _Mapping]] = ..., readable: bool = ...) -> None: ...
+    def __init__(self, handshake: _Optional[bytes] = ..., readable: bool = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ("context",)

@@ -13,7 +13,7 @@ import pytest
 
 import axon_ps
 from axon_ps.errors import Broken, InvalidRequest
-from axon_ps.host import peer_process
+from axon_ps.host import process_memory
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
 from axon_ps.host.process_memory import Handshake, LeaseReader, own_handshake
 
@@ -108,12 +108,12 @@ def test_many_ranges_are_read_together_in_their_order() -> None:
 
 
 def test_ranges_are_read_one_by_one_where_the_kernel_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    readv = peer_process._readv
+    readv = process_memory._readv
 
     def stops_early(pid: int, local: int, locals_: int, remote: int, remotes: int, flags: int) -> int:
         return int(readv(pid, local, locals_, remote, 1, flags))
 
-    monkeypatch.setattr(peer_process, "_readv", stops_early)
+    monkeypatch.setattr(process_memory, "_readv", stops_early)
     data, leases = np.arange(100, dtype=np.uint8), ReadLeases()
     out = np.zeros(100, np.uint8)
     LeaseReader(own_handshake()).read([leases.grant(address_of(data) + 10 * i, 10) for i in range(10)], out)

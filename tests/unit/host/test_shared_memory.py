@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from axon_ps.errors import Broken, Busy, InvalidRequest, Unreachable
-from axon_ps.host import futex
-from axon_ps.host.peer_process import MemoryReader, PeerProcess
+from axon_ps.host import futex, process_memory
+from axon_ps.host.peer_process import PeerProcess
 from axon_ps.host.shared_memory import Segment, SegmentAddress, available_bytes, move_mapping, pack_text, unpack_text
 
 
@@ -46,7 +46,7 @@ def test_a_segment_is_zeros_in_whole_pages_without_a_name(segment: Segment) -> N
 
 
 def test_whoever_opens_it_sees_the_same_memory(segment: Segment) -> None:
-    opened = Segment.open(SegmentAddress.from_json(segment.address.to_json()))
+    opened = Segment.open(SegmentAddress.unpack(segment.address.pack()))
     segment.bytes()[9_999] = 7
     assert opened.bytes()[9_999] == 7
     assert opened.base() != segment.base()
@@ -64,7 +64,7 @@ def test_what_is_not_the_segment_is_not_opened(segment: Segment) -> None:
         with pytest.raises(Unreachable, match=why):
             Segment.open(replace(address, **wrong))
     with pytest.raises(InvalidRequest, match="is not the address of a segment"):
-        SegmentAddress.from_json({"pid": 3})
+        SegmentAddress.unpack(b"3")
 
 
 def test_too_large_a_segment_says_what_it_needs() -> None:
@@ -177,17 +177,16 @@ def test_without_process_handles_it_goes_by_proc(
 def test_memory_is_read_where_it_is() -> None:
     source = ctypes.create_string_buffer(b"twelve bytes", 12)
     target = ctypes.create_string_buffer(12)
-    reader = MemoryReader()
     address = ctypes.addressof(source)
-    if not reader.readable(os.getpid(), address, 12):
+    if not process_memory.readable(address, 12):
         pytest.skip("this kernel or sandbox does not let processes read each other's memory")
-    reader.read(os.getpid(), address, ctypes.addressof(target), 12)
+    process_memory.read(os.getpid(), address, ctypes.addressof(target), 12)
     assert target.raw == b"twelve bytes"
-    assert not reader.readable(os.getpid(), 4096, 12)
+    assert not process_memory.readable(4096, 12)
     with pytest.raises(Broken, match="cannot be read"):
-        reader.read(os.getpid(), 4096, ctypes.addressof(target), 12)
+        process_memory.read(os.getpid(), 4096, ctypes.addressof(target), 12)
     with pytest.raises(Broken, match="No such process"):
-        reader.read(1 << 29, address, ctypes.addressof(target), 12)
+        process_memory.read(1 << 29, address, ctypes.addressof(target), 12)
 
 
 def test_texts_fit_into_their_place() -> None:

@@ -17,7 +17,6 @@ from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.sharding.policy import BoundedStaleness
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType, Outcome
-from axon_ps.wire.v1 import memory_pb2
 from engine_driver import Servers, apply, commit_of, job_of, layout_of, one_group
 
 N, FROZEN = 300, 100
@@ -202,8 +201,7 @@ def test_what_is_not_there_or_too_small_is_not_mapped() -> None:
     shared = SharedCopy(10, DType.F32)
     with pytest.raises(Unreachable, match="2000 f32 are not in a segment"):
         MappedCopy(shared.mapping, 2000, DType.F32)
-    gone = memory_pb2.Mapping()
-    gone.CopyFrom(shared.mapping)
+    gone = shared.mapping
     shared.close()
     with pytest.raises(Unreachable):
         MappedCopy(gone, 10, DType.F32)

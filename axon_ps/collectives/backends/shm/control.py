@@ -35,9 +35,12 @@ from collections.abc import Callable, Sequence
 
 from axon_ps import errors
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout
-from axon_ps.host import futex
+from axon_ps.host import futex, process_memory
+from axon_ps.host.leases import address_of
 from axon_ps.host.peer_process import PeerProcess
-from axon_ps.host.shared_memory import Segment, pack_text, unpack_text
+from axon_ps.host.process_memory import HANDSHAKE_BYTES
+from axon_ps.host.shared_arrays import MAX_RELEASED
+from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, pack_text, unpack_text
 from axon_ps.types import Array
 
 INLINE_BYTES = 64 << 10
@@ -53,17 +56,26 @@ _SPIN_S = 50e-6
 _SLICE_S = 0.1  # how often a sleeper checks that the ranks it waits for are alive
 _DYING_S = 0.3  # how long a process may take to end after its memory became unreadable
 _MESSAGE_RINGS_BUDGET_BYTES = 8 << 20
+_PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
 _MASK = 0xFFFFFFFF
+
+
+def _up(size_bytes: int, to: int = _LINE) -> int:
+    return -(-size_bytes // to) * to
+
 
 # Offsets in bytes: in the head,
 NONCE, BARRIER, ABORTED, STATE, SLOT_STATE, SLOTS, FAILURE = 0, 64, 128, 192, 196, 200, 1024
 # and in a record.
 ARRIVED, SLEEPS, PROGRESS, PROGRESS_DOORBELL, MESSAGE_DOORBELL = 0, 8, 64, 72, 128
-PID, PROBE_ADDRESS, PROBE_NONCE, PROBE_RESULT, CLOSED, RELEASED_COUNT = 192, 200, 208, 224, 228, 232
-ABORT_FLAG, ABORT_KIND, ABORT_TEXT, RELEASED_RING = 256, 260, 320, 1536
-RELEASED_RING_ENTRIES = 64
+READABLE, CLOSED, RELEASED_COUNT = 224, 228, 232
+ABORT_FLAG, ABORT_KIND, ABORT_TEXT, HANDSHAKE, RELEASED_RING = 256, 260, 320, 1344, 1536
 # A header: the call, the descriptor of its array, counts, and the call as text when the ranks disagree.
-DESCRIPTOR, COUNTS = 32, 128
+DESCRIPTOR = 32
+COUNTS = _up(DESCRIPTOR + 36 + ADDRESS_BYTES)  # a descriptor has numbers of 36 bytes and an address
+
+assert SLOTS + ADDRESS_BYTES <= FAILURE
+assert HANDSHAKE + HANDSHAKE_BYTES <= RELEASED_RING <= _RECORD_BYTES - 8 * MAX_RELEASED
 
 # Errors that mean the same on every rank; the peers get any other error as Broken.
 _KINDS: tuple[type[AxonError], ...] = (
@@ -73,10 +85,6 @@ _KINDS: tuple[type[AxonError], ...] = (
     errors.GenerationChanged,
     errors.StepAborted,
 )
-
-
-def _up(size_bytes: int, to: int = _LINE) -> int:
-    return -(-size_bytes // to) * to
 
 
 class Layout:
@@ -148,6 +156,7 @@ class Control:
         self.u32 = self.memory.cast("I")
         self.base = segment.base()
         self.peers: list[PeerProcess | None] = [None] * layout.world_size
+        self.pids = [os.getpid()] * layout.world_size  # of all ranks, once they have exchanged them
         self.waits = 0
         self.sleeps = 0
         n = layout.world_size
@@ -294,7 +303,24 @@ class Control:
             f"{peer.pid if peer else ''} ended in the middle of what the group does"
         )
 
-    def unreadable(self, rank: int, error: Broken) -> AxonError:
+    def read(self, rank: int, address: int, out: Array) -> None:
+        """out becomes the bytes at an address in the memory of a rank (position).
+
+        Raises:
+            MemberLost: the rank died.
+            AxonError: the group was aborted.
+        """
+        local, left = address_of(out), out.nbytes
+        while left:
+            self.check()
+            size = min(left, _PULL_BYTES)
+            try:
+                process_memory.read(self.pids[rank], address, local, size)
+            except Broken as error:
+                raise self._unreadable(rank, error) from error
+            address, local, left = address + size, local + size, left - size
+
+    def _unreadable(self, rank: int, error: Broken) -> AxonError:
         """The error when the memory of a rank (position) cannot be read: the group was aborted, or the rank died."""
         if self._error is None and not self.u32[ABORTED // 4]:
             peer = self.peers[rank]

@@ -2,7 +2,7 @@
 
 Owns: the three ways, and which one a call uses. Refuses: to know what is done with the bytes.
 
-    mapped   the array lies in a registered segment: the peers map it and compute on it where it is
+    mapped   the array is shared (`host.shared_arrays`): the peers map it and compute on it where it is
     slots    every rank copies what the peers need of its array into its slot of a shared segment, one window after the
              other, and the peers work on it there, in the cache. Used for all other arrays, whether the kernel lets us
              read them or not (another security context, memory of devices)
@@ -19,8 +19,8 @@ Note: [Two windows]
     rank still reads a slot when its owner writes the next window into it.
 
 Private memory is only ever read by the peer that needs it, never written: a rank that gives up a call may use its
-arrays at once, however late a stopped peer wakes up. Registered memory is written by peers in an all-reduce, when all
-ranks have it; a rank that gives up such a call first revokes the peers' access (`Registry.revoke`).
+arrays at once, however late a stopped peer wakes up. Shared arrays are written by peers in an all-reduce, when all
+ranks have one; a rank that gives up such a call first revokes the peers' access (`SharedArrays.revoke`).
 
     terms: a rank's source is the array that its peers read, partitions one after the other (one for each rank, or a
     single one); positions are elements of a partition
@@ -28,52 +28,46 @@ ranks have it; a rank that gives up such a call first revokes the peers' access 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from axon_ps.collectives.backends.shm.control import (
     DESCRIPTOR,
     FAILURE,
-    PID,
     RELEASED_COUNT,
     RELEASED_RING,
-    RELEASED_RING_ENTRIES,
     SLOT_STATE,
     SLOTS,
     Control,
 )
-from axon_ps.collectives.backends.shm.registry import registry
 from axon_ps.errors import AxonError, Broken, Busy
+from axon_ps.host import process_memory
 from axon_ps.host.leases import address_of
-from axon_ps.host.peer_process import MemoryReader
-from axon_ps.host.shared_memory import Segment, SegmentAddress, boot_id
+from axon_ps.host.shared_arrays import MAX_RELEASED, MappedArrays, shared_arrays
+from axon_ps.host.shared_memory import ADDRESS_BYTES, Segment, SegmentAddress
 from axon_ps.types import Array, DType
 
 Copy = Callable[[Array, Array], object]
 """out: T[n] becomes data: T[n]."""
 
-_NO_SOURCE, _PRIVATE, _REGISTERED, _UNREADABLE = range(4)
-_DESCRIPTOR = struct.Struct("<IiQQQQQ")  # kind, fd, address, address of the result, inode, size, offset
-_PULL_BYTES = 4 << 20  # how much is copied between two checks for an abort
+_NO_SOURCE, _PRIVATE, _SHARED, _UNREADABLE = range(4)
+_DESCRIPTOR = struct.Struct(f"<IQQQQ{ADDRESS_BYTES}s")  # kind, addresses of source and result, size, offset, segment
 _MIN_WINDOW_BYTES = 128 << 10  # of a partition; smaller windows cost more in waiting than reading by the kernel does
 _MADE, _FAILED = 1, 2
 
 
-@dataclass(frozen=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """How peers can read one rank's source, as published in its header."""
 
     kind: int
-    fd: int
     address: int
     result_address: int
-    inode: int
     size_bytes: int
     offset: int
+    segment: bytes
 
 
 class PeerMemory:
@@ -90,32 +84,27 @@ class PeerMemory:
         self.control = control
         self.direct = direct
         self.slot_bytes = slot_bytes
-        self.reader = MemoryReader()
         self.bytes_read = 0
-        n = control.layout.world_size
-        self.pids = [int(control.numbers(control.layout.record(r) + PID, "<Q")[0]) for r in range(n)]
         self._directory = directory
         self._slots: list[list[Array]] | None = None  # by buffer index and rank
-        self._mapped: list[dict[int, Array]] = [{} for _ in range(n)]  # by rank and inode
-        self._unmapped = [0] * n
-        self._published = len(registry.released())
+        self._mapped = [MappedArrays(pid) for pid in control.pids]
+        self._unmapped = [0] * len(control.pids)
+        self._published = 0
 
     def describe(self, source: Array | None, result: Array | None, header: int) -> None:
         """Write into our header how peers read `source`, and `result` if our partition of it lies elsewhere."""
         self._publish_released()
-        values = (_NO_SOURCE, -1, 0, 0, 0, 0, 0)
+        kind, address, result_address, size_bytes, offset, segment = _NO_SOURCE, 0, 0, 0, 0, b""
         if source is not None:
-            address = address_of(source)
-            place = registry.find(address, source.nbytes)
+            address, size_bytes = address_of(source), source.nbytes
             result_address = address_of(result) if result is not None else 0
-            if place is not None:
-                at = place.address
-                offset = address - place.base
-                values = (_REGISTERED, at.fd, address, result_address, at.inode, at.size_bytes, offset)
+            shared = shared_arrays.find(address, size_bytes)
+            if shared is not None:
+                kind, offset, segment = _SHARED, address - shared.base, shared.segment
             else:
                 # No process can read memory of devices in this way, not even its owner.
-                readable = self.direct and self.reader.readable(os.getpid(), address, source.nbytes)
-                values = (_PRIVATE if readable else _UNREADABLE, -1, address, result_address, 0, 0, 0)
+                kind = _PRIVATE if self.direct and process_memory.readable(address, size_bytes) else _UNREADABLE
+        values = kind, address, result_address, size_bytes, offset, segment
         _DESCRIPTOR.pack_into(self.control.memory, header + DESCRIPTOR, *values)
 
     def descriptors(self, buffer_index: int) -> list[Descriptor]:
@@ -134,7 +123,7 @@ class PeerMemory:
         Args:
             descriptors: of all ranks.
             deadline: of the call.
-            results: whether results lie apart from the arrays, so not in registered memory.
+            results: whether results lie apart from the arrays, so not in shared arrays.
             partitions: how many partitions of an array a slot holds at a time; 0 = one rank fills the slots for all.
         """
         kinds = {d.kind for d in descriptors}
@@ -145,48 +134,32 @@ class PeerMemory:
         return None
 
     def view(self, rank: int, descriptor: Descriptor, dtype: DType, required: bool) -> Array | None:
-        """A rank's registered source, mapped here: T[from its begin to the end of the segment].
+        """A rank's source that is a shared array, mapped here: T[].
 
-        None: it is not registered, or cannot be mapped and mapping is not `required`; read it.
+        None: it is not shared, or cannot be mapped and mapping is not `required`; read it.
         """
-        if descriptor.kind != _REGISTERED:
+        if descriptor.kind != _SHARED:
             return None
-        mapped = self._mapped[rank].get(descriptor.inode)
-        if mapped is None:
-            where = SegmentAddress(
-                boot=boot_id(),
-                pid=self.pids[rank],
-                fd=descriptor.fd,
-                inode=descriptor.inode,
-                size_bytes=descriptor.size_bytes,
-            )
-            try:
-                segment = Segment.open(where)
-            except AxonError as error:
-                if not required:
-                    return None
-                raise self.control.fail(
-                    Broken(f"registered memory of rank {self.control.ranks[rank]}: {error}")
-                ) from error
-            mapped = self._mapped[rank][descriptor.inode] = segment.bytes()
-        numel = (descriptor.size_bytes - descriptor.offset) // dtype.itemsize
-        return np.frombuffer(mapped.data, dtype.numpy, numel, descriptor.offset)
+        try:
+            view = self._mapped[rank].view(descriptor.segment, descriptor.offset, descriptor.size_bytes)
+        except AxonError as error:
+            if not required:
+                return None
+            raise self.control.fail(Broken(f"shared array of rank {self.control.ranks[rank]}: {error}")) from error
+        return view.view(dtype.numpy)
 
     def unmap_released(self) -> None:
         """Unmap the segments that their owners have released."""
         for rank, mapped in enumerate(self._mapped):
             record = self.control.layout.record(rank)
             (count,) = self.control.numbers(record + RELEASED_COUNT, "<Q")
-            fresh = count - self._unmapped[rank]
-            if not fresh or not mapped:
-                self._unmapped[rank] = count
+            if (seen := self._unmapped[rank]) == count:
                 continue
-            if fresh >= RELEASED_RING_ENTRIES:
+            if count - seen >= MAX_RELEASED:
                 mapped.clear()
             else:
-                for i in range(self._unmapped[rank], count):
-                    (inode,) = self.control.numbers(record + RELEASED_RING + 8 * (i % RELEASED_RING_ENTRIES), "<Q")
-                    mapped.pop(inode, None)
+                for i in range(seen, count):
+                    mapped.drop(*self.control.numbers(record + RELEASED_RING + 8 * (i % MAX_RELEASED), "<Q"))
             self._unmapped[rank] = count
 
     def slots(self, deadline: float, required: bool = True) -> list[list[Array]] | None:
@@ -225,7 +198,7 @@ class PeerMemory:
         if control.rank == 0:
             try:
                 segment = Segment.create(2 * control.layout.world_size * self.slot_bytes, directory=self._directory)
-                control.put_numbers(SLOTS, "<QQQ", segment.fd, segment.address.inode, segment.size_bytes)
+                control.memory[SLOTS : SLOTS + ADDRESS_BYTES] = segment.address.pack()
                 control.u32[SLOT_STATE // 4] = _MADE
             except AxonError as error:
                 control.put_text(FAILURE, str(error))
@@ -236,28 +209,21 @@ class PeerMemory:
                 raise control.fail(Busy(control.text(FAILURE)))
             return None
         if segment is None:
-            fd, inode, size_bytes = control.numbers(SLOTS, "<QQQ")
-            where = SegmentAddress(boot=boot_id(), pid=self.pids[0], fd=fd, inode=inode, size_bytes=size_bytes)
             try:
-                segment = Segment.open(where)
+                segment = Segment.open(SegmentAddress.unpack(bytes(control.memory[SLOTS : SLOTS + ADDRESS_BYTES])))
             except AxonError as error:
                 raise control.fail(error) from error
         control.barrier(deadline)
         return segment
 
     def _publish_released(self) -> None:
-        released = registry.released()
-        if len(released) == self._published:
-            return
-        record = self.control.layout.record(self.control.rank)
-        (count,) = self.control.numbers(record + RELEASED_COUNT, "<Q")
-        for inode in released[self._published :][-RELEASED_RING_ENTRIES:]:
-            self.control.put_numbers(record + RELEASED_RING + 8 * (count % RELEASED_RING_ENTRIES), "<Q", inode)
-            count += 1
-        if len(released) - self._published > RELEASED_RING_ENTRIES:
-            count += RELEASED_RING_ENTRIES  # more than the ring holds: the peers unmap all our segments
-        self.control.put_numbers(record + RELEASED_COUNT, "<Q", count)
-        self._published = len(released)
+        count, inodes = shared_arrays.released(self._published)
+        if inodes:
+            record = self.control.layout.record(self.control.rank)
+            for i, inode in enumerate(inodes, count - len(inodes)):
+                self.control.put_numbers(record + RELEASED_RING + 8 * (i % MAX_RELEASED), "<Q", inode)
+            self.control.put_numbers(record + RELEASED_COUNT, "<Q", count)
+            self._published = count
 
 
 class Exchange:
@@ -265,7 +231,7 @@ class Exchange:
 
     Attributes:
         slots: whether they go through slots: window by window, with a barrier after each is published.
-        mapped: whether all of them lie in registered memory that every rank has mapped.
+        mapped: whether all of them are shared arrays that every rank has mapped.
 
     Args:
         peer_memory: of the backend.
@@ -294,7 +260,7 @@ class Exchange:
         self._longest = longest
         self._views: list[Array | None] = []
         if slots is None:
-            self.mapped = all(d.kind == _REGISTERED for d in descriptors)
+            self.mapped = all(d.kind == _SHARED for d in descriptors)
             required = self.mapped or not peer_memory.direct
             self._views = [peer_memory.view(r, d, dtype, required) for r, d in enumerate(descriptors)]
         else:
@@ -366,16 +332,8 @@ class Exchange:
         starts, descriptor, peer_memory = self._starts[rank], self._descriptors[rank], self._peer_memory
         assert starts is not None, "only ranks with a source are read"
         if self._lies_apart(rank, partition):
-            remote = descriptor.result_address + lo * self._dtype.itemsize
+            address = descriptor.result_address + lo * self._dtype.itemsize
         else:
-            remote = descriptor.address + (starts[partition] + lo) * self._dtype.itemsize
-        local, left = address_of(out), out.nbytes
-        peer_memory.bytes_read += left
-        while left:
-            peer_memory.control.check()
-            size = min(left, _PULL_BYTES)
-            try:
-                peer_memory.reader.read(peer_memory.pids[rank], remote, local, size)
-            except Broken as error:
-                raise peer_memory.control.unreadable(rank, error) from error
-            remote, local, left = remote + size, local + size, left - size
+            address = descriptor.address + (starts[partition] + lo) * self._dtype.itemsize
+        peer_memory.bytes_read += out.nbytes
+        peer_memory.control.read(rank, address, out)

@@ -18,9 +18,9 @@ from axon_ps.collectives.backends.request import partition_starts, required
 from axon_ps.collectives.backends.shm.agreement import Agreement
 from axon_ps.collectives.backends.shm.control import Control
 from axon_ps.collectives.backends.shm.exchange import Copy, Exchange, PeerMemory
-from axon_ps.collectives.backends.shm.registry import registry
 from axon_ps.errors import Disagreement
 from axon_ps.host.leases import address_of
+from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.reduction import ops
 from axon_ps.types import Array
 
@@ -171,7 +171,7 @@ class LargeCalls:
         except Disagreement:
             raise
         except BaseException:
-            registry.revoke(address_of(data), data.nbytes)  # peers may still write into it
+            shared_arrays.revoke(address_of(data), data.nbytes)  # peers may still write into it
             raise
 
     def _reduce_scatter(self, call: Call, output: Array, data: Array, deadline: float) -> None:
@@ -244,7 +244,7 @@ class LargeCalls:
     def _push_partition(
         self, exchange: Exchange, call: Call, data: Array, begin: int, count: int, deadline: float
     ) -> None:
-        """Reduce our partition of arrays that all lie in registered memory, and write it into all of them."""
+        """Reduce our partition of shared arrays, and write it into all of them."""
         n, rank, dtype, op = self._world_size, self._rank, call.dtype, call.op
         assert op is not None
         block = max(1, self._block_bytes // 2 // dtype.itemsize)

@@ -25,10 +25,9 @@ from typing import TypeVar
 import numpy as np
 
 from axon_ps.collectives.backends.shm.control import ENTRY_HEADER_BYTES, RING_ENTRIES, Control
-from axon_ps.errors import Broken, Disagreement
-from axon_ps.host import futex
+from axon_ps.errors import Disagreement
+from axon_ps.host import futex, process_memory
 from axon_ps.host.leases import address_of
-from axon_ps.host.peer_process import MemoryReader
 from axon_ps.types import Array, DType
 
 _EAGER, _READY_TO_SEND, _FINISHED, _CLEAR_TO_SEND, _FRAGMENT, _REJECTED = range(6)
@@ -36,7 +35,6 @@ _ENTRY = struct.Struct("<IIqQQQQ")  # kind, dtype, tag, id of the transfer, byte
 _DTYPES = list(DType)
 _SPIN_S = 30e-6
 _SLICE_S = 0.1
-_PULL_BYTES = 4 << 20
 _TAIL = 64
 
 T = TypeVar("T")
@@ -69,13 +67,11 @@ class Mailbox:
     Args:
         control: of the group.
         direct: whether all ranks can read each other's memory.
-        pids: the ranks' processes, by position.
     """
 
-    def __init__(self, control: Control, direct: bool, pids: list[int]) -> None:
+    def __init__(self, control: Control, direct: bool) -> None:
         self._control = control
         self._direct = direct
-        self._pids = pids
         layout, me = control.layout, control.rank
         self._out = [layout.message_ring(me, r) for r in range(layout.world_size)]
         self._in = [layout.message_ring(r, me) for r in range(layout.world_size)]
@@ -103,7 +99,7 @@ class Mailbox:
             self._transfers += 1
             transfer = self._transfers
         address = address_of(data)
-        if not (self._direct and MemoryReader().readable(os.getpid(), address, raw.nbytes)):
+        if not (self._direct and process_memory.readable(address, raw.nbytes)):
             address = 0
         self._enqueue(to, deadline, None, _READY_TO_SEND, kind, tag, transfer, 0, raw.nbytes, address)
         reply, text = self._wait(lambda: self._replies.pop(transfer, None), {to}, deadline)
@@ -119,7 +115,7 @@ class Mailbox:
         """See `Backend.recv`."""
         deadline = time.monotonic() + timeout_s
         self._control.check()
-        sources = {source} if source >= 0 else set(range(len(self._pids))) - {self._control.rank}
+        sources = {source} if source >= 0 else set(range(self._control.layout.world_size)) - {self._control.rank}
         message = self._wait(lambda: self._match(source, tag), sources, deadline)
         if message.dtype is not dtype or message.size_bytes != data.nbytes:
             self._reject(message, data, dtype, deadline)
@@ -127,7 +123,7 @@ class Mailbox:
         if message.payload is not None:
             data.view(np.uint8)[:] = np.frombuffer(message.payload, np.uint8)
         elif message.address:
-            self._copy(message, data)
+            self._control.read(message.source, message.address, data)
             self._reply(message, _FINISHED, "", deadline)
         else:
             key = message.source, message.transfer
@@ -157,17 +153,6 @@ class Mailbox:
         if message.payload is None:
             self._reply(message, _REJECTED, text, deadline)
         raise Disagreement(text)
-
-    def _copy(self, message: _Message, data: Array) -> None:
-        reader, remote, local, left = MemoryReader(), message.address, address_of(data), data.nbytes
-        while left:
-            self._control.check()
-            size = min(left, _PULL_BYTES)
-            try:
-                reader.read(self._pids[message.source], remote, local, size)
-            except Broken as error:
-                raise self._control.unreadable(message.source, error) from error
-            remote, local, left = remote + size, local + size, left - size
 
     def _reply(self, message: _Message, kind: int, text: str, deadline: float) -> None:
         raw = memoryview(text.encode()[: self._control.layout.payload_bytes])

@@ -2,37 +2,33 @@
 
 The first rank makes the control segment and stores its address under `shm/NAME/offer`; the others map it and store
 under `shm/NAME/joined/RANK` that they did, or why not. Only the first rank reads those, and it deletes all of the keys,
-so nothing remains in the store. Then follows a handshake through the segment: each rank publishes its process id and
-the address of some random bytes of its memory, and tries to read those of all others. If all can, arrays are read
-where they are.
+so nothing remains in the store. Then the ranks exchange handshakes (`host.process_memory`) through the segment. If all
+can read each other's memory, arrays are read where they are.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
-from collections.abc import Callable
 
 from axon_ps.collectives.backends.base import GroupContext
 from axon_ps.collectives.backends.shm.control import (
     FAILURE,
+    HANDSHAKE,
     NONCE,
-    PID,
-    PROBE_NONCE,
-    PROBE_RESULT,
+    READABLE,
     STATE,
     Control,
     Layout,
 )
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout, Unreachable
 from axon_ps.host import futex
-from axon_ps.host.peer_process import MemoryReader, PeerProcess
-from axon_ps.host.shared_memory import Segment, SegmentAddress, nonce
+from axon_ps.host.peer_process import PeerProcess
+from axon_ps.host.process_memory import HANDSHAKE_BYTES, SECRET_BYTES, Handshake, own_handshake
+from axon_ps.host.shared_memory import Segment, SegmentAddress
 
 _JOINED, _FAILED = 1, 2
-_PROBE_BYTES = 16
 _POLL_S = 0.1
 
 
@@ -80,9 +76,9 @@ def _create(context: GroupContext, layout: Layout, deadline: float, directory: s
         _check_machine()
         segment = Segment.create(layout.size_bytes, directory=directory)
         control = Control(segment, layout, 0, context.ranks, context.name, context.ended)
-        secret = nonce()
-        control.memory[NONCE : NONCE + len(secret)] = secret
-        offer = {"address": segment.address.to_json(), "nonce": secret.hex()}
+        secret = own_handshake().secret
+        control.memory[NONCE : NONCE + SECRET_BYTES] = secret
+        offer = {"address": segment.address.pack().hex(), "nonce": secret.hex()}
     except AxonError as error:
         failure, offer = error, {"error": str(error)}
     if layout.world_size > 1:
@@ -144,11 +140,11 @@ def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
         raise Unreachable(f"rank {first} could make no shared memory for group {context.name!r}: {offer['error']}")
     try:
         _check_machine()
-        address = SegmentAddress.from_json(offer["address"])
+        address = SegmentAddress.unpack(bytes.fromhex(offer["address"]))
         owner = PeerProcess(address.pid)
         segment = Segment.open(address)
         control = Control(segment, layout, context.rank, context.ranks, context.name, context.ended)
-        if control.memory[NONCE : NONCE + _PROBE_BYTES] != bytes.fromhex(offer["nonce"]):
+        if control.memory[NONCE : NONCE + SECRET_BYTES] != bytes.fromhex(offer["nonce"]):
             raise Unreachable(f"segment {address.inode} of process {address.pid} is not the one that was offered")
     except AxonError as error:
         _report_joined(context, str(error))
@@ -156,7 +152,7 @@ def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
     control.peers[0] = owner
     _report_joined(context, "")
     try:
-        _wait_until(lambda: control.u32[STATE // 4] != 0, control, STATE, owner, first, deadline)
+        _await_state(control, owner, first, deadline)
         if control.u32[STATE // 4] == _FAILED:
             raise Unreachable(f"group {context.name!r} shares no memory: {control.text(FAILURE)}")
     except AxonError:
@@ -165,43 +161,37 @@ def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
     return control
 
 
-def _wait_until(
-    ready: Callable[[], bool], control: Control, doorbell: int, owner: PeerProcess, first: int, deadline: float
-) -> None:
-    while not ready():
+def _await_state(control: Control, owner: PeerProcess, first: int, deadline: float) -> None:
+    """Wait until the first rank has written whether all ranks share its segment."""
+    while not control.u32[STATE // 4]:
         control.check()
-        if not owner.alive() and not ready():
+        if not owner.alive() and not control.u32[STATE // 4]:
             raise MemberLost(f"rank {first} died while group {control.name!r} was made")
         left = deadline - time.monotonic()
         if left <= 0:
             raise Timeout(f"group {control.name!r} was not made in time; rank {first} still waits for others")
-        futex.wait(control.base + doorbell, 0, min(left, _POLL_S))
+        futex.wait(control.base + STATE, 0, min(left, _POLL_S))
     futex.settle()
 
 
 def _handshake(control: Control, direct: bool, deadline: float) -> bool:
-    """Exchange process ids and try to read each other's memory; returns whether all ranks can."""
-    n, layout = control.layout.world_size, control.layout
-    probe = ctypes.create_string_buffer(nonce(), _PROBE_BYTES)
-    record = layout.record(control.rank)
-    control.put_numbers(record + PID, "<QQ", os.getpid(), ctypes.addressof(probe))
-    control.memory[record + PROBE_NONCE : record + PROBE_NONCE + _PROBE_BYTES] = probe.raw
+    """Exchange handshakes; returns whether all ranks can read each other's memory."""
+    records = [control.layout.record(rank) for rank in range(control.layout.world_size)]
+    mine = records[control.rank]
+    control.memory[mine + HANDSHAKE : mine + HANDSHAKE + HANDSHAKE_BYTES] = own_handshake().pack()
     control.barrier(deadline)
-    reader, copied = MemoryReader(), ctypes.create_string_buffer(_PROBE_BYTES)
-    for rank in range(n):
-        pid, address = control.numbers(layout.record(rank) + PID, "<QQ")
+    for rank, record in enumerate(records):
+        theirs = Handshake.unpack(bytes(control.memory[record + HANDSHAKE : record + HANDSHAKE + HANDSHAKE_BYTES]))
+        control.pids[rank] = theirs.pid
         if rank != control.rank and control.peers[rank] is None:
-            control.peers[rank] = PeerProcess(pid)
-        expected = bytes(control.memory[layout.record(rank) + PROBE_NONCE :][:_PROBE_BYTES])
+            control.peers[rank] = PeerProcess(theirs.pid)
         try:
-            reader.read(pid, address, ctypes.addressof(copied), _PROBE_BYTES)
-            direct = direct and copied.raw == expected
+            theirs.verify()
         except Broken:
             direct = False
-    control.u32[(record + PROBE_RESULT) // 4] = direct
+    control.u32[(mine + READABLE) // 4] = direct
     control.barrier(deadline)
-    del probe  # no peer reads it any more
-    return all(control.u32[(layout.record(rank) + PROBE_RESULT) // 4] for rank in range(n))
+    return all(control.u32[(record + READABLE) // 4] for record in records)
 
 
 def _check_machine() -> None:
