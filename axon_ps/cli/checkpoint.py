@@ -18,7 +18,7 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.coordinator.client.operator import OperatorClient
-    from axon_ps.coordinator.core.events import CheckpointInfo
+    from axon_ps.coordinator.core.events import CheckpointReply
     from axon_ps.storage.manifest import Manifest
 
 app = o.Commands(help="Write, list, load, export and check checkpoints.")
@@ -44,7 +44,7 @@ def save(
     """Have the shard servers write a running job's state to URI."""
     extra_json = _json_object(extra)
 
-    async def write(operator: OperatorClient) -> CheckpointInfo:
+    async def write(operator: OperatorClient) -> CheckpointReply:
         return await operator.save_checkpoint(_absolute(uri), extra_json, timeout_s=timeout_s)
 
     _operate(
@@ -68,7 +68,7 @@ def restore(
 ) -> None:
     """Have a running job's shard servers load URI (the newest complete checkpoint of a directory)."""
 
-    async def load(operator: OperatorClient) -> CheckpointInfo:
+    async def load(operator: OperatorClient) -> CheckpointReply:
         return await operator.restore_checkpoint(_absolute(uri), timeout_s=timeout_s)
 
     _operate(
@@ -124,9 +124,9 @@ def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
 
     settings = settings_for(config, **flags)
 
-    async def perform() -> CheckpointInfo:
+    async def perform() -> CheckpointReply:
         async with client(settings) as operator:
-            info: CheckpointInfo = await action(operator)
+            info: CheckpointReply = await action(operator)
             return info
 
     info = asyncio.run(perform())

@@ -40,17 +40,17 @@ class Console:
     def __init__(self, out: TextIO, err: TextIO, *, colour: bool) -> None:
         self._out, self._err, self._colour = out, err, colour
         self._colours_out = colour and out.isatty()
-        self._sources: list[Source] = []
+        self._sources: list[ProcessOutput] = []
         self._progress = ""
         self.interrupted = False
         self.lines = 0
-        self.last_writer: Source | None = None
+        self.last_writer: ProcessOutput | None = None
         self.on_broken_pipe: Callable[[], None] = lambda: None
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> ProcessOutput:
         """A new process of this name; the replacement of an earlier one gets its colour."""
         earlier = next((source.colour for source in self._sources if source.name == name), None)
-        source = Source(self, name, earlier or _COLOURS[len(self._sources) % len(_COLOURS)])
+        source = ProcessOutput(self, name, earlier or _COLOURS[len(self._sources) % len(_COLOURS)])
         self._sources.append(source)
         return source
 
@@ -59,13 +59,13 @@ class Console:
         self._write(f"\x1b[31m{text}\x1b[0m" if error and self._colour else text, self._err)
         self.last_writer = None
 
-    def line(self, source: Source, text: str, *, error: bool) -> None:
+    def line(self, source: ProcessOutput, text: str, *, error: bool) -> None:
         """Write a line of a process."""
         prefix = self._prefix(source, colour=self._colour if error else self._colours_out)
         self._write(f"{prefix} {text}", self._err if error else self._out)
         self.last_writer = source
 
-    def progress(self, source: Source, text: str) -> None:
+    def progress(self, source: ProcessOutput, text: str) -> None:
         """Show the line that a process is rewriting; nothing where there is no terminal."""
         if self._colour:
             self._progress = f"{self._prefix(source, colour=True)} {text}"
@@ -92,11 +92,11 @@ class Console:
             self._err.write(self._progress)
             self._err.flush()
 
-    def _prefix(self, source: Source, *, colour: bool) -> str:
+    def _prefix(self, source: ProcessOutput, *, colour: bool) -> str:
         return f"\x1b[{source.colour}m[{source.name}]\x1b[0m" if colour else f"[{source.name}]"
 
 
-class Source:
+class ProcessOutput:
     """The two streams of one process, split into lines.
 
     Attributes:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from axon_ps.cli.console import Source
+from axon_ps.cli.console import ProcessOutput
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
 
@@ -42,7 +42,7 @@ class Process:
 
     def __init__(
         self,
-        source: Source,
+        source: ProcessOutput,
         command: Sequence[str],
         environment: Mapping[str, str],
         *,

@@ -1,6 +1,6 @@
 """The compiled loops of optimizers: one pass over parameters, gradients and state, with the wire copy in it.
 
-Refuses: to check its arguments. `ServerOptimizer.apply` has done so; these loops write where they are told.
+Refuses: to check its arguments. `UpdateRule.apply` has done so; these loops write where they are told.
 
 Invariant: what a job does not use is passed as None, and numba compiles an optimizer's loop without it: no state array,
 no branch, no wire copy, no weight decay (an untaken branch in the loop cost SGD a twentieth).

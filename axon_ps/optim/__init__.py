@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from axon_ps.optim.adagrad import Adagrad
 from axon_ps.optim.adam import Adam, AdamW
-from axon_ps.optim.base import ServerOptimizer
+from axon_ps.optim.base import UpdateRule
 from axon_ps.optim.clipping import clip_factor, global_norm
 from axon_ps.optim.lion import Lion
 from axon_ps.optim.registry import create, names, register
@@ -22,7 +22,7 @@ __all__ = [
     "AdamW",
     "Lion",
     "RMSprop",
-    "ServerOptimizer",
+    "UpdateRule",
     "clip_factor",
     "create",
     "global_norm",

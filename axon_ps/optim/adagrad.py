@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.optim.base import AT_LEAST_0, FLAG, Range, ServerOptimizer
+from axon_ps.optim.base import AT_LEAST_0, FLAG, Range, UpdateRule
 from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
 @register("adagrad")
-class Adagrad(ServerOptimizer):
+class Adagrad(UpdateRule):
     """Adagrad (Duchi et al. 2011), in torch's form.
 
     g += weight_decay · p; sum += g²; p -= lr / (1 + (t - 1) · lr_decay) · g / (√sum + eps).

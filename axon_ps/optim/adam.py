@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from axon_ps.optim.base import AT_LEAST_0, BELOW_1, FLAG, Range, ServerOptimizer
+from axon_ps.optim.base import AT_LEAST_0, BELOW_1, FLAG, Range, UpdateRule
 from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
 @register("adam")
-class Adam(ServerOptimizer):
+class Adam(UpdateRule):
     """Adam (Kingma & Ba 2015), with weight decay as an L2 term of the gradient, in torch's form.
 
     g += weight_decay · p; m, v = averages of g and g² with beta1 and beta2;

@@ -1,6 +1,6 @@
 """What every optimizer of a shard server is: names, hyperparameters, state, and one fused pass over a slice.
 
-Owns: the `ServerOptimizer` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
+Owns: the `UpdateRule` seam, the validation of hyperparameters, and the checks that stand between a caller's arrays
 and a compiled loop that does not look where it writes.
 Refuses: to store anything. An optimizer object has no state; parameters, moments and the number of updates are the
 caller's, so one object serves every slice, from as many threads as there are.
@@ -65,7 +65,7 @@ ANY = Range(low=-math.inf)
 FLAG = Range(flag=True)
 
 
-class ServerOptimizer(ABC):
+class UpdateRule(ABC):
     """One optimizer, as a set of pure functions.
 
     Attributes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from axon_ps.optim.base import AT_LEAST_0, BELOW_1, Range, ServerOptimizer
+from axon_ps.optim.base import AT_LEAST_0, BELOW_1, Range, UpdateRule
 from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
 @register("lion")
-class Lion(ServerOptimizer):
+class Lion(UpdateRule):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
     c = beta1 · m + (1 - beta1) · g; p -= lr · (sign(c) + weight_decay · p); m = beta2 · m + (1 - beta2) · g.

@@ -5,16 +5,16 @@ Owns: the names. Nothing here imports numba, so a coordinator or a worker can ch
 
 from __future__ import annotations
 
-from axon_ps.optim.base import ServerOptimizer
+from axon_ps.optim.base import UpdateRule
 from axon_ps.plugins import Registry
 
-_REGISTRY: Registry[ServerOptimizer] = Registry("optimizer")
+_REGISTRY: Registry[UpdateRule] = Registry("optimizer")
 
 register = _REGISTRY.register
 names = _REGISTRY.names
 
 
-def create(name: str) -> ServerOptimizer:
+def create(name: str) -> UpdateRule:
     """The optimizer called `name`.
 
     Args:

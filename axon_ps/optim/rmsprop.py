@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from axon_ps.optim.base import AT_LEAST_0, FLAG, Range, ServerOptimizer
+from axon_ps.optim.base import AT_LEAST_0, FLAG, Range, UpdateRule
 from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
 @register("rmsprop")
-class RMSprop(ServerOptimizer):
+class RMSprop(UpdateRule):
     """RMSprop (Hinton 2012; centered: Graves 2013), in torch's form.
 
     g += weight_decay · p; s = average of g² with alpha, less the square of the average of g when centered;

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.optim.base import ANY, AT_LEAST_0, FLAG, Range, ServerOptimizer
+from axon_ps.optim.base import ANY, AT_LEAST_0, FLAG, Range, UpdateRule
 from axon_ps.optim.registry import register
 from axon_ps.types import Array, Hyper
 
 
 @register("sgd")
-class SGD(ServerOptimizer):
+class SGD(UpdateRule):
     """p -= lr · b, where b = momentum · b + (1 - dampening) · g and g includes weight_decay · p.
 
     At the first update b is g, undampened. With nesterov the step is g + momentum · b. Source: Sutskever et al. 2013,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
-from axon_ps.storage.files import FileStore, Sink, Source
+from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.types import NUMBERS, Array, DType
 
 BLOCK_BYTES = 4 << 20
@@ -124,7 +124,7 @@ class SafetensorsReader:
         tensors: per name, dtype and shape.
     """
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: OpenFile, name: str) -> None:
         self._source = source
         self._name = name
         self._offsets: dict[str, int] = {}

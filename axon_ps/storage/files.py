@@ -41,7 +41,7 @@ class Sink(Protocol):
         """Append a contiguous buffer."""
 
 
-class Source(ABC):
+class OpenFile(ABC):
     """An open file, to read at any offset."""
 
     size: int
@@ -80,7 +80,7 @@ class FileStore(ABC):
         """
 
     @abstractmethod
-    def open(self, name: str) -> contextlib.AbstractContextManager[Source]:
+    def open(self, name: str) -> contextlib.AbstractContextManager[OpenFile]:
         """Read a file.
 
         Raises:
@@ -109,7 +109,7 @@ class FileStore(ABC):
         """A directory in it, which need not exist yet."""
 
 
-class LocalStore(FileStore):
+class LocalFileStore(FileStore):
     """A directory of a local or mounted file system.
 
     Args:
@@ -143,12 +143,12 @@ class LocalStore(FileStore):
             raise _written(path, error) from error
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> Iterator[OpenFile]:
         """See `FileStore.open`."""
         path = self._path / _checked(name)
         try:
             with open(path, "rb", buffering=0) as file:
-                yield _LocalSource(path, file.fileno())
+                yield _LocalFile(path, file.fileno())
         except OSError as error:
             raise _read(path, error) from error
 
@@ -172,9 +172,9 @@ class LocalStore(FileStore):
         with contextlib.suppress(OSError):  # it is not empty, or not there
             self._path.rmdir()
 
-    def child(self, name: str) -> LocalStore:
+    def child(self, name: str) -> LocalFileStore:
         """See `FileStore.child`."""
-        return LocalStore(self._path / _checked(name))
+        return LocalFileStore(self._path / _checked(name))
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
@@ -234,12 +234,12 @@ class FsspecStore(FileStore):
                 raise
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[Source]:
+    def open(self, name: str) -> Iterator[OpenFile]:
         """See `FileStore.open`."""
         path = f"{self._path}/{_checked(name)}"
         with _translated(path, _read):
             file = self._fs.open(path, "rb")
-            source = _FsspecSource(path, file)
+            source = _FsspecFile(path, file)
         with contextlib.closing(file):
             yield source
 
@@ -300,8 +300,8 @@ def open_store(uri: str) -> FileStore:
         raise InvalidRequest("the URI of a checkpoint is empty; give a directory or a URI")
     scheme, colon, rest = uri.partition("://")
     if not colon:
-        return LocalStore(uri)
-    return LocalStore(rest) if scheme == "file" else FsspecStore(uri)
+        return LocalFileStore(uri)
+    return LocalFileStore(rest) if scheme == "file" else FsspecStore(uri)
 
 
 class _CompleteWriter:
@@ -316,7 +316,7 @@ class _CompleteWriter:
             view = view[self._file.write(view) :]
 
 
-class _LocalSource(Source):
+class _LocalFile(OpenFile):
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
@@ -344,7 +344,7 @@ class _FsspecSink:
             self._file.write(data)
 
 
-class _FsspecSource(Source):
+class _FsspecFile(OpenFile):
     def __init__(self, path: str, file: Any) -> None:
         self._path = path
         self._file = file

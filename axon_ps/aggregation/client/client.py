@@ -23,7 +23,7 @@ from axon_ps.aggregation.client.operation_stream import OperationStream
 from axon_ps.aggregation.client.peers import MakeContext, Peers
 from axon_ps.aggregation.client.send_window import SendWindow
 from axon_ps.aggregation.core.mailbox import EAGER_BYTES
-from axon_ps.aggregation.core.stripes import Segment, StripePlan, home_of, owners_of, segments_of, stripes_of
+from axon_ps.aggregation.core.stripes import StripePlan, StripeSegment, home_of, owners_of, segments_of, stripes_of
 from axon_ps.errors import Broken, Disagreement, InternalError, InvalidRequest, Timeout
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
@@ -291,7 +291,7 @@ class CollectiveClient:
         self,
         stream: OperationStream,
         rank: int,
-        segments: Sequence[Segment],
+        segments: Sequence[StripeSegment],
         source: Array | None,
         starts: Sequence[int],
         begin: CollectiveBegin | None,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from axon_ps.aggregation.core.participants import MemoryAccounting, Participant, PendingMessage
-from axon_ps.aggregation.core.stripes import Segment, StripePlan
+from axon_ps.aggregation.core.stripes import StripePlan, StripeSegment
 from axon_ps.reduction import ops
 from axon_ps.reduction.call import Call
 from axon_ps.types import Array
@@ -103,7 +103,7 @@ class Reduction:
         else:
             ops.accumulate(self._partial_sums[index], pending.data, self._op, self._dtype)
 
-    def _complete(self, index: int, segment: Segment) -> None:
+    def _complete(self, index: int, segment: StripeSegment) -> None:
         total = self._partial_sums.pop(index)
         self._memory.add("sums", -total.nbytes)
         out = total if total.dtype == self._dtype.numpy else np.empty(len(total), self._dtype.numpy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from axon_ps.aggregation.core.stripes import Segment
+from axon_ps.aggregation.core.stripes import StripeSegment
 from axon_ps.errors import AxonError, InvalidRequest
 from axon_ps.types import Array, DType
 from axon_ps.wire.frames import elements
@@ -81,7 +81,7 @@ class Participant:
         deadline_s: float,
         memory: MemoryAccounting,
         dtype: DType,
-        uploads: Sequence[Segment],
+        uploads: Sequence[StripeSegment],
         remaining_numel: int,
     ) -> None:
         self.rank = rank

@@ -60,7 +60,7 @@ REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_S
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StripeSegment:
     """Elements [begin, end) of a partition, which is named by the rank that it comes from or goes to."""
 
     partition: int
@@ -92,7 +92,7 @@ class StripePlan:
     input_counts: tuple[int, ...] = ()
     output_counts: tuple[int, ...] = ()
 
-    def uploads(self) -> Sequence[Segment]:
+    def uploads(self) -> Sequence[StripeSegment]:
         """The segments that the rank sends, in order."""
         largest = SEGMENT_BYTES if self.call.operation in REDUCING else FORWARDED_SEGMENT_BYTES
         return _segments(tuple(self._ranges()), self.call.dtype.itemsize, largest)
@@ -123,7 +123,7 @@ class StripePlan:
                 return sum(self._numel(count) for source, count in enumerate(self.output_counts) if source != rank)
         return 0
 
-    def recipients(self, segment: Segment) -> Sequence[int]:
+    def recipients(self, segment: StripeSegment) -> Sequence[int]:
         """The ranks that get a segment that this rank uploads, or the result of combining it."""
         call = self.call
         match call.operation:
@@ -214,17 +214,17 @@ def home_of(group: str, number: int, num_servers: int) -> int:
     return (zlib.crc32(group.encode()) + number) % num_servers
 
 
-def segments_of(numel: int, itemsize: int) -> Sequence[Segment]:
+def segments_of(numel: int, itemsize: int) -> Sequence[StripeSegment]:
     """An array in segments, as it travels between two ranks."""
     return _segments(((0, 0, numel),), itemsize, FORWARDED_SEGMENT_BYTES)
 
 
 @lru_cache(maxsize=CACHED_UPLOADS)
-def _segments(ranges: tuple[tuple[int, int, int], ...], itemsize: int, largest_bytes: int) -> tuple[Segment, ...]:
+def _segments(ranges: tuple[tuple[int, int, int], ...], itemsize: int, largest_bytes: int) -> tuple[StripeSegment, ...]:
     return tuple(_cut(ranges, itemsize, largest_bytes))
 
 
-def _cut(ranges: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: int) -> Iterator[Segment]:
+def _cut(ranges: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: int) -> Iterator[StripeSegment]:
     """Segments that alternate between partitions: each partition travels from the operation's beginning to its end."""
     left = deque(s for s in ranges if s[1] < s[2])
     small, large = SMALL_SEGMENT_BYTES // itemsize, largest_bytes // itemsize
@@ -233,7 +233,7 @@ def _cut(ranges: Iterable[tuple[int, int, int]], itemsize: int, largest_bytes: i
         partition, begin, end = left.popleft()
         size = min(large, max(small, min(done, (total - done) // 2)))
         stop = min(begin + size, end)
-        yield Segment(partition, begin, stop)
+        yield StripeSegment(partition, begin, stop)
         done += stop - begin
         if stop < end:
             left.append((partition, stop, end))

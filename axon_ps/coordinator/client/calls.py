@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from axon_ps.coordinator.core.events import CheckpointInfo, Registered, Status
+from axon_ps.coordinator.core.events import CheckpointReply, Registered, Status
 from axon_ps.coordinator.messages import status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
@@ -193,7 +193,7 @@ class Calls(ABC):
         """
         return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_RETRY_ANY)).found)
 
-    async def save_checkpoint(self, uri: str, extra_json: str = "", timeout_s: float | None = None) -> CheckpointInfo:
+    async def save_checkpoint(self, uri: str, extra_json: str = "", timeout_s: float | None = None) -> CheckpointReply:
         """Have the shard servers write the state at the current version; returns when the manifest is in place.
 
         Args:
@@ -212,7 +212,7 @@ class Calls(ABC):
 
     async def restore_checkpoint(
         self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
-    ) -> CheckpointInfo:
+    ) -> CheckpointReply:
         """Have the shard servers load a checkpoint; the current steps abort. Returns when all have loaded it.
 
         Args:
@@ -298,8 +298,8 @@ class Calls(ABC):
         return reply
 
 
-def _info(reply: Any) -> CheckpointInfo:
-    return CheckpointInfo(
+def _info(reply: Any) -> CheckpointReply:
+    return CheckpointReply(
         uri=reply.uri,
         version=reply.version,
         bytes=reply.bytes,

@@ -23,7 +23,7 @@ from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.core.events import (
-    CheckpointInfo,
+    CheckpointReply,
     Event,
     JobState,
     JoinRequest,
@@ -71,7 +71,7 @@ from axon_ps.types import CopyFrom, Hyper, Membership, Role
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, session_pb2
 
 __all__ = [
-    "CheckpointInfo",
+    "CheckpointReply",
     "CoordinatorClient",
     "Event",
     "JobState",

@@ -18,7 +18,7 @@ class Persist:
 
 
 @dataclass(frozen=True)
-class Push:
+class SendEvent:
     """Send an event to a session."""
 
     session: int
@@ -41,7 +41,7 @@ class CloseSession:
     error: AxonError | None = None
 
 
-Action = Persist | Push | Reply | CloseSession
+Action = Persist | SendEvent | Reply | CloseSession
 
 
 class Outbox:
@@ -58,7 +58,7 @@ class Outbox:
 
     def push(self, sessions: Iterable[int | None], event: ServerEvent) -> None:
         """Send an event to sessions (None: a member without a stream at present)."""
-        self._actions.extend(Push(s, event) for s in sessions if s is not None)
+        self._actions.extend(SendEvent(s, event) for s in sessions if s is not None)
 
     def reply(self, call: int, result: object) -> None:
         """Answer a call."""

@@ -239,7 +239,7 @@ class Registered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
+class CheckpointReply:
     """A checkpoint that was written or read.
 
     Attributes:

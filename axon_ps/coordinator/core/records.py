@@ -46,7 +46,7 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 
 
 @dataclass
-class Parameters:
+class ParameterState:
     """Who holds a model's parameters.
 
     Attributes:
@@ -75,7 +75,7 @@ class DurableModel:
     name: str = ""
     step: int = 1
     version: int = 0
-    parameters: Parameters = field(default_factory=Parameters)
+    parameters: ParameterState = field(default_factory=ParameterState)
     spec: JobSpec | None = None
     optimizer: OptimizerSpec | None = None
     decisions: tuple[Decision, ...] = ()
@@ -120,7 +120,7 @@ def progress_record(progress: ModelProgress) -> Record:
     return _record(_of(progress.model, "progress"), codec.progress_to_proto(progress))
 
 
-def parameters_record(model: int, parameters: Parameters) -> Record:
+def parameters_record(model: int, parameters: ParameterState) -> Record:
     """Which servers hold a model's parameters."""
     message = state_pb2.ParametersRecord(
         epoch=parameters.epoch,
@@ -265,8 +265,8 @@ def _model(records: Mapping[str, bytes], number: int, name: str) -> DurableModel
     )
 
 
-def _parameters(message: state_pb2.ParametersRecord) -> Parameters:
-    return Parameters(
+def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
+    return ParameterState(
         epoch=message.epoch,
         initialized=message.initialized,
         holders=dict(message.holders),

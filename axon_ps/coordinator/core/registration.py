@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from axon_ps.coordinator.core.events import JobState, KnownNames, RestoreOrder
-from axon_ps.coordinator.core.records import Parameters
+from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
@@ -38,7 +38,7 @@ class Registration:
         self,
         spec: JobSpec | None,
         optimizer: OptimizerSpec | None,
-        parameters: Parameters,
+        parameters: ParameterState,
         num_shards: int,
         *,
         number: int = 0,
@@ -155,7 +155,7 @@ class Registration:
         """No server holds anything any more; all are to load `section` of `uri`."""
         p = self.parameters
         order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
-        self.parameters = Parameters(epoch=order.epoch, restore=order)
+        self.parameters = ParameterState(epoch=order.epoch, restore=order)
         return order
 
     def fail_restore(self, failure: str) -> None:

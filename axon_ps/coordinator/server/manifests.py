@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
-from axon_ps.coordinator.core.events import CheckpointInfo
+from axon_ps.coordinator.core.events import CheckpointReply
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
@@ -31,7 +31,7 @@ class Found:
     """A checkpoint and what was saved with it; `resumes` are the models to restore from it."""
 
     resumes: tuple[Resume, ...]
-    info: CheckpointInfo
+    info: CheckpointReply
 
 
 def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> Found:
@@ -98,9 +98,9 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def _info(manifest: Manifest) -> CheckpointInfo:
+def _info(manifest: Manifest) -> CheckpointReply:
     several = len(manifest.sections) > 1
-    return CheckpointInfo(
+    return CheckpointReply(
         uri=manifest.uri,
         version=manifest.version,
         bytes=manifest.bytes,
@@ -124,7 +124,7 @@ def check_extra(extra_json: str) -> dict[str, object]:
     return extra
 
 
-def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> CheckpointInfo:
+def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> CheckpointReply:
     """Make a checkpoint of files that are all written, by writing its manifest.
 
     Raises:

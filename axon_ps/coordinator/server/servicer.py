@@ -11,7 +11,7 @@ import math
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action
-from axon_ps.coordinator.core.events import UPLOADED, CheckpointInfo, Registered
+from axon_ps.coordinator.core.events import UPLOADED, CheckpointReply, Registered
 from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
@@ -53,7 +53,7 @@ class CoordinatorServicer:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._registering = asyncio.Lock()
-        self._saves = SharedCalls[CheckpointInfo]()
+        self._saves = SharedCalls[CheckpointReply]()
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
@@ -190,7 +190,7 @@ class CoordinatorServicer:
         extra = manifests.check_extra(request.extra_json)
         state.check_caller(caller)
 
-        async def save() -> CheckpointInfo:
+        async def save() -> CheckpointReply:
             snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
             return await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
 
@@ -238,7 +238,7 @@ def _metrics(heartbeat: session_pb2.Heartbeat) -> dict[str, float]:
     return {codec.name_from_proto(name, "a metric's name"): value for name, value in heartbeat.metrics.items()}
 
 
-def _checkpoint(info: CheckpointInfo) -> coordinator_pb2.CheckpointReply:
+def _checkpoint(info: CheckpointReply) -> coordinator_pb2.CheckpointReply:
     return coordinator_pb2.CheckpointReply(
         uri=info.uri, version=info.version, bytes=info.bytes, extra_json=info.extra_json, versions=info.versions
     )

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
+from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto
@@ -243,7 +243,7 @@ class Shell:
     def _publish(self, batch: list[Action]) -> None:
         messages: dict[int, session_pb2.SessionEvent] = {}  # an event to many members is encoded once
         for action in batch:
-            if isinstance(action, Push):
+            if isinstance(action, SendEvent):
                 message = messages.get(id(action.event))
                 if message is None:
                     message = messages[id(action.event)] = event_to_proto(action.event)

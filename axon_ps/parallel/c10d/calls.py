@@ -30,7 +30,7 @@ class _Call(Protocol):
     def __call__(self, *, timeout_s: float | None, async_op: bool) -> Any: ...
 
 
-class Plan:
+class CallPlan:
     """One call of our group, made from one c10d operation.
 
     Args:
@@ -73,7 +73,7 @@ class Performer:
 
     def perform(
         self,
-        make_plan: Callable[[], Plan],
+        make_plan: Callable[[], CallPlan],
         result: Any,
         device: torch.device,
         options: Any = None,

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, ReduceScatterOptions, Work
 
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.c10d.calls import Plan
+from axon_ps.parallel.c10d.calls import CallPlan
 from axon_ps.parallel.c10d.operations import Collectives, options_of
-from axon_ps.parallel.c10d.reductions import Reduction
+from axon_ps.parallel.c10d.reductions import TensorReduction
 from axon_ps.parallel.c10d.tensors import native, readable_rows, writable_rows
 from axon_ps.parallel.c10d.work import AxonWork
 
@@ -35,7 +35,7 @@ class CoalescedCollectives(Collectives):
 
         def one_call(chosen: Sequence[int]) -> AxonWork:
             packed = [tensors[i] for i in chosen]
-            reduction = Reduction.of(options.reduceOp, packed[0].dtype)
+            reduction = TensorReduction.of(options.reduceOp, packed[0].dtype)
             return self._performer.perform(
                 lambda: self._all_reduce_plan(packed, reduction), packed, packed[0].device, options
             )
@@ -54,10 +54,12 @@ class CoalescedCollectives(Collectives):
         def one_call(chosen: Sequence[int]) -> AxonWork:
             outputs, inputs = [output_tensors[i] for i in chosen], [input_tensors[i] for i in chosen]
 
-            def plan() -> Plan:
+            def plan() -> CallPlan:
                 target = writable_rows(outputs, n)
                 data = native(readable_rows(inputs, 1))
-                return Plan("all_gather", partial(self._group.all_gather, data, out=native(target.flat)), target.finish)
+                return CallPlan(
+                    "all_gather", partial(self._group.all_gather, data, out=native(target.flat)), target.finish
+                )
 
             return self._performer.perform(plan, outputs, outputs[0].device, opts)
 
@@ -75,9 +77,9 @@ class CoalescedCollectives(Collectives):
 
         def one_call(chosen: Sequence[int]) -> AxonWork:
             outputs, inputs = [output_tensors[i] for i in chosen], [input_tensors[i] for i in chosen]
-            reduction = Reduction.of(options.reduceOp, outputs[0].dtype)
+            reduction = TensorReduction.of(options.reduceOp, outputs[0].dtype)
 
-            def plan() -> Plan:
+            def plan() -> CallPlan:
                 counts = [sum(t.numel() for t in outputs)] * n
                 return self._reduce_scatter_plan(reduction, outputs, readable_rows(inputs, n), counts)
 
@@ -95,10 +97,12 @@ class CoalescedCollectives(Collectives):
             inputs = [input_list[i] for i in chosen]
             outputs = [outputs[i] for outputs in output_lists for i in chosen]
 
-            def plan() -> Plan:
+            def plan() -> CallPlan:
                 target = writable_rows(outputs, 1)
                 data = native(readable_rows(inputs, 1))
-                return Plan("all_gather", partial(self._group.all_gather, data, out=native(target.flat)), target.finish)
+                return CallPlan(
+                    "all_gather", partial(self._group.all_gather, data, out=native(target.flat)), target.finish
+                )
 
             return self._performer.perform(plan, outputs, inputs[0].device, opts)
 

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Reduc
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest
-from axon_ps.parallel.c10d.calls import Performer, Plan
-from axon_ps.parallel.c10d.reductions import Reduction
+from axon_ps.parallel.c10d.calls import CallPlan, Performer
+from axon_ps.parallel.c10d.reductions import TensorReduction
 from axon_ps.parallel.c10d.sparse import all_reduce_sparse
 from axon_ps.parallel.c10d.tensors import native, native_numel, readable, writable
 
@@ -44,7 +44,7 @@ class Collectives:
         tensor, options = one(tensors), options_of(opts, AllreduceOptions, timeout)
         if tensor.is_sparse:
             return all_reduce_sparse(self._performer, tensor, options)
-        reduction = Reduction.of(options.reduceOp, tensor.dtype)
+        reduction = TensorReduction.of(options.reduceOp, tensor.dtype)
         return self._performer.perform(
             lambda: self._all_reduce_plan([tensor], reduction), [tensor], tensor.device, options
         )
@@ -52,12 +52,12 @@ class Collectives:
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """The root's tensor becomes the reduction of all; the others' are only read."""
         tensor, root = one(tensors), opts.rootRank
-        reduction = Reduction.of(opts.reduceOp, tensor.dtype)
+        reduction = TensorReduction.of(opts.reduceOp, tensor.dtype)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             if root != self._rank:
                 call = partial(self._group.reduce, reduction.buffer(readable(tensor)), root, reduction.op)
-                return Plan("reduce", call)
+                return CallPlan("reduce", call)
             target = writable(tensor, filled=True)
             buffer = reduction.buffer(target.flat)
 
@@ -66,7 +66,7 @@ class Collectives:
                     reduction.store(buffer, target.flat)
                 target.finish()
 
-            return Plan("reduce", partial(self._group.reduce, buffer, root, reduction.op), finish)
+            return CallPlan("reduce", partial(self._group.reduce, buffer, root, reduction.op), finish)
 
         return self._performer.perform(plan, [tensor], tensor.device, opts)
 
@@ -77,9 +77,9 @@ class Collectives:
             opts.rootRank = root
         tensor, options = one(tensors), options_of(opts, BroadcastOptions, timeout)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(tensor, filled=options.rootRank == self._rank)
-            return Plan(
+            return CallPlan(
                 "broadcast", partial(self._group.broadcast, native(target.flat), options.rootRank), target.finish
             )
 
@@ -89,10 +89,10 @@ class Collectives:
         """The output becomes all ranks' inputs, one after the other."""
         self._check_numel("the output of all_gather", output, input.numel() * self._world_size)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(output)
             call = partial(self._group.all_gather, native(readable(input)), out=native(target.flat))
-            return Plan("all_gather", call, target.finish)
+            return CallPlan("all_gather", call, target.finish)
 
         return self._performer.perform(plan, output, output.device, opts)
 
@@ -101,7 +101,7 @@ class Collectives:
         self._check_numel("the input of reduce_scatter", input, output.numel() * self._world_size)
         options = options_of(opts, ReduceScatterOptions)
         counts = [output.numel()] * self._world_size
-        reduction = Reduction.of(options.reduceOp, input.dtype)
+        reduction = TensorReduction.of(options.reduceOp, input.dtype)
         return self._performer.perform(
             lambda: self._reduce_scatter_plan(reduction, [output], readable(input), counts),
             output,
@@ -120,7 +120,7 @@ class Collectives:
         """Split i of the output becomes the split of rank i's input that is for this rank; splits are rows."""
         received, sent = self._splits(output, output_split_sizes), self._splits(input, input_split_sizes)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(output)
             call = partial(
                 self._group.all_to_all,
@@ -129,7 +129,7 @@ class Collectives:
                 output_counts=received,
                 input_counts=sent,
             )
-            return Plan("all_to_all", call, target.finish)
+            return CallPlan("all_to_all", call, target.finish)
 
         return self._performer.perform(plan, output, output.device, opts)
 
@@ -152,11 +152,11 @@ class Collectives:
         self._check_list("all_gather", outputs)
         self._check_numel(f"output {self._rank} of all_gather", outputs[self._rank], tensor.numel())
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(*outputs)
             counts = [native_numel(t.numel(), t.dtype) for t in outputs]
             call = partial(self._group.all_gather, native(readable(tensor)), out=native(target.flat), counts=counts)
-            return Plan("all_gather", call, target.finish)
+            return CallPlan("all_gather", call, target.finish)
 
         return self._performer.perform(plan, output_tensors, tensor.device, opts)
 
@@ -167,7 +167,7 @@ class Collectives:
         self._check_numel("the output of reduce_scatter", output, inputs[self._rank].numel())
         options = options_of(opts, ReduceScatterOptions)
         counts = [t.numel() for t in inputs]
-        reduction = Reduction.of(options.reduceOp, output.dtype)
+        reduction = TensorReduction.of(options.reduceOp, output.dtype)
         return self._performer.perform(
             lambda: self._reduce_scatter_plan(reduction, [output], readable(*inputs), counts),
             [output],
@@ -191,10 +191,10 @@ class Collectives:
         if root == self._rank:
             self._check_list("scatter", inputs, output.numel())
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(output)
             data = native(readable(*inputs)) if root == self._rank else None
-            return Plan("scatter", partial(self._group.scatter, data, root, out=native(target.flat)), target.finish)
+            return CallPlan("scatter", partial(self._group.scatter, data, root, out=native(target.flat)), target.finish)
 
         return self._performer.perform(plan, [output], output.device, opts)
 
@@ -203,7 +203,7 @@ class Collectives:
         self._check_list("all_to_all", output_tensors)
         self._check_list("all_to_all", input_tensors)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(*output_tensors)
             call = partial(
                 self._group.all_to_all,
@@ -212,7 +212,7 @@ class Collectives:
                 output_counts=[native_numel(t.numel(), t.dtype) for t in output_tensors],
                 input_counts=[native_numel(t.numel(), t.dtype) for t in input_tensors],
             )
-            return Plan("all_to_all", call, target.finish)
+            return CallPlan("all_to_all", call, target.finish)
 
         return self._performer.perform(plan, output_tensors, output_tensors[0].device, opts)
 
@@ -222,16 +222,16 @@ class Collectives:
         """Gather to the root, whose outputs take all tensors, one after the other."""
         root = opts.rootRank
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             data = native(readable(tensor))
             if root != self._rank:
-                return Plan("gather", partial(self._group.gather, data, root))
+                return CallPlan("gather", partial(self._group.gather, data, root))
             target = writable(*outputs)
-            return Plan("gather", partial(self._group.gather, data, root, out=native(target.flat)), target.finish)
+            return CallPlan("gather", partial(self._group.gather, data, root, out=native(target.flat)), target.finish)
 
         return self._performer.perform(plan, result, tensor.device, opts)
 
-    def _all_reduce_plan(self, tensors: Sequence[Tensor], reduction: Reduction) -> Plan:
+    def _all_reduce_plan(self, tensors: Sequence[Tensor], reduction: TensorReduction) -> CallPlan:
         target = writable(*tensors, filled=True)
         buffer = reduction.buffer(target.flat)
 
@@ -240,11 +240,11 @@ class Collectives:
                 reduction.store(buffer, target.flat)
             target.finish()
 
-        return Plan("all_reduce", partial(self._group.all_reduce, buffer, reduction.op), finish)
+        return CallPlan("all_reduce", partial(self._group.all_reduce, buffer, reduction.op), finish)
 
     def _reduce_scatter_plan(
-        self, reduction: Reduction, outputs: Sequence[Tensor], data: Tensor, counts: list[int]
-    ) -> Plan:
+        self, reduction: TensorReduction, outputs: Sequence[Tensor], data: Tensor, counts: list[int]
+    ) -> CallPlan:
         """data: T[sum(counts)] is reduced, and the outputs get their shards, one after the other."""
         target = writable(*outputs)
         out = reduction.view(target.flat) if reduction.results_fit else reduction.buffer(target.flat)
@@ -256,7 +256,7 @@ class Collectives:
 
         each = [reduction.numel(c) for c in counts]
         call = partial(self._group.reduce_scatter, reduction.buffer(data), reduction.op, out=out, counts=each)
-        return Plan("reduce_scatter", call, finish)
+        return CallPlan("reduce_scatter", call, finish)
 
     # ------------------------------------------------------------------ checks
 

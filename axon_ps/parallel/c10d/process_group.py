@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, BarrierOptions, Store, Work
 
 from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import Closed
-from axon_ps.parallel.c10d.calls import Plan, seconds
+from axon_ps.parallel.c10d.calls import CallPlan, seconds
 from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
 from axon_ps.parallel.c10d.identity import BACKEND, CPU, Identity
 from axon_ps.parallel.c10d.operations import one, options_of
@@ -90,8 +90,8 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         """Send to a rank, which must receive it with the same tag."""
         tensor = one(tensors)
 
-        def plan() -> Plan:
-            return Plan("send", partial(self._group.send, native(readable(tensor)), dstRank, tag=tag))
+        def plan() -> CallPlan:
+            return CallPlan("send", partial(self._group.send, native(readable(tensor)), dstRank, tag=tag))
 
         return self._performer.perform(plan, [tensor], tensor.device)
 
@@ -99,9 +99,9 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         """Receive from a rank."""
         tensor = one(tensors)
 
-        def plan() -> Plan:
+        def plan() -> CallPlan:
             target = writable(tensor)
-            return Plan("recv", partial(self._group.recv, native(target.flat), srcRank, tag=tag), target.finish)
+            return CallPlan("recv", partial(self._group.recv, native(target.flat), srcRank, tag=tag), target.finish)
 
         return self._performer.perform(plan, [tensor], tensor.device)
 
@@ -119,7 +119,7 @@ class AxonProcessGroup(Identity, CoalescedCollectives, dist.ProcessGroup):  # ty
         device = options.device
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return self._performer.perform(lambda: Plan("barrier", self._group.barrier), [], CPU, options)
+        return self._performer.perform(lambda: CallPlan("barrier", self._group.barrier), [], CPU, options)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose `Timeout` names the ranks that did not come: all of them, on every rank."""

@@ -44,7 +44,7 @@ _SIGN_BIT = -(1 << 63)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class TensorReduction:
     """How tensors of one dtype are reduced by one operation.
 
     Attributes:
@@ -58,7 +58,7 @@ class Reduction:
     factor: float | Tensor | None = None
 
     @classmethod
-    def of(cls, given: Any, dtype: torch.dtype) -> Reduction:
+    def of(cls, given: Any, dtype: torch.dtype) -> TensorReduction:
         """The reduction that c10d's `given` (a `ReduceOp` or one of its constants) means for `dtype`.
 
         Raises:

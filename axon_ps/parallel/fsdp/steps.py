@@ -21,7 +21,7 @@ class Pending(Awaited, Protocol):
         """Stop it; its memory is not touched afterwards."""
 
 
-class Members(Protocol):
+class JobMembers(Protocol):
     """The job's members; see `JobView`."""
 
     def wait_complete(self) -> object:
@@ -32,7 +32,7 @@ class View(Protocol):
     """What is known of the model; see `ModelView`."""
 
     @property
-    def job(self) -> Members:
+    def job(self) -> JobMembers:
         """The job's members."""
 
     @property
@@ -61,14 +61,14 @@ def position_of(view: View, *, trainable: bool) -> Position:
     return view.epoch, view.version if trainable else view.copied
 
 
-class Parameters(Protocol):
+class ParameterSteps(Protocol):
     """Where parameters come from."""
 
     def gather(self, unit: int, out: Any) -> Pending:
         """Fill `out` with a unit: an array; a tensor in device memory where a node's groups are."""
 
 
-class Gradients(Protocol):
+class GradientSteps(Protocol):
     """Where gradients go."""
 
     def push(self, unit: int, grad: Any, ticket: Ticket, done: Callable[[], None] | None = None) -> Pending:
@@ -84,11 +84,11 @@ class Steps(Protocol):
         """What is known of the model."""
 
     @property
-    def parameters(self) -> Parameters:
+    def parameters(self) -> ParameterSteps:
         """Where parameters come from."""
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> GradientSteps:
         """Where gradients go."""
 
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
@@ -118,7 +118,7 @@ class Mapped(Protocol):
         """Undo whatever was written to `values` here."""
 
 
-class ServerParameters(Parameters, Protocol):
+class ServerParameters(ParameterSteps, Protocol):
     """Parameters that come from the shard servers; see `worker.steps.parameters`."""
 
     def mapped(self, unit: int) -> Mapped | None:

@@ -25,7 +25,7 @@ from collections import Counter
 import numpy as np
 
 from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
-from axon_ps.shard.core.gradients import Gradients
+from axon_ps.shard.core.gradients import GradientSums
 from axon_ps.shard.core.master import Update
 from axon_ps.shard.core.parameters import ServedParameters
 from axon_ps.shard.core.slices import OwnedSlices
@@ -61,7 +61,7 @@ class ShardEngine:
         self.slices = OwnedSlices()
         self.counters: Counter[str] = Counter()
         self.parameters = ServedParameters(self.slices, self.counters)
-        self.gradients = Gradients(self.slices, self.counters)
+        self.gradients = GradientSums(self.slices, self.counters)
         self._last_committed: Decision | None = None
         # hyperparameters that this step is expected to have, and the update that they make
         self._expected: tuple[tuple[Hyper, ...], Update] | None = None

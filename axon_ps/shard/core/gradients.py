@@ -53,7 +53,7 @@ class Attempt:
     last_committable: int = -1
 
 
-class Gradients:
+class GradientSums:
     """The attempts of one model.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.compress import cast
-from axon_ps.optim.base import ServerOptimizer
+from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.kernel_ranges import KernelRange, cut, kernel_ranges
 from axon_ps.sharding.layout import Unit
@@ -29,7 +29,7 @@ class Update:
         scale: what the gradient is multiplied by.
     """
 
-    kernels: ServerOptimizer
+    kernels: UpdateRule
     hypers: tuple[Hyper, ...]
     scale: float = 1.0
 
@@ -81,7 +81,7 @@ class Master:
         self.state = {}
         self.set_updates([0] * len(self._unit.parameters))
 
-    def add_moments(self, kernels: ServerOptimizer, groups: Sequence[Hyper]) -> None:
+    def add_moments(self, kernels: UpdateRule, groups: Sequence[Hyper]) -> None:
         """Make the moments that groups need and that are missing, and put all in the order that kernels take."""
         state: dict[str, Array] = {}
         for name in kernels.state_names(groups):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from axon_ps.errors import InternalError, InvalidRequest, StepAborted
 from axon_ps.optim import registry
-from axon_ps.optim.base import ServerOptimizer
+from axon_ps.optim.base import UpdateRule
 from axon_ps.shard.core.master import Master, Update
 from axon_ps.types import DType, Hyper, OptimizerSpec
 
@@ -34,7 +34,7 @@ class Updater:
                 f"the optimizer names the groups of {len(spec.group_of)} parameters; the layout has {num_parameters}"
             )
         self.spec = spec
-        self._kernels: ServerOptimizer = registry.create(spec.name)
+        self._kernels: UpdateRule = registry.create(spec.name)
         self._hypers: tuple[Hyper, ...] = tuple(self._kernels.validate(group) for group in spec.groups)
         self._state_groups = self._hypers
 

@@ -29,7 +29,7 @@ from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
 from axon_ps.shard.server.model_values import ModelValues
-from axon_ps.shard.server.reports import Server
+from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
@@ -70,7 +70,7 @@ class ModelShell:
         name: its name in the job; empty until that is known.
     """
 
-    def __init__(self, number: int, server: Server, threads: int | None = None) -> None:
+    def __init__(self, number: int, server: ServerShell, threads: int | None = None) -> None:
         self.number = number
         self.name = ""
         self.engine = ShardEngine()

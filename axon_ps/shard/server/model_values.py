@@ -14,7 +14,7 @@ from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder
 from axon_ps.errors import AxonError
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
-from axon_ps.shard.server.reports import Server
+from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.types import Array
 
@@ -36,7 +36,9 @@ class ModelValues:
         served: epoch of the values that there are.
     """
 
-    def __init__(self, number: int, engine: ShardEngine, server: Server, waiters: Waiters, idle: asyncio.Event) -> None:
+    def __init__(
+        self, number: int, engine: ShardEngine, server: ServerShell, waiters: Waiters, idle: asyncio.Event
+    ) -> None:
         self.epoch = 0
         self.served = 0
         self._ordered = 0  # epoch of the newest order, and of the newest that has room for a worker's values

@@ -35,7 +35,7 @@ class Reports(Protocol):
         """We could not restore a model."""
 
 
-class Server(Protocol):
+class ServerShell(Protocol):
     """What a model's shell needs of its server's; see `shard.server.shell.ShardShell`.
 
     Attributes:

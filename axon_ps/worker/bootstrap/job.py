@@ -37,7 +37,7 @@ from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import is_loopback
 from axon_ps.worker.bootstrap.local_store import LocalStore
 from axon_ps.worker.bootstrap.services import EmbeddedServices
-from axon_ps.worker.bootstrap.stores import Store, master_of, open_store
+from axon_ps.worker.bootstrap.stores import C10dStore, master_of, open_store
 from axon_ps.worker.environment import WorkerConfig, job_of, launch_info, node_of, security_of, shards_of, worker_config
 
 ALL_HOSTS = "0.0.0.0"
@@ -66,7 +66,7 @@ class FormedJob:
 
     config: WorkerConfig
     services: EmbeddedServices | None = None
-    store: Store | None = None
+    store: C10dStore | None = None
 
     async def wait_for_others(self) -> None:
         """Return when no worker needs the services of this one: all have finished, left or been lost.
@@ -129,7 +129,7 @@ def find_job(env: Mapping[str, str], timeout_s: float) -> FormedJob:
 
 
 def form_job(
-    store: Store, env: Mapping[str, str], rank: int, world_size: int, deadline: Deadline, *, job: str = ""
+    store: C10dStore, env: Mapping[str, str], rank: int, world_size: int, deadline: Deadline, *, job: str = ""
 ) -> FormedJob:
     """Form a job with all workers that call this on the same store; each gives its own rank.
 
@@ -192,7 +192,7 @@ def _start_others(
 
 
 def _start_first(
-    store: Store, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
+    store: C10dStore, env: Mapping[str, str], world_size: int, deadline: Deadline, job: str, incarnation: str
 ) -> tuple[EmbeddedServices, dict[str, Any]]:
     """On rank 0: start its services; returns them and the announcement. An error is announced, too."""
     keys = {rank: _location_key(rank) for rank in range(world_size)}
@@ -242,7 +242,7 @@ def _first_services(
 
 
 def _receive_announcement(
-    store: Store, env: Mapping[str, str], rank: int, incarnation: str, deadline: Deadline
+    store: C10dStore, env: Mapping[str, str], rank: int, incarnation: str, deadline: Deadline
 ) -> dict[str, Any]:
     """On every other rank: store its location until rank 0 has read it; returns the announcement."""
     key, location = _location_key(rank), _own_location(env, incarnation)
@@ -260,7 +260,7 @@ def _receive_announcement(
 
 
 def _wait_for_locations(
-    store: Store, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
+    store: C10dStore, keys: Mapping[int, str], incarnations: dict[int, str], deadline: Deadline
 ) -> list[tuple[str, str]]:
     """On rank 0: the locations of all workers, by rank; puts their incarnations into `incarnations`."""
     locations: dict[int, tuple[str, str]] = {}
@@ -289,7 +289,7 @@ def _own_location(env: Mapping[str, str], incarnation: str) -> str:
     return json.dumps([_network(), node_of(env), incarnation])
 
 
-def _read(store: Store, key: str) -> Any:
+def _read(store: C10dStore, key: str) -> Any:
     """The value stored there; None when there is none."""
     try:
         return json.loads(store.get(key)) if store.check([key]) else None

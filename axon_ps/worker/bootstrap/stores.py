@@ -23,7 +23,7 @@ _SLURM_PORTS = range(20000, 28000)
 """A step's store listens at one of these, by the job's number, unless MASTER_PORT is set."""
 
 
-class Store(Protocol):
+class C10dStore(Protocol):
     """The methods of a c10d store that forming a job needs."""
 
     def set(self, key: str, value: str, /) -> Any:
@@ -39,7 +39,7 @@ class Store(Protocol):
         """Whether all of these keys exist, without waiting."""
 
 
-def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_s: float) -> Store:
+def open_store(env: Mapping[str, str], launch: LaunchInfo, number: int, timeout_s: float) -> C10dStore:
     """The store that the launcher of this worker gives it. See Note: [Whose MASTER_ADDR is].
 
     Args:

@@ -14,7 +14,7 @@ from axon_ps.worker.steps.view import ModelView
 T = TypeVar("T")
 
 
-class Calls:
+class ModelCalls:
     """Runs calls on the background loop; all but `context` is used on the loop's thread.
 
     Args:

@@ -23,7 +23,7 @@ from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, OptimizerSpec, Outcome
 from axon_ps.worker.job_view import JobView
-from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.gradients import Gradients
 from axon_ps.worker.steps.parameters import Parameters
 from axon_ps.worker.steps.ticket import Ticket
@@ -59,7 +59,7 @@ class StepClient:
         self._coordinator = coordinator
         self._shards = shards
         self.view = ModelView(job, model)
-        self._calls = Calls(coordinator, self.view)
+        self._calls = ModelCalls(coordinator, self.view)
         self.parameters = Parameters(loop, shards, self.view, self._calls)
         self.gradients = Gradients(loop, shards, self.view, self._calls)
 

@@ -10,7 +10,7 @@ from axon_ps.errors import GenerationChanged
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.types import Array
-from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
@@ -25,7 +25,7 @@ class Gradients:
         calls: those of this model.
     """
 
-    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: Calls) -> None:
+    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls) -> None:
         self._loop = loop
         self._shards = shards
         self._view = view

@@ -10,7 +10,7 @@ from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.types import Array, DType, Hyper
-from axon_ps.worker.steps.calls import Calls
+from axon_ps.worker.steps.calls import ModelCalls
 from axon_ps.worker.steps.ticket import Ticket
 from axon_ps.worker.steps.view import ModelView
 
@@ -28,7 +28,7 @@ class Parameters:
         mapped_bytes: bytes of the units that were mapped and not copied.
     """
 
-    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: Calls) -> None:
+    def __init__(self, loop: BackgroundLoop, shards: ShardGroup, view: ModelView, calls: ModelCalls) -> None:
         self._loop = loop
         self._shards = shards
         self._view = view

@@ -9,7 +9,7 @@ import uuid
 from typing import Any, TypeVar
 
 from axon_ps.coordinator.core import records
-from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Push, Reply
+from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest, KnownNames, Ready, Vote
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
@@ -205,7 +205,7 @@ class Driver:
             if isinstance(action, Persist):
                 assert i == 0, "records come before everything else"
                 self.store.apply(action.records)
-            elif isinstance(action, Push):
+            elif isinstance(action, SendEvent):
                 self._check_durable(action.event)
                 self.peers[action.session].inbox.append(action.event)
             elif isinstance(action, Reply):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.coordinator.client.delivery import Delivery
-from axon_ps.coordinator.core.actions import Action, Push
+from axon_ps.coordinator.core.actions import Action, SendEvent
 from axon_ps.coordinator.core.events import JobState, Ready, Vote
 from axon_ps.coordinator.core.records import decision_record
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
@@ -228,7 +228,7 @@ class Simulation:
 
         def watched(actions: list[Action]) -> None:
             for action in actions:
-                if isinstance(action, Push) and isinstance(action.event, Decision):
+                if isinstance(action, SendEvent) and isinstance(action.event, Decision):
                     known = self.decisions.setdefault(action.event.step, action.event)
                     assert decision_record(known) == decision_record(action.event), "one decision for one step"
             perform(actions)

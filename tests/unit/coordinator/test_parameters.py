@@ -10,7 +10,7 @@ import pytest
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshot
 from axon_ps.coordinator.core.events import (
-    CheckpointInfo,
+    CheckpointReply,
     JobState,
     RestoreOrder,
     SnapshotFile,
@@ -344,7 +344,7 @@ def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored(
     shard.initialized(version=0, epoch=0)
     assert call not in d.replies, "that was about the values before"
     shard.initialized(version=7, epoch=1)
-    assert d.replies[call] == CheckpointInfo(uri="/ckpt", version=7)
+    assert d.replies[call] == CheckpointReply(uri="/ckpt", version=7)
     assert a.last(JobState).initialized
 
 

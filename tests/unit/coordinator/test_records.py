@@ -26,7 +26,7 @@ MEMBERSHIP = Membership(
     finished=(Member(role=Role.WORKER, rank=1, incarnation="c" * 32, node="n"),),
     models=(ModelProgress(model=3, step=5, version=4),),
 )
-PARAMETERS = records.Parameters(
+PARAMETERS = records.ParameterState(
     epoch=2,
     initialized=True,
     holders={0: "b" * 32, 1: "d" * 32},

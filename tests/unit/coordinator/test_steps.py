@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from axon_ps.coordinator.core.actions import Persist, Push
+from axon_ps.coordinator.core.actions import Persist, SendEvent
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.steps.decision import Tally
 from axon_ps.coordinator.messages import ready_from_proto
@@ -74,7 +74,7 @@ def test_the_decision_is_written_before_it_is_pushed() -> None:
     persist, *pushes = d.performed
     assert isinstance(persist, Persist)
     assert {r.key for r in persist.records} == {"decision/1", "progress"}
-    assert all(isinstance(p, Push) and isinstance(p.event, Decision) for p in pushes)
+    assert all(isinstance(p, SendEvent) and isinstance(p.event, Decision) for p in pushes)
     assert len(pushes) == 3
 
 

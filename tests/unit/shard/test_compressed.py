@@ -9,7 +9,7 @@ import pytest
 
 from axon_ps.compress import Compressor, Int8, TopK
 from axon_ps.coordinator.core.records import (
-    Parameters,
+    ParameterState,
     job_record,
     load,
     members_record,
@@ -259,7 +259,7 @@ def test_a_restarted_coordinator_knows_the_compression(grad: Compressor | None) 
         job_record("id", "test", 1, 1),
         members_record(nobody, was_complete=False, vacant=0),
         progress_record(ModelProgress(model=0, step=1, version=0)),
-        parameters_record(0, Parameters()),
+        parameters_record(0, ParameterState()),
         spec_record(0, spec),
     ]
     durable = load({r.key: r.value for r in records if r.value is not None})

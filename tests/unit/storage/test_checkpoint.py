@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from axon_ps.errors import CheckpointCorrupt, InternalError, InvalidRequest
 from axon_ps.storage import checkpoint
 from axon_ps.storage.checkpoint import FileEntry, TensorSpec, check_file, create_file, open_file
-from axon_ps.storage.files import FileStore, LocalStore, open_store
+from axon_ps.storage.files import FileStore, LocalFileStore, open_store
 from axon_ps.types import NUMBERS, Array, DType
 
 VALUES: dict[str, Array] = {
@@ -60,7 +60,7 @@ def assert_equal(got: dict[str, Array], expected: dict[str, Array]) -> None:
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
-    entry = write(LocalStore(tmp_path), "f.safetensors", VALUES, {"who": "us"})
+    entry = write(LocalFileStore(tmp_path), "f.safetensors", VALUES, {"who": "us"})
     path = tmp_path / "f.safetensors"
     assert_equal(safetensors.numpy.load_file(path), VALUES)
     with safetensors.safe_open(path, framework="numpy") as file:
@@ -72,8 +72,8 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
     safetensors.numpy.save_file(VALUES, tmp_path / "f.safetensors", {"who": "them"})
-    assert_equal(read(LocalStore(tmp_path), "f.safetensors"), VALUES)
-    with open_file(LocalStore(tmp_path), "f.safetensors") as reader:
+    assert_equal(read(LocalFileStore(tmp_path), "f.safetensors"), VALUES)
+    with open_file(LocalFileStore(tmp_path), "f.safetensors") as reader:
         assert reader.metadata == {"who": "them"}
 
 
@@ -96,11 +96,11 @@ def test_round_trip_in_pieces_of_any_size(numels: dict[str, int], piece: int) ->
 
 def test_a_tensor_may_come_in_parts(tmp_path: Path) -> None:
     array = np.arange(10, dtype=np.float32)
-    with create_file(LocalStore(tmp_path), "f", specs({"a": array, "b": array}), {}) as writer:
+    with create_file(LocalFileStore(tmp_path), "f", specs({"a": array, "b": array}), {}) as writer:
         for part in (array[:3], array[3:4], array[4:]):
             writer.write("a", part)
         writer.write("b", array)
-    assert_equal(read(LocalStore(tmp_path), "f"), {"a": array, "b": array})
+    assert_equal(read(LocalFileStore(tmp_path), "f"), {"a": array, "b": array})
 
 
 def test_bf16_is_stored_as_such(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_bf16_is_stored_as_such(tmp_path: Path) -> None:
 
     values = torch.randn(100).bfloat16()
     spec = TensorSpec(name="x", dtype=DType.BF16, shape=(4, 25))
-    with create_file(LocalStore(tmp_path), "f", [spec], {}) as writer:
+    with create_file(LocalFileStore(tmp_path), "f", [spec], {}) as writer:
         writer.write("x", values.view(torch.uint16).numpy())
     got = load_file(tmp_path / "f")["x"]
     assert got.dtype is torch.bfloat16
@@ -121,7 +121,7 @@ def test_a_writer_that_strays_from_its_header_is_our_bug(tmp_path: Path, names: 
     array = np.zeros(4, np.float32)
 
     def stray() -> None:
-        with create_file(LocalStore(tmp_path), "f", specs({"a": array, "b": array}), {}) as writer:
+        with create_file(LocalFileStore(tmp_path), "f", specs({"a": array, "b": array}), {}) as writer:
             for name in names:
                 writer.write(name, array)
 
@@ -133,14 +133,14 @@ def test_a_writer_that_strays_from_its_header_is_our_bug(tmp_path: Path, names: 
 def test_a_tensor_that_is_too_long_is_our_bug(tmp_path: Path) -> None:
     with (
         pytest.raises(InternalError, match="leaves 16"),
-        create_file(LocalStore(tmp_path), "f", specs({"a": np.zeros(4, np.float32)}), {}) as writer,
+        create_file(LocalFileStore(tmp_path), "f", specs({"a": np.zeros(4, np.float32)}), {}) as writer,
     ):
         writer.write("a", np.zeros(5, np.float32))
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     spec = specs({"a": np.zeros(4, np.float32)})
-    with pytest.raises(InvalidRequest, match="share a name"), create_file(LocalStore(tmp_path), "f", spec * 2, {}):
+    with pytest.raises(InvalidRequest, match="share a name"), create_file(LocalFileStore(tmp_path), "f", spec * 2, {}):
         pass
 
 
@@ -148,7 +148,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    store = LocalFileStore(tmp_path)
     entry = write(store, "f", VALUES)
     path = tmp_path / "f"
     path.write_bytes(path.read_bytes()[:-1])
@@ -159,7 +159,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_altered_file_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    store = LocalFileStore(tmp_path)
     entry = write(store, "f", VALUES)
     check_file(store, entry)
     content = bytearray((tmp_path / "f").read_bytes())
@@ -170,7 +170,7 @@ def test_an_altered_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    store = LocalFileStore(tmp_path)
     with pytest.raises(CheckpointCorrupt, match="lacks the file f"):
         check_file(store, FileEntry(name="f", sha256="", bytes=1))
     with pytest.raises(CheckpointCorrupt, match="lacks the file f"), open_file(store, "f"):
@@ -209,7 +209,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match="f"), open_file(LocalStore(tmp_path), "f"):
+    with pytest.raises(CheckpointCorrupt, match="f"), open_file(LocalFileStore(tmp_path), "f"):
         pass
 
 
@@ -229,7 +229,7 @@ def test_any_damage_to_the_header_is_our_error_or_none(data: st.DataObject) -> N
 
 
 def test_what_is_not_there_is_not_read(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    store = LocalFileStore(tmp_path)
     write(store, "f", VALUES)
     with open_file(store, "f") as reader:
         with pytest.raises(CheckpointCorrupt, match="no tensor 'x'"):

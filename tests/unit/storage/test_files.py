@@ -13,13 +13,13 @@ from typing import Any, BinaryIO
 import pytest
 
 from axon_ps.errors import CheckpointError, CheckpointNotFound, ConfigurationError, InvalidRequest, StorageFull
-from axon_ps.storage.files import FileStore, FsspecStore, LocalStore, open_store
+from axon_ps.storage.files import FileStore, FsspecStore, LocalFileStore, open_store
 
 
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
     if request.param == "local":
-        yield LocalStore(tmp_path / "new" / "directory")
+        yield LocalFileStore(tmp_path / "new" / "directory")
     else:
         yield open_store(f"memory://{uuid.uuid4().hex}/directory")
 
@@ -123,7 +123,7 @@ def test_disk_full(tmp_path: Path, error: int) -> None:
     def open_file(path: Path) -> BinaryIO:
         return FullDisk(path, error)  # type: ignore[return-value]
 
-    store = LocalStore(tmp_path, open_file)
+    store = LocalFileStore(tmp_path, open_file)
     with pytest.raises(StorageFull, match=r"no space left for .*model"):
         put(store, "model", [bytes(900), bytes(900)])
     assert list(tmp_path.iterdir()) == []
@@ -135,7 +135,7 @@ def test_other_errors_name_the_file(tmp_path: Path) -> None:
 
     with (
         pytest.raises(CheckpointError, match="model cannot be written") as raised,
-        LocalStore(tmp_path, open_file).create("model") as sink,
+        LocalFileStore(tmp_path, open_file).create("model") as sink,
     ):
         sink.write(bytes(2000))
     assert not isinstance(raised.value, StorageFull)
@@ -144,17 +144,17 @@ def test_other_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="cannot be written"), LocalStore(tmp_path / "file").create("a"):
+    with pytest.raises(CheckpointError, match="cannot be written"), LocalFileStore(tmp_path / "file").create("a"):
         pass
 
 
 def test_half_written_files_of_a_killed_process_are_no_files(tmp_path: Path) -> None:
     (tmp_path / ".a.0123.partial").write_bytes(b"half")
-    assert LocalStore(tmp_path).names() == []
+    assert LocalFileStore(tmp_path).names() == []
 
 
 def test_uris(tmp_path: Path) -> None:
-    assert isinstance(open_store(str(tmp_path)), LocalStore)
+    assert isinstance(open_store(str(tmp_path)), LocalFileStore)
     assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
     assert isinstance(open_store("memory://x"), FsspecStore)
     with pytest.raises(InvalidRequest, match="empty"):

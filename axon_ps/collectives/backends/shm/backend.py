@@ -20,7 +20,7 @@ from axon_ps.collectives.backends.shm.agreement import Agreement
 from axon_ps.collectives.backends.shm.control import INLINE_BYTES
 from axon_ps.collectives.backends.shm.exchange import PeerMemory
 from axon_ps.collectives.backends.shm.large import LargeCalls
-from axon_ps.collectives.backends.shm.mailbox import Mailbox
+from axon_ps.collectives.backends.shm.mailbox import ShmMailbox
 from axon_ps.collectives.backends.shm.rendezvous import rendezvous
 from axon_ps.errors import AxonError, Closed, InvalidRequest
 from axon_ps.host.shared_arrays import shared_arrays
@@ -63,7 +63,7 @@ class SharedMemoryBackend(Backend):
         self._control, self.direct = rendezvous(context, direct=direct, directory=directory)
         self._directory = directory
         self._peer_memory = PeerMemory(self._control, self.direct, slot_bytes // 64 * 64, directory)
-        self._mailbox = Mailbox(self._control, self.direct)
+        self._mailbox = ShmMailbox(self._control, self.direct)
         self._closed = False
         self._agreement = Agreement(context, self._control, self._peer_memory)
         self._large = LargeCalls(self._control, self._peer_memory, self._agreement)

@@ -87,7 +87,7 @@ _KINDS: tuple[type[AxonError], ...] = (
 )
 
 
-class Layout:
+class ControlLayout:
     """The offsets in the control segment of n ranks, in bytes."""
 
     def __init__(self, world_size: int) -> None:
@@ -138,7 +138,7 @@ class Control:
     def __init__(
         self,
         segment: Segment,
-        layout: Layout,
+        layout: ControlLayout,
         rank: int,
         ranks: Sequence[int],
         name: str,

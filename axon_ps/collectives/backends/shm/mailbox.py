@@ -61,7 +61,7 @@ class _Reassembly:
     have_bytes: int = 0
 
 
-class Mailbox:
+class ShmMailbox:
     """One rank's message rings, in and out. Any thread; see this module.
 
     Args:

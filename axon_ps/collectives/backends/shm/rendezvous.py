@@ -20,7 +20,7 @@ from axon_ps.collectives.backends.shm.control import (
     READABLE,
     STATE,
     Control,
-    Layout,
+    ControlLayout,
 )
 from axon_ps.errors import AxonError, Broken, MemberLost, Timeout, Unreachable
 from axon_ps.host import futex
@@ -60,7 +60,7 @@ def rendezvous(context: GroupContext, *, direct: bool, directory: str) -> tuple[
         MemberLost: a rank died meanwhile.
     """
     deadline = time.monotonic() + context.timeout_s
-    layout = Layout(len(context.ranks))
+    layout = ControlLayout(len(context.ranks))
     control = _create(context, layout, deadline, directory) if context.rank == 0 else _join(context, layout, deadline)
     try:
         return control, _handshake(control, direct, deadline)
@@ -69,7 +69,7 @@ def rendezvous(context: GroupContext, *, direct: bool, directory: str) -> tuple[
         raise
 
 
-def _create(context: GroupContext, layout: Layout, deadline: float, directory: str) -> Control:
+def _create(context: GroupContext, layout: ControlLayout, deadline: float, directory: str) -> Control:
     control = None
     failure: AxonError | None = None
     try:
@@ -129,7 +129,7 @@ def _report_joined(context: GroupContext, error: str) -> None:
     context.store.put(joined_key(context.name, context.rank), json.dumps(report).encode())
 
 
-def _join(context: GroupContext, layout: Layout, deadline: float) -> Control:
+def _join(context: GroupContext, layout: ControlLayout, deadline: float) -> Control:
     store, first = context.store, context.ranks[0]
     try:
         offer = json.loads(store.wait(offer_key(context.name), max(0.0, deadline - time.monotonic())))

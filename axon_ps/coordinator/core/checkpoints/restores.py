@@ -13,7 +13,7 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.events import CheckpointInfo
+from axon_ps.coordinator.core.events import CheckpointReply
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.registration import RESTORE_HINT
@@ -63,7 +63,7 @@ class Restores:
     def order(self, resumes: Sequence[Resume], now: float, call: int = -1) -> None:
         """Have the servers load models from a checkpoint, or take what a worker uploads.
 
-        `call` gets a `CheckpointInfo` when they have.
+        `call` gets a `CheckpointReply` when they have.
 
         Raises:
             InvalidRequest: the job does not have one of the models.
@@ -105,7 +105,7 @@ class Restores:
                 order, r.parameters.restore, r.parameters.initialized = r.parameters.restore, None, True
                 a.announce(model)
                 if order is not None and not self._loading():
-                    self._answer(CheckpointInfo(uri=order.uri, version=order.version))
+                    self._answer(CheckpointReply(uri=order.uri, version=order.version))
             self.persist()
 
     def _loading(self) -> list[Model]:
