@@ -17,11 +17,32 @@ Array = NDArray[Any]
 Hyper = Mapping[str, float]
 
 
+INT8_BLOCK_NUMEL = 256
+"""Numbers in one element of `DType.INT8_BLOCK`."""
+
+_STORAGE: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(np.uint16),
+    "f16": np.dtype(np.float16),
+    "f64": np.dtype(np.float64),
+    "i64": np.dtype(np.int64),
+    "i32": np.dtype(np.int32),
+    "u8": np.dtype(np.uint8),
+    "bool": np.dtype(np.bool_),
+    "int8_block": np.dtype([("scale", "<f4"), ("quants", "i1", (INT8_BLOCK_NUMEL,))]),
+}
+
+
 class DType(enum.Enum):
     """An element type on the wire. `.numpy` is how numpy stores it: bf16 has no numpy type and is held as uint16.
 
     An element of INT8_BLOCK is `INT8_BLOCK_NUMEL` numbers: their scale, f32, and an int8 for each; see
     `compress.int8_block`. All others are one number each, and those are what tensors consist of (`NUMBERS`).
+
+    Attributes:
+        numpy: the numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK).
+        itemsize: bytes of one element.
+        is_float: whether it is a floating-point number.
     """
 
     F32 = "f32"
@@ -34,20 +55,10 @@ class DType(enum.Enum):
     BOOL = "bool"
     INT8_BLOCK = "int8_block"
 
-    @property
-    def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype that stores one element (uint16 for BF16, fields "scale" and "quants" for INT8_BLOCK)."""
-        return _STORAGE[self]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return int(_STORAGE[self].itemsize)
-
-    @property
-    def is_float(self) -> bool:
-        """Whether this is a floating-point number."""
-        return self in (DType.F32, DType.BF16, DType.F16, DType.F64)
+    def __init__(self, name: str) -> None:
+        self.numpy = _STORAGE[name]
+        self.itemsize: int = self.numpy.itemsize
+        self.is_float = name in ("f32", "bf16", "f16", "f64")
 
     @classmethod
     def parse(cls, name: str) -> DType:
@@ -64,21 +75,6 @@ class DType(enum.Enum):
 
 NUMBERS = tuple(dtype for dtype in DType if dtype is not DType.INT8_BLOCK)
 """The dtypes that tensors can have."""
-
-INT8_BLOCK_NUMEL = 256
-"""Numbers in one element of `DType.INT8_BLOCK`."""
-
-_STORAGE: dict[DType, np.dtype[Any]] = {
-    DType.F32: np.dtype(np.float32),
-    DType.BF16: np.dtype(np.uint16),
-    DType.F16: np.dtype(np.float16),
-    DType.F64: np.dtype(np.float64),
-    DType.I64: np.dtype(np.int64),
-    DType.I32: np.dtype(np.int32),
-    DType.U8: np.dtype(np.uint8),
-    DType.BOOL: np.dtype(np.bool_),
-    DType.INT8_BLOCK: np.dtype([("scale", "<f4"), ("quants", "i1", (INT8_BLOCK_NUMEL,))]),
-}
 
 
 class BackendName(enum.StrEnum):

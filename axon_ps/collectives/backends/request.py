@@ -117,14 +117,19 @@ class Request:
                 raise InvalidRequest(f"{operation.value} needs an op")
             ops.check(call.op, dtype)
         data_numel, output_numel = self.lengths(rank)
-        target = self.target(rank)
-        for what, array, numel in (("data", self.data, data_numel), ("output", self.output, output_numel)):
-            if array is not None and numel is not None:
-                _check_array(what, array, dtype, numel, array is target)
-            elif array is not None:
-                raise InvalidRequest(f"{call} takes no {what} on this rank")
-            elif numel is not None:
-                raise InvalidRequest(f"{call} needs {what} of {numel} {dtype.value} on this rank; it got None")
+        self._check_array(
+            "data", self.data, data_numel, written=operation in _ONE_COUNT and self.target(rank) is not None
+        )
+        self._check_array("output", self.output, output_numel, written=True)
+
+    def _check_array(self, what: str, array: Array | None, numel: int | None, *, written: bool) -> None:
+        call = self.call
+        if array is not None and numel is not None:
+            _check_array(what, array, call.dtype, numel, written)
+        elif array is not None:
+            raise InvalidRequest(f"{call} takes no {what} on this rank")
+        elif numel is not None:
+            raise InvalidRequest(f"{call} needs {what} of {numel} {call.dtype.value} on this rank; it got None")
 
     def mismatch(self, others: Sequence[Request], rank: int) -> bool:
         """ALL_TO_ALL: whether some rank does not send us, `rank`, as many elements as we expect."""
