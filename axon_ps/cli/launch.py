@@ -3,7 +3,7 @@
 How it ends:
 - every worker exits with 0: the services are asked to drain, exit code 0.
 - a worker fails without a restart left (see `workers`), or a service fails: everything else is ended; its exit code is
-  that of the command, its traceback is the last on the screen.
+  that of the command, its traceback is the last on the screen. With --checkpoint-every a shard server is started again.
 - Ctrl-C or SIGTERM: workers get it first (SIGINT as `KeyboardInterrupt`), services after them; 130 or 143.
   A second signal kills all.
 """
@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.network import free_port, wait_until_listening
 from axon_ps.cli.processes import PYTHON, Process
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
-from axon_ps.cli.workers import Workers
+from axon_ps.cli.workers import STEADY_S, Workers
 from axon_ps.errors import AxonError
 
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
+SHARD_RESTARTS = 5
+"""How often in a row a shard server is started again that ends within STEADY_S."""
 
 
 async def perform(launch: Launch, settings: Settings) -> int:
@@ -104,6 +107,7 @@ class _Launcher:
             self._start_shards(address)
             return address
         coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
+        self._services.append(coordinator)
         self._start_shards("-")
         port = (await coordinator.address()).rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
@@ -121,23 +125,29 @@ class _Launcher:
             command += ["--step-timeout-s", str(launch.step_timeout_s)]
         if launch.resume:
             command += ["--resume", launch.resume]
+        if launch.checkpoint_every:
+            command += ["--checkpoint-dir", launch.checkpoint_dir, "--checkpoint-every", launch.checkpoint_every]
+            command += ["--checkpoint-limit", str(launch.checkpoint_limit)]
         return command
 
     def _start_shards(self, coordinator: str) -> None:
+        for index in range(self._launch.shards_here):
+            self._services.append(self._start_shard(index, coordinator))
+
+    def _start_shard(self, index: int, coordinator: str) -> Process:
         launch = self._launch
-        for index in range(launch.shards_here):
-            rank = max(launch.node_rank, 0) + index * launch.nnodes
-            threads = max(1, self._cpus // launch.shards_here)
-            command = ["shard", "--coordinator", coordinator, "--host", launch.host, "--port", "0"]
-            command += ["--rank", str(rank), "--threads", str(threads)]
-            if launch.advertise:
-                command += ["--advertise", launch.advertise]
-            self._start_service(f"shard {rank}", command)
+        rank = max(launch.node_rank, 0) + index * launch.nnodes
+        threads = max(1, self._cpus // launch.shards_here)
+        command = ["shard", "--coordinator", coordinator, "--host", launch.host, "--port", "0"]
+        command += ["--rank", str(rank), "--threads", str(threads)]
+        if launch.advertise:
+            command += ["--advertise", launch.advertise]
+        return self._start_service(f"shard {rank}", command)
 
     def _start_service(self, name: str, command: list[str], *, ready: bool = False) -> Process:
         settings = self._settings
         security = ["--insecure"] if settings.insecure else []
-        process = Process(
+        return Process(
             self._console.source(name),
             [*PYTHON, "-m", "axon_ps.cli.main", *command, *security],
             child_environment(
@@ -149,8 +159,6 @@ class _Launcher:
             stdin=True,
             ready=ready,
         )
-        self._services.append(process)
-        return process
 
     def _print_status_command(self) -> None:
         """Print the `axon-ps status` command; a token that the launcher generated is in a file that it can read."""
@@ -200,18 +208,36 @@ class _Launcher:
     async def _watch(self) -> None:
         """Return when every worker has ended well, one has failed without a restart left, or a service has failed."""
         working = asyncio.ensure_future(self._workers.watch())
-        services = {asyncio.ensure_future(p.wait()): p for p in self._services}
+        services = [asyncio.ensure_future(self._watch_service(at)) for at in range(len(self._services))]
         try:
             await asyncio.wait((working, *services), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()
-            for end, process in services.items():
+            for end, process in zip(services, self._services, strict=True):
                 if end.done() and not working.done() and not process.failed:
                     raise AxonError(f"{process.source.name} {process.child.ending} while workers were running")
         finally:
             for task in (working, *services):
                 task.cancel()
-            await asyncio.wait((working,))
+            await asyncio.wait((working, *services))
+
+    async def _watch_service(self, at: int) -> None:
+        """Return when a service has ended for good: a shard server is replaced where checkpoints are restored."""
+        first_shard = len(self._services) - self._launch.shards_here
+        restarts = 0
+        while True:
+            began_s, process = time.monotonic(), self._services[at]
+            await process.wait()
+            if time.monotonic() - began_s > STEADY_S:
+                restarts = 0
+            if at < first_shard or not (self._launch.checkpoint_every and process.failed) or restarts == SHARD_RESTARTS:
+                return
+            restarts += 1
+            self._console.print(
+                f"axon-ps: {process.source.name} {process.child.ending}; it is started again, and the job restores its "
+                f"newest checkpoint (restart {restarts} of {SHARD_RESTARTS})"
+            )
+            self._services[at] = self._start_shard(at - first_shard, self._address)
 
     def _catch_signals(self) -> None:
         def on_signal(number: int) -> None:

@@ -26,6 +26,9 @@ class Launch:
         advertise: address at which other nodes reach this node's shard servers; empty = found automatically.
         state: the embedded coordinator's state store.
         resume: checkpoint to start from, or empty.
+        checkpoint_dir: where the embedded coordinator writes checkpoints by itself; empty = it writes none.
+        checkpoint_every: how often, as the user gave it.
+        checkpoint_limit: how many of them remain.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
         token: the job's token.
     """
@@ -46,6 +49,9 @@ class Launch:
     advertise: str
     state: str
     resume: str
+    checkpoint_dir: str
+    checkpoint_every: str
+    checkpoint_limit: int
     connect_timeout_s: float
     token: str
 

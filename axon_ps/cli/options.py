@@ -78,6 +78,16 @@ StepTimeout = Annotated[
         show_default="for ever",
     ),
 ]
+CheckpointEvery = Annotated[
+    str,
+    typer.Option(
+        help="Write a checkpoint to --checkpoint-dir every so many steps (500), or after a time (90s, 10m, 2h).",
+        show_default="never",
+    ),
+]
+CheckpointLimit = Annotated[
+    int, typer.Option(help="How many of the checkpoints remain that are written by themselves.", min=1)
+]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -73,6 +73,8 @@ def run(
     resume: Annotated[
         str, typer.Option(help="Checkpoint to start from; 'auto' = newest in --checkpoint-dir.", show_default=False)
     ] = "",
+    checkpoint_every: o.CheckpointEvery = "",
+    checkpoint_limit: o.CheckpointLimit = 3,
     state: Annotated[
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
@@ -117,6 +119,9 @@ def run(
         advertise=advertise,
         state=state,
         resume=_resume(resume, settings.checkpoint_dir),
+        checkpoint_dir=settings.checkpoint_dir if checkpoint_every else "",
+        checkpoint_every=checkpoint_every,
+        checkpoint_limit=checkpoint_limit,
         connect_timeout_s=connect_timeout_s,
         token=_token(settings, nnodes=nnodes, embedded=embedded),
     )
@@ -172,12 +177,17 @@ def _check(launch: Launch, *, embedded: bool) -> None:
         print("axon-ps: --master-addr is this machine itself; other machines will not find it", file=sys.stderr)
     if embedded and launch.shards < 1:
         raise ConfigurationError("--shards is 0, but a job without --coordinator needs a shard server of its own")
-    of_coordinator = launch.resume, launch.min_workers, launch.step_timeout_s
+    of_coordinator = launch.resume, launch.min_workers, launch.step_timeout_s, launch.checkpoint_every
     if not embedded and (any(of_coordinator) or launch.state != "memory"):
         raise ConfigurationError(
-            "--resume, --state, --min-workers and --step-timeout-s are the coordinator's; give them where you start "
-            "it, since --coordinator names one that runs already"
+            "--resume, --state, --min-workers, --step-timeout-s and --checkpoint-every are the coordinator's; give "
+            "them where you start it, since --coordinator names one that runs already"
         )
+    if launch.checkpoint_every:
+        from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, parse_every
+
+        steps, seconds = parse_every(launch.checkpoint_every)
+        CheckpointPolicy(directory=launch.checkpoint_dir, every_steps=steps, every_s=seconds)
     if launch.standby and not launch.max_restarts:
         raise ConfigurationError(
             f"--standby is {launch.standby}, but --max-restarts 0 says that a worker that fails is not replaced"

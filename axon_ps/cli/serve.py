@@ -58,6 +58,14 @@ def coordinator(
     resume: Annotated[
         str, typer.Option(help="Checkpoint, or directory of checkpoints, to start from.", show_default=False)
     ] = "",
+    checkpoint_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory or URI, seen by all services, that the job resumes from by itself.", show_default=False
+        ),
+    ] = None,
+    checkpoint_every: o.CheckpointEvery = "",
+    checkpoint_limit: o.CheckpointLimit = 3,
     plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
@@ -77,9 +85,11 @@ def coordinator(
         tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
+    from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, parse_every
     from axon_ps.coordinator.core.config import CoordinatorConfig
     from axon_ps.coordinator.server.server import serve
 
+    steps, seconds = parse_every(checkpoint_every) if checkpoint_every else (0, 0.0)
     configuration = CoordinatorConfig(
         job=settings.job,
         world_size=world_size,
@@ -89,6 +99,9 @@ def coordinator(
         join_timeout_s=join_timeout_s,
         step_timeout_s=math.inf if step_timeout_s is None else step_timeout_s,
         resume=resume,
+        checkpoints=CheckpointPolicy(
+            directory=checkpoint_dir or "", every_steps=steps, every_s=seconds, limit=checkpoint_limit
+        ),
     )
     settings.load_plugins()
     store = _state_store(state, settings.job)

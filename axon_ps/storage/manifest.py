@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -164,6 +164,15 @@ def discard(uri: str, names: Sequence[str]) -> None:
     store.prune()
 
 
+def remove(manifest: Manifest) -> None:
+    """Remove a checkpoint; it is none any more before the first of its files is gone.
+
+    Raises:
+        CheckpointError: a file cannot be removed.
+    """
+    discard(manifest.uri, [MANIFEST_NAME, *(entry.name for entry in manifest.all_files)])
+
+
 def read_manifest(uri: str) -> Manifest:
     """The manifest at `uri`; of a directory of checkpoints, that of the newest complete one.
 
@@ -183,10 +192,15 @@ def read_manifest(uri: str) -> Manifest:
     return found[-1]
 
 
-def list_checkpoints(uri: str) -> list[Manifest]:
-    """The complete checkpoints at `uri` and in its directories, oldest first; damaged ones are left out.
+def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] | None = None) -> list[Manifest]:
+    """The complete checkpoints at `uri` and in its directories, oldest first.
 
-    They are ordered by version; where there are several models, by the sum of their versions.
+    Those with a damaged manifest are left out. They are ordered by version; where there are several models, by the sum
+    of their versions.
+
+    Args:
+        uri: a checkpoint, or a directory of them.
+        damaged: called with the URI of each that is left out, and why.
 
     Raises:
         CheckpointError: the directory could not be read.
@@ -195,8 +209,11 @@ def list_checkpoints(uri: str) -> list[Manifest]:
     found: list[Manifest] = []
     for candidate in (store, *(store.child(name) for name in store.directories())):
         if MANIFEST_NAME in candidate.names():
-            with contextlib.suppress(AxonError):
+            try:
                 found.append(_read(candidate))
+            except AxonError as error:
+                if damaged is not None:
+                    damaged(candidate.uri, error)
     return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
 
 
@@ -288,6 +305,7 @@ __all__ = [
     "file_prefix",
     "list_checkpoints",
     "read_manifest",
+    "remove",
     "verify",
     "write_manifest",
 ]

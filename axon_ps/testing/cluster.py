@@ -44,6 +44,10 @@ class LocalCluster:
         step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
         durable: store the coordinator's state in a file, so that it can be restarted.
         resume: checkpoint to start from.
+        checkpoint_dir: where the job writes checkpoints by itself, and what it resumes from by itself; empty = it does
+            not.
+        checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
+        checkpoint_limit: how many of them remain.
         plugins: modules that the services import, found as this process finds them; see docs/extending.md.
         environment: further variables for every process.
         start_timeout_s: seconds that starting may take.
@@ -65,6 +69,9 @@ class LocalCluster:
         step_timeout_s: float | None = None,
         durable: bool = False,
         resume: str = "",
+        checkpoint_dir: str | Path = "",
+        checkpoint_every: str = "",
+        checkpoint_limit: int = 3,
         plugins: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 30.0,
@@ -88,6 +95,11 @@ class LocalCluster:
             self._coordinator_options += ["--step-timeout-s", str(step_timeout_s)]
         if resume:
             self._coordinator_options += ["--resume", resume]
+        if checkpoint_dir:
+            self._coordinator_options += ["--checkpoint-dir", str(checkpoint_dir)]
+            self._coordinator_options += ["--checkpoint-limit", str(checkpoint_limit)]
+        if checkpoint_every:
+            self._coordinator_options += ["--checkpoint-every", checkpoint_every]
         self._durable = durable
         self._plugins = tuple(plugins)
         self._environment = dict(environment or {})

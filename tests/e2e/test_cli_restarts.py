@@ -68,3 +68,66 @@ def test_when_restarts_are_used_up_the_run_ends_with_the_workers_error(script: C
     first, second = (lines[i : i + 4] for i in tracebacks[:2])
     assert first == second, "a standby's traceback shows nothing of us"
     assert second[-1] == "[worker 0] ValueError: never happy"
+
+
+TRAINS = """
+import hashlib, os, signal, sys, time
+import torch
+import axon_ps
+from axon_ps.parallel import FSDP, SGD
+from axon_ps.storage.manifest import list_checkpoints
+
+def server():
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
+            command = open(f"/proc/{name}/cmdline", "rb").read().split(bytes(1))
+        except OSError:
+            continue
+        if int(parent) == os.getppid() and b"shard" in command:
+            return int(name)
+
+with axon_ps.World.init() as world:
+    torch.manual_seed(0)
+    model = FSDP(torch.nn.Linear(64, 8), world)
+    optimizer, kills = SGD(model, lr=0.1), "kill" in sys.argv
+    while world.version < 9:
+        if kills and world.version == 5:
+            kills = False
+            while not list_checkpoints(os.environ["AXON_PS_CHECKPOINT_DIR"]):
+                time.sleep(0.01)
+            os.kill(server(), signal.SIGKILL)
+        torch.manual_seed(world.version)
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    print(hashlib.sha256(values).hexdigest())
+"""
+
+
+def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpoint(
+    script: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = script(TRAINS)
+    undisturbed = axon_ps("run", path)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    options = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "2", "--checkpoint-limit", "1"]
+    done = axon_ps("run", *options, path, "kill")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == undisturbed.stdout, "the bits of a run that was not disturbed"
+    lines = done.stderr.splitlines()
+    assert (
+        "axon-ps: shard 0 was ended by SIGKILL; it is started again, and the job restores its newest checkpoint "
+        "(restart 1 of 5)" in lines
+    )
+
+
+def test_checkpoints_need_a_directory_and_a_period_that_can_be(script: Callable[[str], str]) -> None:
+    path = script("")
+    done = axon_ps("run", "--checkpoint-every", "5", path)
+    assert done.returncode == 2
+    assert "add --checkpoint-dir" in done.stderr
+    done = axon_ps("run", "--checkpoint-dir", "somewhere", "--checkpoint-every", "5 minutes", path)
+    assert done.returncode == 2
+    assert "give steps, as 500, or a time, as 90s, 10m or 2h" in done.stderr

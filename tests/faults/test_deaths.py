@@ -10,7 +10,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import results_of
 from axon_ps.types import Role
-from parity_model import Block, Values, batch, build
+from parity_model import Block, Values, assert_close, batch, build, plain
 from pausing import make_pipes, pause, paused
 
 STEPS, FATAL = 12, 5
@@ -63,21 +62,6 @@ def train(strategy: str, victim: int, when: str, pipes: Path) -> tuple[Values, l
             aborted += not result.committed
         values = {name: value.numpy().copy() for name, value in model.state_dict().items()}
         return values, took_part, aborted
-
-
-def plain(replicas: list[int]) -> Values:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step, count in enumerate(replicas):
-        model(torch.cat([batch(step, r) for r in range(count)])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.numpy() for name, value in model.state_dict().items()}
-
-
-def assert_close(values: Values, expected: Values) -> None:
-    for name, value in expected.items():
-        np.testing.assert_allclose(values[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "step"])

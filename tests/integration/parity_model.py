@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,3 +173,20 @@ def train_lion(world: axon_ps.World) -> Any:
         model(integers(step, world.replica)).backward()
         assert optimizer.step().committed
     return model.state_dict()["weight"].numpy().copy()
+
+
+def plain(replicas: Sequence[int]) -> Values:
+    """What plain torch makes of it, with SGD of momentum 0.9, given how many replicas took part in each step."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, count in enumerate(replicas):
+        model(torch.cat([batch(step, r) for r in range(count)])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def assert_close(values: Values, expected: Values) -> None:
+    """They are equal but for the order of additions."""
+    for name, value in expected.items():
+        np.testing.assert_allclose(values[name], value, rtol=1e-4, atol=1e-5, err_msg=name)

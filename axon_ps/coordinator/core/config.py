@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.errors import ConfigurationError
 
 
@@ -24,6 +25,7 @@ class CoordinatorConfig:
             without it there are still as many as the job needs; inf = for ever.
         resume: a checkpoint, or a directory of checkpoints, that the job begins with; empty = a worker uploads first
             values.
+        checkpoints: those that are written and restored without being asked for.
         in_worker: whether workers run in the coordinator's process; delays of its event loop are normal then.
     """
 
@@ -35,6 +37,7 @@ class CoordinatorConfig:
     join_timeout_s: float = 600.0
     step_timeout_s: float = math.inf
     resume: str = ""
+    checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     in_worker: bool = False
 
     def __post_init__(self) -> None:

@@ -136,11 +136,15 @@ class Registration:
             return []
         return [s.rank for s in shards if not self.is_loaded(s)]
 
-    def trouble(self, shards: Sequence[Member]) -> str:
-        """Why no step can be made although all members are there, as text; empty when it can."""
+    def loss(self, shards: Sequence[Member]) -> str:
+        """Why the parameters must be restored, as text; empty when they need not."""
         if lost := self.lost_with_parameters(shards):
-            return f"shard server {format_ranks(lost)} was lost with its parameters; {RESTORE_HINT}"
+            return f"shard server {format_ranks(lost)} was lost with its parameters"
         return self.parameters.failure
+
+    def trouble(self, shards: Sequence[Member]) -> str:
+        """Why no step can be made although all members are there, and what to do, as text; empty when it can."""
+        return f"{loss}; {RESTORE_HINT}" if (loss := self.loss(shards)) else ""
 
     def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
         """Whether the caller has to upload the first values."""

@@ -415,6 +415,15 @@ class CoordinatorState:
         return {m.name: m.registration.spec for m in self._models if m.registration.spec is not None}
 
     @property
+    def lost_parameters(self) -> str:
+        """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
+        shards = self._assembly.shards()
+        if len(shards) < self.config.num_shards:
+            return ""
+        losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
+        return " and ".join(prefix + loss for prefix, loss in losses if loss)
+
+    @property
     def position(self) -> tuple[tuple[int, int, int], ...]:
         """(number, epoch, version) of the parameters of every model."""
         return tuple((m.number, m.registration.parameters.epoch, m.version) for m in self._models)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import logging
 import uuid
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 from axon_ps.coordinator.client.operator import SERVICE
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
+from axon_ps.coordinator.server import automatic
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
 from axon_ps.storage.state_store import StateStore
+
+_logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0
 """How long running calls may take when it stops."""
@@ -47,27 +52,40 @@ async def serve(
         AxonError: the store failed for good.
     """
     stored = await asyncio.to_thread(store.load)
+    policy = config.checkpoints
+    if policy.directory and not (stored or config.resume):
+        config = dataclasses.replace(config, resume=await asyncio.to_thread(automatic.newest, policy.directory))
+        if config.resume:
+            _logger.warning("the job resumes from the newest checkpoint in %s", policy.directory)
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
-    handler = service_handler(SERVICE, CoordinatorServicer(shell))
+    servicer = CoordinatorServicer(shell)
+    handler = service_handler(SERVICE, servicer)
     server = listen(host, port, security, [handler], [SERVICE.full_name])
     try:
         ready(await server.start())
-        await _until(stop, shell)
+        checkpoints = automatic.AutomaticCheckpoints(shell, policy, servicer.save).run() if policy.directory else None
+        await _until(stop, shell, checkpoints)
     finally:
         await shell.close()
         await server.stop(GRACE_S)
 
 
-async def _until(stop: asyncio.Event, shell: Shell) -> None:
-    stopped = asyncio.create_task(stop.wait())
-    failed = asyncio.create_task(shell.failed())
+async def _until(stop: asyncio.Event, shell: Shell, checkpoints: Coroutine[Any, Any, None] | None) -> None:
+    """Return when it is to stop.
+
+    Raises:
+        AxonError: what it failed with.
+    """
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait()), asyncio.create_task(shell.failed())]
+    if checkpoints is not None:
+        tasks.append(asyncio.create_task(checkpoints))
     try:
-        done, _ = await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed in done:
-            failed.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for task in (stopped, failed):
+        for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task

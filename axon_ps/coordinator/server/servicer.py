@@ -185,16 +185,19 @@ class CoordinatorServicer:
         self, request: coordinator_pb2.SaveCheckpointRequest, context: Any
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
-        caller, state = _caller(request.context), self._shell.state
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        extra = manifests.check_extra(request.extra_json)
+        return _checkpoint(await self.save(_caller(request.context), uri, request.extra_json))
+
+    async def save(self, caller: Caller, uri: str, extra_json: str) -> CheckpointReply:
+        """Write a checkpoint, with a JSON object; see `CoordinatorState.save`."""
+        state, extra = self._shell.state, manifests.check_extra(extra_json)
         state.check_caller(caller)
 
         async def save() -> CheckpointReply:
             snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
             return await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
 
-        return _checkpoint(await self._saves.run((uri, request.extra_json, state.position), save))
+        return await self._saves.run((uri, extra_json, state.position), save)
 
     async def restore_checkpoint(
         self, request: coordinator_pb2.RestoreCheckpointRequest, context: Any

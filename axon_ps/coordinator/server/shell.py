@@ -14,8 +14,10 @@ wait at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -115,6 +117,7 @@ class Shell:
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._announced = asyncio.Event()
         self._closed = False
         self._pause_s = min(MAX_SLEEP_S, state.config.lease_s / PAUSES_IN_A_LEASE)
         self._set_timer()
@@ -128,6 +131,13 @@ class Shell:
         status = self.state.status(self.now())
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(status, uptime_s=self.now() - self._started_s, pending=pending)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait until something has been announced since the last call of this, or that time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+                await self._announced.wait()
+        self._announced.clear()
 
     async def failed(self) -> None:
         """Wait until the store fails for good.
@@ -247,6 +257,7 @@ class Shell:
                 message = messages.get(id(action.event))
                 if message is None:
                     message = messages[id(action.event)] = event_to_proto(action.event)
+                    self._announced.set()
                     self._log(action.event)
                     if isinstance(action.event, Decision):
                         reached(Moment.DECISION, action.event.version)

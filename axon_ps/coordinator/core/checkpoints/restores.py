@@ -16,7 +16,6 @@ from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.events import CheckpointReply
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.registration import RESTORE_HINT
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.errors import AxonError, CheckpointError, InvalidRequest
 from axon_ps.types import Role
@@ -119,7 +118,7 @@ class Restores:
         if model is not None and order is not None and order.epoch == epoch:
             what = f"shard server {entry.member.rank} could not restore {order.uri}: {error}"
             for other in self._loading() or [model]:
-                other.registration.fail_restore(f"{what}; {RESTORE_HINT}")
+                other.registration.fail_restore(what)
             self.persist()
             self._answer(type(error)(what))
             self._members.change(what, now=now)

@@ -1,0 +1,116 @@
+"""When checkpoints are written without being asked for. Pure.
+
+Owns: the policy as the user gives it, and whether one is due. Refuses: to write, verify and remove them; the server's
+`automatic` does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from axon_ps.errors import ConfigurationError
+
+FIRST_RETRY_S: Final = 1.0
+LONGEST_RETRY_S: Final = 300.0
+"""After a checkpoint that could not be written the next is tried this much later; the pause doubles each time."""
+
+_UNITS_S: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """Where checkpoints are written without being asked for, when, and how many remain.
+
+    Attributes:
+        directory: a directory that the coordinator and all shard servers see: a path, or a URI; empty = none is
+            written, and none is restored.
+        every_steps: committed steps, of all models together, between two; 0 = steps do not count.
+        every_s: seconds between two; 0 = time does not count. Nothing is written while no step commits.
+        limit: how many remain; older ones that were written by themselves are removed.
+    """
+
+    directory: str = ""
+    every_steps: int = 0
+    every_s: float = 0.0
+    limit: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or not 0 <= self.every_s < math.inf:
+            raise ConfigurationError(
+                f"checkpoints are to be written every {self.every_steps} steps and {self.every_s} s; neither may be "
+                "negative or infinite"
+            )
+        if self.limit < 1:
+            raise ConfigurationError(f"{self.limit} checkpoints are to remain; at least one must")
+        if self.writes and not self.directory:
+            raise ConfigurationError("checkpoints are to be written, and no directory is given: add --checkpoint-dir")
+
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written without being asked for."""
+        return bool(self.every_steps or self.every_s)
+
+
+def parse_every(text: str) -> tuple[int, float]:
+    """(steps, seconds) between two checkpoints, one of them 0, from "500" (steps), "90s", "10m" or "2h".
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?)([smh])", text.strip())
+    if found is None or not any(float(number) for number in found.group(1, 2) if number):
+        raise ConfigurationError(f"checkpoints every {text!r}: give steps, as 500, or a time, as 90s, 10m or 2h")
+    steps, number, unit = found.groups()
+    return (int(steps), 0.0) if steps else (0, float(number) * _UNITS_S[unit])
+
+
+class CheckpointSchedule:
+    """Whether a checkpoint is due.
+
+    Args:
+        policy: when they are written.
+        version: committed steps of all models at the start.
+        now: the time, in seconds.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, version: int, now: float) -> None:
+        self._policy = policy
+        self._version = version
+        self._written_s = now
+        self._not_before_s = now
+        self._retry_s = FIRST_RETRY_S
+
+    def due(self, version: int, now: float) -> bool:
+        """Whether one is to be written, at this sum of the models' versions and this time; see also `may_try`."""
+        self._version = min(self._version, version)  # an older one was restored
+        if version == self._version:
+            return False
+        steps, seconds = self._policy.every_steps, self._policy.every_s
+        return bool(steps and version - self._version >= steps) or bool(seconds and now - self._written_s >= seconds)
+
+    def may_try(self, now: float) -> bool:
+        """Whether the pause after a failure is over."""
+        return now >= self._not_before_s
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until `due` or `may_try` may change although no step commits; inf = they do not."""
+        if self._not_before_s > now:
+            return self._not_before_s - now
+        due_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
+        return due_s - now if due_s > now else math.inf
+
+    def written(self, version: int, now: float) -> None:
+        """One was written."""
+        self._version, self._written_s, self._not_before_s, self._retry_s = version, now, now, FIRST_RETRY_S
+
+    def failed(self, now: float) -> float:
+        """One could not be written or restored; returns after how many seconds to try again."""
+        retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, LONGEST_RETRY_S)
+        self._not_before_s = now + retry_s
+        return retry_s
+
+
+__all__ = ["CheckpointPolicy", "CheckpointSchedule", "parse_every"]
