@@ -362,9 +362,17 @@ class Control:
             raise self._error
 
     def abort(self, error: AxonError) -> None:
-        """End the pending and later calls of every rank; the first error counts."""
-        if not self._set_error(error):
-            return
+        """End the pending and later calls of every rank; the first error counts.
+
+        All ranks can see it before a thread of this one raises it: that may close the group, and who sees a closed
+        group and no error would take it for one that this rank has left.
+        """
+        with self._abort_lock:
+            if self._error is None:
+                self._publish(error)
+                self._error = error
+
+    def _publish(self, error: AxonError) -> None:
         record = self.layout.record(self.rank)
         kind = next((i for i in reversed(range(len(_KINDS))) if isinstance(error, _KINDS[i])), 0)
         self.u32[(record + ABORT_KIND) // 4] = kind
@@ -398,12 +406,9 @@ class Control:
                 peer.close()
         self.segment.close()
 
-    def _set_error(self, error: AxonError) -> bool:
+    def _set_error(self, error: AxonError) -> None:
         with self._abort_lock:
-            if self._error is None:
-                self._error = error
-                return True
-        return False
+            self._error = self._error or error
 
     def _peer_error(self) -> AxonError:
         """The error that another rank aborted with."""
