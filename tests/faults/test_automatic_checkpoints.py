@@ -5,6 +5,7 @@ The oracle is plain torch: a job that went back to a checkpoint ends with the va
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ def train(pipes: Path | None, follow: Path | None = None) -> tuple[int, Values]:
 
     Args:
         pipes: pause once, at version FATAL.
-        follow: never be more than a step ahead of the checkpoints in this directory.
+        follow: never be more than a step ahead of the checkpoints in this directory, so that they are of even versions.
     """
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
@@ -100,7 +101,7 @@ def test_a_shard_server_that_dies_costs_the_steps_since_the_last_one_and_no_word
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"
     with cluster_of(checkpoints) as cluster:
-        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
             until(lambda: 6 in versions(checkpoints))
             cluster.kill(Role.SHARD, 1)
@@ -118,7 +119,7 @@ def test_a_damaged_one_is_refused_loudly_for_the_one_before(how: str, tmp_path: 
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"
     with cluster_of(checkpoints) as cluster:
-        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
             until(lambda: {4, 6} <= set(versions(checkpoints)))
             until(lambda: cluster_is_idle(checkpoints))
@@ -156,7 +157,7 @@ def test_everything_may_die_at_once(durable: bool, tmp_path: Path) -> None:
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"
     with cluster_of(checkpoints, durable=durable) as cluster:
-        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
             until(lambda: 6 in versions(checkpoints))
             for rank in range(2):
@@ -166,6 +167,28 @@ def test_everything_may_die_at_once(durable: bool, tmp_path: Path) -> None:
         cluster.restart(COORDINATOR)
         for rank in range(2):
             cluster.restart(Role.SHARD, rank)
+        (worker,) = cluster.start_workers(train, args=(None,))
+        began, values = value_of(worker)
+    assert began == 6
+    assert_close(values, plain([1] * STEPS))
+
+
+def test_who_restores_an_older_one_goes_on_from_that(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    with cluster_of(checkpoints, checkpoint_limit=1) as cluster:
+        (worker,) = cluster.start_workers(train, args=(None, checkpoints))
+        value_of(worker)
+        until(lambda: versions(checkpoints) == [STEPS])
+    future = checkpoints / f"step-{STEPS:010d}"
+    shutil.move(future, tmp_path / "future")
+    with cluster_of(checkpoints, checkpoint_limit=1) as cluster:
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
+        with paused(tmp_path):
+            until(lambda: versions(checkpoints) == [6])
+        worker.kill()
+    shutil.move(tmp_path / "future", future)
+    with cluster_of(checkpoints) as cluster:  # the future was written before what it is newer than
         (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
     assert began == 6

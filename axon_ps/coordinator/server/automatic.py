@@ -5,6 +5,7 @@ Owns: doing so, one thing after the other, and saying so in the log. Refuses: to
 
 Invariants:
 - Only checkpoints that were written here are removed: directories named `step-N`; and the newest that verifies, never.
+- The newest is the one that was written last, whatever its version: who restored an older one wants what came of that.
 - A checkpoint is passed over only for a reason that is logged.
 """
 
@@ -109,25 +110,30 @@ class AutomaticCheckpoints:
 
     def _candidates(self) -> list[Manifest]:
         """The checkpoints that may be restored, oldest first."""
-        from axon_ps.storage.manifest import list_checkpoints
 
         def damaged(uri: str, error: AxonError) -> None:
             if self._refused.setdefault(uri, "") == "":
                 _logger.error("checkpoint %s is passed over: %s", uri, error)
 
-        found = list_checkpoints(self._policy.directory, damaged)
+        found = _written(self._policy.directory, damaged)
         return [manifest for manifest in found if self._refused.get(manifest.uri) != manifest.created]
 
 
 def newest(directory: str) -> str:
-    """The directory, if there is a checkpoint in it to begin with; else empty.
+    """The checkpoint in the directory to begin with; empty when there is none.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the directory cannot be read.
     """
+    found = _written(directory)
+    return found[-1].uri if found else ""
+
+
+def _written(directory: str, damaged: Callable[[str, AxonError], None] | None = None) -> list[Manifest]:
+    """The complete checkpoints in a directory, in the order in which they were written."""
     from axon_ps.storage.manifest import list_checkpoints
 
-    return directory if list_checkpoints(directory) else ""
+    return sorted(list_checkpoints(directory, damaged), key=lambda manifest: manifest.created)
 
 
 def _verify(uri: str) -> None:
@@ -147,8 +153,8 @@ def _verify(uri: str) -> None:
 
 def _remove_old(policy: CheckpointPolicy) -> None:
     """Remove what was written here and is older than those that remain."""
-    from axon_ps.storage.manifest import list_checkpoints, remove
+    from axon_ps.storage.manifest import remove
 
-    ours = [m for m in list_checkpoints(policy.directory) if m.uri.rpartition("/")[2].startswith(_PREFIX)]
+    ours = [m for m in _written(policy.directory) if m.uri.rpartition("/")[2].startswith(_PREFIX)]
     for manifest in ours[: -policy.limit]:
         remove(manifest)

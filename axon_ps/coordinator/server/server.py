@@ -56,7 +56,7 @@ async def serve(
     if policy.directory and not (stored or config.resume):
         config = dataclasses.replace(config, resume=await asyncio.to_thread(automatic.newest, policy.directory))
         if config.resume:
-            _logger.warning("the job resumes from the newest checkpoint in %s", policy.directory)
+            _logger.warning("the job resumes from the newest checkpoint, %s", config.resume)
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
     servicer = CoordinatorServicer(shell)
