@@ -283,7 +283,8 @@ def _record(key: str, message: Message) -> Record:
 
 def _read(kind: type[_MessageT], value: bytes) -> _MessageT:
     message = kind.FromString(value)
+    size_bytes = message.ByteSize()
     message.DiscardUnknownFields()  # type: ignore[attr-defined]  # the stubs lack it
-    if message.ByteSize() != kind.FromString(value).ByteSize():
+    if message.ByteSize() != size_bytes:
         raise InvalidRequest(f"a {kind.__name__} has fields that this version does not know")
     return message
