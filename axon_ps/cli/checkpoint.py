@@ -44,8 +44,10 @@ def save(
     """Have the shard servers write a running job's state to URI."""
     extra_json = _json_object(extra)
 
+    from axon_ps.storage.files import absolute
+
     async def write(operator: OperatorClient) -> CheckpointReply:
-        return await operator.save_checkpoint(_absolute(uri), extra_json, timeout_s=timeout_s)
+        return await operator.save_checkpoint(absolute(uri), extra_json, timeout_s=timeout_s)
 
     _operate(
         write, "saved", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
@@ -68,8 +70,10 @@ def restore(
 ) -> None:
     """Have a running job's shard servers load URI (the newest complete checkpoint of a directory)."""
 
+    from axon_ps.storage.files import absolute
+
     async def load(operator: OperatorClient) -> CheckpointReply:
-        return await operator.restore_checkpoint(_absolute(uri), timeout_s=timeout_s)
+        return await operator.restore_checkpoint(absolute(uri), timeout_s=timeout_s)
 
     _operate(
         load, "restored", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
@@ -132,11 +136,6 @@ def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
     info = asyncio.run(perform())
     several = ", ".join(f"{name} at version {version}" for name, version in info.versions.items())
     print(f"{done} {info.uri}: {several or f'version {info.version}'}, {info.bytes:,} bytes")
-
-
-def _absolute(uri: str) -> str:
-    """Make a local path absolute, since the servers may run in another directory; a URI stays unchanged."""
-    return uri if "://" in uri else str(Path(uri).absolute())
 
 
 def _json_object(text: str) -> str:

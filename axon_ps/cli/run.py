@@ -184,10 +184,9 @@ def _check(launch: Launch, *, embedded: bool) -> None:
             "them where you start it, since --coordinator names one that runs already"
         )
     if launch.checkpoint_every:
-        from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, parse_every
+        from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 
-        steps, seconds = parse_every(launch.checkpoint_every)
-        CheckpointPolicy(directory=launch.checkpoint_dir, every_steps=steps, every_s=seconds)
+        CheckpointPolicy.of(launch.checkpoint_dir, launch.checkpoint_every, launch.checkpoint_limit)
     if launch.standby and not launch.max_restarts:
         raise ConfigurationError(
             f"--standby is {launch.standby}, but --max-restarts 0 says that a worker that fails is not replaced"

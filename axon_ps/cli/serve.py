@@ -85,11 +85,11 @@ def coordinator(
         tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
-    from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, parse_every
+    from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
     from axon_ps.coordinator.core.config import CoordinatorConfig
     from axon_ps.coordinator.server.server import serve
+    from axon_ps.storage.files import absolute
 
-    steps, seconds = parse_every(checkpoint_every) if checkpoint_every else (0, 0.0)
     configuration = CoordinatorConfig(
         job=settings.job,
         world_size=world_size,
@@ -98,9 +98,9 @@ def coordinator(
         lease_s=lease_s,
         join_timeout_s=join_timeout_s,
         step_timeout_s=math.inf if step_timeout_s is None else step_timeout_s,
-        resume=resume,
-        checkpoints=CheckpointPolicy(
-            directory=checkpoint_dir or "", every_steps=steps, every_s=seconds, limit=checkpoint_limit
+        resume=absolute(resume) if resume else "",
+        checkpoints=CheckpointPolicy.of(
+            absolute(checkpoint_dir) if checkpoint_dir else "", checkpoint_every, checkpoint_limit
         ),
     )
     settings.load_plugins()

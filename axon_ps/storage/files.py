@@ -289,6 +289,11 @@ class FsspecStore(FileStore):
             self._fs.rm_file(path)
 
 
+def absolute(uri: str) -> str:
+    """Make a local path absolute, since servers may run in another directory; a URI stays unchanged."""
+    return uri if "://" in uri else str(Path(uri).absolute())
+
+
 def open_store(uri: str) -> FileStore:
     """The directory at `uri`: a path, or "scheme://..." for anything that fsspec reaches.
 

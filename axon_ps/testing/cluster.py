@@ -21,6 +21,7 @@ from typing import Any
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
 from axon_ps.rpc.security import Security
+from axon_ps.storage.files import absolute
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
 
@@ -94,9 +95,9 @@ class LocalCluster:
         if step_timeout_s is not None:
             self._coordinator_options += ["--step-timeout-s", str(step_timeout_s)]
         if resume:
-            self._coordinator_options += ["--resume", resume]
+            self._coordinator_options += ["--resume", absolute(resume)]
         if checkpoint_dir:
-            self._coordinator_options += ["--checkpoint-dir", str(checkpoint_dir)]
+            self._coordinator_options += ["--checkpoint-dir", absolute(str(checkpoint_dir))]
             self._coordinator_options += ["--checkpoint-limit", str(checkpoint_limit)]
         if checkpoint_every:
             self._coordinator_options += ["--checkpoint-every", checkpoint_every]

@@ -48,6 +48,7 @@ class AutomaticCheckpoints:
         self._save_to = save
         self._caller = Caller(job=shell.state.config.job, incarnation="")
         self._schedule = CheckpointSchedule(policy, self._version, shell.now())
+        self._models = self._epochs
         self._refused: dict[str, str] = {}  # by URI, when it was made: not tried again in vain
 
     async def run(self) -> None:
@@ -68,8 +69,16 @@ class AutomaticCheckpoints:
             return
         if why := self._shell.state.lost_parameters:
             await self._restore(why)
+        elif self._models != self._epochs:
+            self._models = self._epochs
+            self._schedule.restart(self._version)
         elif self._schedule.due(self._version, self._shell.now()):
             await self._save()
+
+    @property
+    def _epochs(self) -> list[tuple[int, int]]:
+        """Which models there are, and how often each was restored."""
+        return [(number, epoch) for number, epoch, _ in self._shell.state.position]
 
     @property
     def _version(self) -> int:

@@ -71,6 +71,7 @@ def test_by_time_and_only_if_a_step_has_committed() -> None:
 
 def test_an_older_version_that_was_restored_is_counted_from() -> None:
     s = schedule(100, every_steps=10)
+    s.restart(50)
     assert not s.due(50, 100.0)
     assert not s.due(59, 100.0)
     assert s.due(60, 100.0)

@@ -48,6 +48,16 @@ class CheckpointPolicy:
         if self.writes and not self.directory:
             raise ConfigurationError("checkpoints are to be written, and no directory is given: add --checkpoint-dir")
 
+    @classmethod
+    def of(cls, directory: str, every: str, limit: int) -> CheckpointPolicy:
+        """The policy as options give it; `every` is what `parse_every` takes, or empty: none is written.
+
+        Raises:
+            ConfigurationError: there can be no such policy.
+        """
+        steps, seconds = parse_every(every) if every else (0, 0.0)
+        return cls(directory=directory, every_steps=steps, every_s=seconds, limit=limit)
+
     @property
     def writes(self) -> bool:
         """Whether checkpoints are written without being asked for."""
@@ -85,7 +95,6 @@ class CheckpointSchedule:
 
     def due(self, version: int, now: float) -> bool:
         """Whether one is to be written, at this sum of the models' versions and this time; see also `may_try`."""
-        self._version = min(self._version, version)  # an older one was restored
         if version == self._version:
             return False
         steps, seconds = self._policy.every_steps, self._policy.every_s
@@ -101,6 +110,10 @@ class CheckpointSchedule:
             return self._not_before_s - now
         due_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
         return due_s - now if due_s > now else math.inf
+
+    def restart(self, version: int) -> None:
+        """Steps count from this version: parameters were restored, or there are other models."""
+        self._version = version
 
     def written(self, version: int, now: float) -> None:
         """One was written."""
