@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.layout import Layout
@@ -101,6 +102,16 @@ class Plan:
             for s in unit:
                 owned[s.server].append(s)
         return tuple(tuple(o) for o in owned)
+
+    @cached_property
+    def numbered(self) -> tuple[Slice, ...]:
+        """All slices by number: unit by unit, ascending."""
+        return tuple(s for unit in self.slices for s in unit)
+
+    @cached_property
+    def first_of(self) -> tuple[int, ...]:
+        """Per unit, the number of its first slice."""
+        return tuple(accumulate((len(unit) for unit in self.slices), initial=0))
 
     def slice_of(self, unit: int, server: int) -> Slice | None:
         """The slice of `unit` that `server` owns, if it owns one."""

@@ -1,0 +1,166 @@
+"""Which shard servers hold which slice: one primary, and backups that hold the same values. Pure.
+
+The plan (`sharding.plan`) cuts units into slices, once; the placement says where each slice is, and changes while the
+job runs: a backup becomes primary when its primary dies, a copy is made on another server, a slice moves. Slices are
+numbered in plan order (`Plan.numbered`); servers are named by rank.
+
+Note: [Declustered backups]
+    The backups of one server's slices are spread over all other servers, on other nodes wherever there are some, so
+    that a death spreads its work evenly (Muntz & Lui 1990, "Performance analysis of disk arrays under failure", called
+    it declustering).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.sharding.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The shard servers that hold one slice, by rank.
+
+    Attributes:
+        complete: those that have its values, the primary first; never empty.
+        copying: those that are getting them; they become backups.
+    """
+
+    complete: tuple[int, ...]
+    copying: tuple[int, ...] = ()
+
+    @property
+    def primary(self) -> int:
+        """The server that sums gradients and answers."""
+        return self.complete[0]
+
+    @property
+    def followers(self) -> tuple[int, ...]:
+        """The servers that get every summed gradient from the primary: backups, and those that become backups."""
+        return self.complete[1:] + self.copying
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """All of them, the primary first."""
+        return self.complete + self.copying
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A shard server that can hold slices.
+
+    Attributes:
+        rank: its rank.
+        node: its host; copies are put on different ones where possible.
+    """
+
+    rank: int
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The holders of every slice of a model.
+
+    Attributes:
+        holders: by the number of the slice.
+    """
+
+    holders: tuple[Holders, ...]
+
+    @property
+    def servers(self) -> frozenset[int]:
+        """Every server that holds something."""
+        return frozenset(rank for h in self.holders for rank in h.servers)
+
+    def slices_of(self, rank: int) -> tuple[int, ...]:
+        """The slices that a server holds, or is to hold."""
+        return tuple(i for i, h in enumerate(self.holders) if rank in h.servers)
+
+    def without(self, rank: int) -> Placement:
+        """A server is lost: backups become primaries. It stays the only holder of what nobody else has completely."""
+        return self._map(range(len(self.holders)), lambda h: _without(h, rank))
+
+    def copying(self, index: int, rank: int) -> Placement:
+        """A server begins to get a slice."""
+        return self._map([index], lambda h: replace(h, copying=(*h.copying, rank)))
+
+    def copied(self, indexes: Iterable[int], rank: int) -> Placement:
+        """A server has got slices completely; those that it was not to get are ignored."""
+
+        def complete(h: Holders) -> Holders:
+            if rank not in h.copying:
+                return h
+            return Holders((*h.complete, rank), tuple(r for r in h.copying if r != rank))
+
+        return self._map([i for i in indexes if i < len(self.holders)], complete)
+
+    def promoted(self, index: int, rank: int) -> Placement:
+        """A backup becomes the primary of a slice, and the primary a backup."""
+        return self._map([index], lambda h: replace(h, complete=(rank, *(r for r in h.complete if r != rank))))
+
+    def dropped(self, index: int, rank: int) -> Placement:
+        """A backup gives up a slice."""
+        return self._map([index], lambda h: _without(h, rank))
+
+    def _map(self, indexes: Iterable[int], change: Callable[[Holders], Holders]) -> Placement:
+        holders = list(self.holders)
+        for index in indexes:
+            holders[index] = change(holders[index])
+        return Placement(tuple(holders))
+
+
+def _without(h: Holders, rank: int) -> Holders:
+    complete = tuple(r for r in h.complete if r != rank) or h.complete
+    return Holders(complete, tuple(r for r in h.copying if r != rank))
+
+
+def place(plan: Plan, servers: Sequence[Server], replication: int) -> Placement:
+    """Where the slices of a new model are.
+
+    Args:
+        plan: how its units are cut. What it calls server p is the p-th of `servers`, if there are as many.
+        servers: those that are there, by rank.
+        replication: how many servers hold each slice; as many as there are if there are fewer.
+
+    Raises:
+        InvalidRequest: there is no server.
+    """
+    if not servers:
+        raise InvalidRequest("slices cannot be placed: the job has no shard server")
+    load: Counter[int] = Counter()
+    between: Counter[tuple[int, int]] = Counter()
+    holders: list[Holders] = []
+    for s in plan.numbered:
+        complete = [servers[s.server % len(servers)]]
+        while len(complete) < min(replication, len(servers)):
+            backup = choose_backup(complete, servers, load, between)
+            complete.append(backup)
+            load[backup.rank] += s.numel
+            between[complete[0].rank, backup.rank] += s.numel
+        holders.append(Holders(tuple(server.rank for server in complete)))
+    return Placement(tuple(holders))
+
+
+def choose_backup(
+    holders: Sequence[Server],
+    servers: Iterable[Server],
+    load: Counter[int],
+    between: Counter[tuple[int, int]],
+) -> Server:
+    """The server for another copy of a slice. See Note: [Declustered backups].
+
+    Args:
+        holders: those that hold it, the primary first.
+        servers: the candidates; one at least is no holder.
+        load: elements that each server holds, by rank.
+        between: elements whose (primary, backup) are these, by ranks.
+    """
+    nodes, ranks = {h.node for h in holders}, {h.rank for h in holders}
+    return min(
+        (s for s in servers if s.rank not in ranks),
+        key=lambda s: (s.node in nodes, between[holders[0].rank, s.rank], load[s.rank], s.rank),
+    )
