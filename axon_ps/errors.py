@@ -18,6 +18,7 @@ to gRPC statuses and back. Blame is in the class:
     ├── Timeout (TimeoutError)               the caller's deadline passed
     ├── Busy                                 a bounded resource is used up; retrying later may succeed
     ├── GenerationChanged                    the membership changed; `.generation` is the new one
+    ├── SliceMoved                           another shard server holds the slice now
     ├── StepAborted                          the step did not commit; version and parameters are unchanged
     ├── CheckpointError                      a checkpoint cannot be written or read
     │   ├── CheckpointNotFound
@@ -98,6 +99,10 @@ class GenerationChanged(AxonError):
     def __init__(self, message: str, generation: int = 0) -> None:
         super().__init__(message)
         self.generation = generation
+
+
+class SliceMoved(AxonError):
+    """The shard server does not hold the slice, or no longer: ask the one that the placement names."""
 
 
 class StepAborted(AxonError):
