@@ -6,7 +6,6 @@ Every field of a message is checked here once, so that the state machine works w
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 
 from axon_ps.coordinator.core.events import (
@@ -187,9 +186,7 @@ def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
 
 def copied_from_proto(message: session_pb2.Copied) -> Copied:
     """A shard server's report that it has got slices."""
-    return Copied(
-        model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement
-    )
+    return Copied(model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement)
 
 
 def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:

@@ -17,6 +17,7 @@ from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import (
+    copied_from_proto,
     incarnation_from_proto,
     join_from_proto,
     ready_from_proto,
@@ -105,6 +106,8 @@ class CoordinatorServicer:
             )
         if kind == "ready":
             return state.ready(session, ready_from_proto(message.ready), now)
+        if kind == "copied":
+            return state.copied(session, copied_from_proto(message.copied), now)
         if kind == "initialized":
             report = message.initialized
             return state.initialized(session, report.version, report.epoch, now, model=report.model)

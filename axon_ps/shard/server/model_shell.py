@@ -229,9 +229,7 @@ class ModelShell:
         reports, placement = self._server.reports, self.engine.placement
         assert reports is not None and placement is not None
         reports.copied(
-            Copied(
-                model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number
-            )
+            Copied(model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number)
         )
         self._waiters.wake_unit(owned.chunks.unit)
         self._report_ready()

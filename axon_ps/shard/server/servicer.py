@@ -256,7 +256,9 @@ class ShardServicer:
         """
         assert engine.spec is not None
         if not 0 < header.numel <= engine.spec.options.chunk_numel:
-            raise InvalidRequest(f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options}")
+            raise InvalidRequest(
+                f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options}"
+            )
         total = np.empty(header.numel, np.float32)
         self._shell.same_host.reader(member.id).read([ReadLease.unpack(header.leases[0])], total)
         return total

@@ -9,30 +9,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JobRecord(_message.Message):
-    __slots__ = ("state_id", "job", "world_size", "num_shards", "replication")
+    __slots__ = ("state_id", "job", "world_size", "num_shards")
     STATE_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
-    REPLICATION_FIELD_NUMBER: _ClassVar[int]
     state_id: str
     job: str
     world_size: int
     num_shards: int
-    replication: int
-    def __init__(self, state_id: _Optional[str] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., replication: _Optional[int] = ...) -> None: ...
+    def __init__(self, state_id: _Optional[str] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
 
 class MembersRecord(_message.Message):
-    __slots__ = ("membership", "was_complete", "vacant", "draining")
+    __slots__ = ("membership", "was_complete", "vacant", "draining", "needed_shards")
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     WAS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     VACANT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_SHARDS_FIELD_NUMBER: _ClassVar[int]
     membership: _membership_pb2.MembershipEvent
     was_complete: bool
     vacant: int
     draining: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., was_complete: bool = ..., vacant: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ...) -> None: ...
+    needed_shards: int
+    def __init__(self, membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., was_complete: bool = ..., vacant: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., needed_shards: _Optional[int] = ...) -> None: ...
 
 class ModelsRecord(_message.Message):
     __slots__ = ("names", "next")
