@@ -10,6 +10,7 @@ to gRPC statuses and back. Blame is in the class:
     │   └── Disagreement                     the ranks of a group asked for different things
     ├── Misuse (RuntimeError)                calls in the wrong order
     │   └── Closed                           you closed it, and use it still
+    │       └── Drained                      a shard server was taken out of the job, as was asked for
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
     │   ├── Unreachable                      nobody answers at the address
@@ -59,6 +60,10 @@ class Misuse(AxonError, RuntimeError):
 
 class Closed(Misuse):
     """The object was closed by its owner and cannot be used any more."""
+
+
+class Drained(Closed):
+    """This shard server was drained: it holds nothing any more and has left the job."""
 
 
 class PermissionDenied(AxonError, PermissionError):

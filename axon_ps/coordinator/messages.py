@@ -337,6 +337,8 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         pending=status.pending,
         lease_s=status.lease_s,
         models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
+        replication=status.replication,
+        draining=status.draining,
     )
 
 
@@ -367,7 +369,11 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
                 epoch=m.epoch,
                 initialized=m.initialized,
                 parameters=m.parameters,
+                slices=m.slices,
+                lacking=m.lacking,
             )
             for m in message.models
         ),
+        replication=message.replication,
+        draining=tuple(message.draining),
     )

@@ -293,6 +293,8 @@ class ModelStatus:
         epoch: how often it was restored.
         initialized: whether the servers hold its parameters.
         parameters: elements of its layout.
+        slices: how many it is cut into.
+        lacking: how many of them have too few copies.
     """
 
     model: int
@@ -302,6 +304,8 @@ class ModelStatus:
     epoch: int
     initialized: bool
     parameters: int
+    slices: int = 0
+    lacking: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +325,8 @@ class Status:
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
         pending: what the current step, a barrier or a checkpoint waits for, as text.
         models: the job's models by number.
+        replication: how many shard servers are to hold each slice.
+        draining: ranks of the shard servers that give up what they hold.
     """
 
     job: str
@@ -335,3 +341,5 @@ class Status:
     counters: Mapping[str, float] = field(default_factory=dict)
     pending: tuple[str, ...] = ()
     models: tuple[ModelStatus, ...] = ()
+    replication: int = 1
+    draining: tuple[int, ...] = ()

@@ -37,7 +37,7 @@ from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
-from axon_ps.errors import Broken, Busy, Closed, InvalidRequest, MemberLost, Misuse, Timeout
+from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
 
 
@@ -231,7 +231,7 @@ class Members:
         for rank in leaving:
             if (entry := a.shard(rank)) is not None:
                 a.needed_shards = min(a.needed_shards, len(a.shards()) - 1)
-                self._out.close(entry.session, Closed(f"{entry.name} was drained; it holds nothing any more"))
+                self._out.close(entry.session, Drained(f"{entry.name} was drained; it holds nothing any more"))
                 self.lose([entry], f"{entry.name} was drained", now)
 
     def watch_barriers(self, now: float) -> None:

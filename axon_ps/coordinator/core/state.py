@@ -473,7 +473,7 @@ class CoordinatorState:
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
-        models = tuple(m.status(shards) for m in self._models.registered)
+        models = tuple(m.status(shards, self.config.copies) for m in self._models.registered)
         if len(models) > 1:
             counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
         for entry in a.roster:
@@ -498,6 +498,8 @@ class CoordinatorState:
             counters=counters,
             pending=(*waits, *self._restores.pending(), *((stragglers,) if stragglers else ())),
             models=models,
+            replication=self.config.copies,
+            draining=tuple(sorted(a.draining)),
         )
 
     # ------------------------------------------------------------------ inside

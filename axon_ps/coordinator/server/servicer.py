@@ -220,6 +220,12 @@ class CoordinatorServicer:
         await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
+    async def drain(self, request: coordinator_pb2.DrainRequest, context: Any) -> coordinator_pb2.DrainReply:
+        """Have a shard server give up what it holds."""
+        caller, state = _caller(request.context), self._shell.state
+        slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
+        return coordinator_pb2.DrainReply(slices=slices)
+
     async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
         """The status of the job."""
         self._shell.state.check_caller(_caller(request.context))

@@ -13,6 +13,7 @@ from typing import Any
 from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.events import KnownNames
+from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
@@ -103,7 +104,10 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         ready(port)
-        await _first_of(stop, shell.failure)
+        try:
+            await _first_of(stop, shell.failure)
+        except Drained as drained:
+            _logger.info("%s", drained)
     finally:
         servicer.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
