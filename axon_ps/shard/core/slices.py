@@ -359,7 +359,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
         Raises:
             Misuse: the layout is not known yet.
-            InvalidRequest: there is no such unit.
+            InvalidRequest: there is no such unit, or no such element in it.
             SliceMoved: that slice is not here.
         """
         if self.num_units is None:
@@ -367,8 +367,11 @@ class OwnedSlices(dict[int, OwnedSlice]):
         if not 0 <= unit < self.num_units:
             raise InvalidRequest(f"there is no unit {unit}; the layout has {self.num_units}")
         first, ends = self._plan.first_of[unit], self._plan.ends_of[unit]
+        numel = ends[-1] if ends else 0
+        if not 0 <= offset < numel:
+            raise InvalidRequest(f"no chunk of unit {unit} begins at element {offset}; it has {numel} elements")
         owned = self.get(first + bisect_right(ends, offset))
-        if owned is None or owned.chunks.unit != unit:
+        if owned is None:
             raise SliceMoved(
                 f"this shard server does not hold the slice of unit {unit} with element {offset}; ask its primary"
             )

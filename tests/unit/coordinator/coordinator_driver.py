@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import JoinRequest, KnownNames, Ready, Vote
+from axon_ps.coordinator.core.events import Copied, JobState, JoinRequest, KnownNames, Ready, Vote
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store import MemoryStateStore
 from axon_ps.testing.clock import ManualClock
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
@@ -44,6 +45,16 @@ class Peer:
         self.error: Exception | None = None
         self.open = False
         self.known: KnownNames | None = None
+        self.placements: dict[int, Placement] = {}  # the newest one received, by model
+
+    def receive(self, event: Any) -> None:
+        self.inbox.append(event)
+        if isinstance(event, JobState) and event.placement is not None:
+            self.placements[event.model] = event.placement
+
+    def placement_number(self, model: int = 0) -> int:
+        """The number of the newest placement that it received; 0 before the first."""
+        return self.placements[model].number if model in self.placements else 0
 
     @property
     def caller(self) -> Caller:
@@ -99,9 +110,19 @@ class Peer:
         fields = {**self._attempt(changes), "max_norm": 0.0, "hyper": (), **changes}
         self.driver.perform(self.driver.state.vote(self.session, Vote(**fields), self.driver.clock()))
 
-    def ready(self, sum_of_squares: float = 4.0, **changes: Any) -> None:
-        fields = {**self._attempt(changes), "sum_of_squares": sum_of_squares, **changes}
+    def ready(self, *sums_of_squares: float, **changes: Any) -> None:
+        placement = self.placement_number(changes.get("model", 0))
+        sums = sums_of_squares or (4.0,)
+        fields = {**self._attempt(changes), "sums_of_squares": sums, "placement": placement, **changes}
         self.driver.perform(self.driver.state.ready(self.session, Ready(**fields), self.driver.clock()))
+
+    def copied(self, *slices: int, model: int = 0, **changes: Any) -> None:
+        """It has got slices, all that it is to copy unless some are named."""
+        holders = self.placements[model].holders
+        got = slices or tuple(i for i, h in enumerate(holders) if self.rank in h.copying)
+        placement = self.placement_number(model)
+        report = Copied(**{"model": model, "epoch": 0, "slices": got, "placement": placement, **changes})
+        self.driver.perform(self.driver.state.copied(self.session, report, self.driver.clock()))
 
     def _attempt(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The attempt of a model (the first, unless `changes` say another) that is under way."""
@@ -207,7 +228,7 @@ class Driver:
                 self.store.apply(action.records)
             elif isinstance(action, SendEvent):
                 self._check_durable(action.event)
-                self.peers[action.session].inbox.append(action.event)
+                self.peers[action.session].receive(action.event)
             elif isinstance(action, Reply):
                 assert action.call not in self.replies, "a call is answered once"
                 self.replies[action.call] = action.result

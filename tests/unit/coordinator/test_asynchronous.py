@@ -34,8 +34,7 @@ def step(d: Driver, worker: Peer, servers: list[Peer], clock: int, replica: int,
     """A worker's gradient is everywhere, and it votes."""
     generation = d.state.status().membership.generation
     for s in servers:
-        ready = Ready(generation=generation, step=clock, sum_of_squares=4.0, replica=replica)
-        d.perform(d.state.ready(s.session, ready, d.clock()))
+        s.ready(4.0, generation=generation, step=clock, replica=replica)
     d.perform(d.state.vote(worker.session, Vote(generation=generation, step=clock, **vote), d.clock()))
 
 
@@ -64,15 +63,14 @@ def test_a_message_on_another_clock_or_a_second_one_changes_nothing() -> None:
     step(d, a, servers, 0, replica=0)
     step(d, a, servers, 0, replica=0)
     assert turns(a) == [(0, 0, 0)]
-    d.perform(d.state.ready(servers[0].session, Ready(generation=1, step=1, sum_of_squares=1.0, replica=9), d.clock()))
+    servers[0].ready(1.0, step=1, replica=9)
     assert d.state.status().version == 1
 
 
 def test_a_skipped_step_moves_the_clock_and_not_the_version() -> None:
     d, (a, _), servers = assembled(Asynchronous())
     generation = d.state.status().membership.generation
-    ready = Ready(generation=generation, step=0, sum_of_squares=float("nan"), replica=0)
-    d.perform(d.state.ready(servers[0].session, ready, d.clock()))
+    servers[0].ready(float("nan"), generation=generation, step=0, replica=0)
     d.perform(d.state.vote(a.session, Vote(generation=generation, step=0), d.clock()))
     assert a.last(Decision).outcome is Outcome.SKIP
     step(d, a, servers, 1, replica=0)

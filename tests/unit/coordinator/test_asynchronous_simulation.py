@@ -23,6 +23,7 @@ from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import StepAborted
 from axon_ps.shard.core import gradients
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
@@ -86,11 +87,11 @@ class Server(Client):
         super().__init__(sim, peer)
         self.engine = ShardEngine()
         self.waiting: deque[Any] = deque()
-        self.units: list[int] = []
+        self.slices: list[OwnedSlice] = []  # that are being applied
         self.reported: dict[int, tuple[int, int]] = {}
 
     def receive(self, event: Any) -> None:
-        if self.units:
+        if self.slices:
             self.waiting.append(event)
         else:
             self.take(event)
@@ -100,9 +101,9 @@ class Server(Client):
         if isinstance(event, Membership):
             e.membership(event.generation, event.step, event.version, event.num_replicas)
         elif isinstance(event, JobState) and event.spec is not None and not e.configured:
-            e.configure(event.spec, self.peer.rank, SERVERS)
+            e.configure(event.spec, self.peer.rank, SERVERS, event.placement)
         elif isinstance(event, Decision):
-            self.units = list(e.decide(event))
+            self.slices = e.decide(event)
         if isinstance(event, JobState) and event.optimizer is not None and e.updater is None:
             e.set_optimizer(event.optimizer)
         self.report()
@@ -110,22 +111,25 @@ class Server(Client):
     def report(self) -> None:
         for replica, clock in self.engine.gradients.complete():
             name = (self.engine.generation, clock)
-            total = self.engine.gradients.ready(replica)
-            if self.reported.get(replica) != name and total is not None:
+            sums, placement = self.engine.gradients.ready(replica), self.engine.placement
+            if self.reported.get(replica) != name and sums is not None and placement is not None:
                 self.reported[replica] = name
-                self.record(Ready(generation=name[0], step=clock, sum_of_squares=total, replica=replica), replica)
+                ready = Ready(
+                    generation=name[0], step=clock, sums_of_squares=sums, replica=replica, placement=placement.number
+                )
+                self.record(ready, replica)
 
     def apply(self) -> bool:
-        """Finish one unit of the step that is being applied."""
-        if not self.units:
+        """Finish one slice of the step that is being applied."""
+        if not self.slices:
             return False
-        unit = self.units.pop(0)
-        for index in range(len(self.engine.slices[unit].chunks.bounds)):
-            self.engine.slices[unit].apply(index, index + 1, self.engine.scratch())
-        self.engine.slices[unit].finish()
-        if not self.units:
+        owned = self.slices.pop(0)
+        for index in range(len(owned.chunks.bounds)):
+            owned.apply(index, index + 1, self.engine.scratch())
+        owned.finish()
+        if not self.slices:
             self.report()
-            while self.waiting and not self.units:
+            while self.waiting and not self.slices:
                 self.take(self.waiting.popleft())
         return True
 
@@ -219,7 +223,7 @@ class Simulation:
     def __init__(self, policy: Policy, workers: int) -> None:
         self.policy = policy
         self.spec = JobSpec(layout=LAYOUT, options=PlanOptions(chunk_numel=4, min_slice_numel=4), policy=policy)
-        self.d = Driver(world_size=workers, num_shards=SERVERS, min_workers=1)
+        self.d = Driver(world_size=workers, num_shards=SERVERS, replication=1, min_workers=1)
         self.decisions: dict[int, Decision] = {}
         self.grads: dict[tuple[int, int, int], list[Array]] = {}
         self.read: dict[tuple[int, int, int], int] = {}
@@ -274,12 +278,11 @@ class Simulation:
         names = [(d.generation, d.turn.replica, d.turn.clock) for d in commits if d.turn is not None]
         assert len(names) == len(set(names)) == len(commits), "a gradient is applied once"
         for server in self.servers:
-            if server.units:
+            if server.slices:
                 continue
-            for unit, owned in server.engine.slices.items():
-                parts = [
-                    self.grads[n][unit][owned.chunks.begin : owned.chunks.end] for n in names[: server.engine.version]
-                ]
+            for owned in server.engine.slices.values():
+                unit, begin, end = owned.chunks.unit, owned.chunks.begin, owned.chunks.end
+                parts = [self.grads[n][unit][begin:end] for n in names[: server.engine.version]]
                 np.testing.assert_array_equal(
                     owned.master.values, -sum(parts, np.zeros(owned.chunks.numel, np.float32))
                 )

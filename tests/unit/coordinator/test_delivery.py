@@ -49,7 +49,7 @@ def test_our_message_is_resent_until_it_is_decided() -> None:
     m.receive(MEMBERS)
     initialized = initialized_to_proto(0, 0)
     m.record_initialized(initialized)
-    ready, vote = Ready(generation=3, step=5, sum_of_squares=1.0), Vote(generation=3, step=5)
+    ready, vote = Ready(generation=3, step=5, sums_of_squares=(1.0,)), Vote(generation=3, step=5)
     assert m.record(ready) == []
     assert m.to_resend() == [initialized, ready_to_proto(ready)]
     assert m.record(vote) == []
@@ -125,7 +125,7 @@ def test_a_vote_that_comes_after_its_generation_is_an_abort_at_once() -> None:
 def test_a_sum_whose_generation_is_over_is_dropped() -> None:
     m = Delivery()
     m.receive(MEMBERS)
-    m.record(Ready(generation=3, step=5, sum_of_squares=1.0))
+    m.record(Ready(generation=3, step=5, sums_of_squares=(1.0,)))
     assert m.receive(next_generation()) == [next_generation()]
     assert m.to_resend() == []
 

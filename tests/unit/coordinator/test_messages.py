@@ -91,8 +91,14 @@ def test_what_goes_up() -> None:
         message = m.vote_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
         with pytest.raises(InvalidRequest, match="weight of a copy"):
             m.vote_from_proto(message)
-    ready = Ready(generation=1, step=2, sum_of_squares=math.inf)
+    ready = Ready(
+        generation=1, step=2, sums_of_squares=(math.inf, 0.5), placement=7, digests={3: (1 << 64) - 1, 0: 0}
+    )
     assert m.ready_from_proto(m.ready_to_proto(ready).ready) == ready
+    nothing = Ready(generation=1, step=2, sums_of_squares=())
+    assert m.ready_from_proto(m.ready_to_proto(nothing).ready) == nothing
+    copied = Copied(model=3, epoch=2, slices=(1, 5), placement=9)
+    assert m.copied_from_proto(m.copied_to_proto(copied).copied) == copied
     report = SnapshotReport(id=4, files=(SnapshotFile(name="f", sha256="0" * 64, bytes=5, model=2),))
     assert m.snapshot_report_from_proto(m.snapshot_report_to_proto(report).snapshot) == report
     failed = m.snapshot_report_from_proto(
@@ -115,6 +121,13 @@ def test_status() -> None:
         uptime_s=1.5,
         counters={"joins": 2.0},
         pending=("votes of worker 0",),
+        models=(
+            ModelStatus(
+                model=0, name="m", version=4, step=6, epoch=1, initialized=True, parameters=10, slices=4, lacking=2
+            ),
+        ),
+        replication=2,
+        draining=(1, 3),
     )
     assert m.status_from_proto(m.status_to_proto(status)) == status
 
@@ -126,7 +139,7 @@ def test_status() -> None:
         (m.join_from_proto, session_pb2.Join(incarnation="a" * 32), "role is unset"),
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_SHARD), "without an address"),
         (m.join_from_proto, session_pb2.Join(role=common_pb2.ROLE_WORKER, incarnation="a" * 32), "the node is empty"),
-        (m.ready_from_proto, session_pb2.Ready(sum_of_squares=-0.5), "0 or more"),
+        (m.ready_from_proto, session_pb2.Ready(sums_of_squares=[1.0, -0.5]), "0 or more"),
         (
             m.snapshot_report_from_proto,
             checkpoint_pb2.SnapshotReport(files=[checkpoint_pb2.SnapshotFile(name="f", sha256="0")]),

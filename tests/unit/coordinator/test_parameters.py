@@ -260,8 +260,17 @@ def test_a_checkpoint_is_ordered_from_all_servers_and_answered_with_their_files(
     assert d.replies[call] == Snapshot(
         uri="/ckpt",
         files=(file("a"), file("b")),
-        models=(SavedModel(number=0, name="model 0", version=0, spec=SPEC, optimizer=registered_optimizer(d)),),
-        num_servers=2,
+        ranks=(0, 1),
+        models=(
+            SavedModel(
+                number=0,
+                name="model 0",
+                version=0,
+                spec=SPEC,
+                optimizer=registered_optimizer(d),
+                placement=shards[0].placements[0],
+            ),
+        ),
     )
 
 

@@ -48,7 +48,7 @@ def written() -> dict[str, bytes]:
     """A job of two models, of which the first has nothing yet."""
     made = [
         records.job_record("id", "job", 4, 2),
-        records.members_record(MEMBERSHIP, was_complete=True, vacant=1),
+        records.members_record(MEMBERSHIP, was_complete=True, vacant=1, draining=[4, 1], needed_shards=3),
         records.models_record({0: "first", 3: "policy"}, 5),
         records.orders_record(9),
         records.progress_record(ModelProgress(model=0, step=30, version=28)),

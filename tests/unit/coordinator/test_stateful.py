@@ -194,7 +194,12 @@ class Coordinator(RuleBasedStateMachine):
             client.votes.add(name)
             message: Vote | Ready = Vote(generation=generation, step=step)
         else:
-            message = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
+            message = Ready(
+                generation=generation,
+                step=step,
+                sums_of_squares=(sum_of_squares,),
+                placement=client.peer.placement_number(),
+            )
         assert client.delivery.record(message) == []
         self.record(client, message, perform)
 

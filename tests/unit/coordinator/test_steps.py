@@ -177,7 +177,7 @@ def test_only_workers_vote_and_only_shard_servers_are_ready() -> None:
     with pytest.raises(InvalidRequest, match="only a shard may"):
         workers[0].ready()
     with pytest.raises(InvalidRequest, match="a sum of squares is 0 or more"):
-        ready_from_proto(session_pb2.Ready(generation=1, step=1, sum_of_squares=-1.0))
+        ready_from_proto(session_pb2.Ready(generation=1, step=1, sums_of_squares=[-1.0]))
 
 
 def test_nothing_is_decided_while_members_are_missing() -> None:
@@ -260,7 +260,7 @@ def test_only_the_newest_decisions_are_retained() -> None:
 def test_a_tally_names_at_most_eight_ranks() -> None:
     tally = Tally()
     tally.vote(0, Vote(generation=1, step=1))
-    tally.ready(0, Ready(generation=1, step=1, sum_of_squares=0.0))
+    tally.ready(0, Ready(generation=1, step=1, sums_of_squares=(0.0,)))
     assert tally.pending(range(12), [0]) == ["votes of worker 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"]
 
 

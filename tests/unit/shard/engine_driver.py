@@ -9,9 +9,10 @@ import numpy as np
 from axon_ps.compress import cast
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding.plan import PlanOptions
+from axon_ps.sharding.plan import PlanOptions, Slice
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec, Outcome
 from axon_ps.wire.frames import decode_chunk, payload_array
@@ -94,6 +95,10 @@ class Servers:
             for begin, end in s.chunks(self.spec.options.chunk_numel)
         ]
 
+    def slice_of(self, s: Slice) -> OwnedSlice:
+        """A slice of the plan, on the server that the plan names."""
+        return self.engines[s.server].slices.of(s.unit, s.begin)
+
     def push(self, unit: int, replica: int, grad: Array | None) -> None:
         """One replica's gradient of a unit (f32, cast here); replicas must come in order."""
         dtype = self.spec.precision.grad
@@ -111,7 +116,7 @@ class Servers:
         """A decision that drops the step."""
         for engine in self.engines:
             decision = Decision(step=engine.step, generation=engine.generation, outcome=outcome, version=engine.version)
-            assert engine.decide(decision) == ()
+            assert engine.decide(decision) == []
 
     def train_step(self, grads: Sequence[Sequence[Array | None]], hyper: Sequence[Hyper] = ()) -> None:
         """Push the gradients (per replica, per unit; frozen units left out by None) and commit."""
@@ -156,8 +161,8 @@ def commit_of(engine: ShardEngine, hyper: Sequence[Hyper] = (), clip_factor: flo
 def apply(engine: ShardEngine, decision: Decision) -> None:
     """Take a decision and perform what follows from it, two chunks at a time."""
     scratch = engine.scratch(2)
-    for unit in engine.decide(decision):
-        chunks = len(engine.slices[unit].chunks.bounds)
+    for owned in engine.decide(decision):
+        chunks = len(owned.chunks.bounds)
         for first in range(0, chunks, 2):
-            engine.slices[unit].apply(first, min(first + 2, chunks), scratch)
-        engine.slices[unit].finish()
+            owned.apply(first, min(first + 2, chunks), scratch)
+        owned.finish()

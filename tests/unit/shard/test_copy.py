@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from axon_ps.compress import Int8
-from axon_ps.coordinator.core.events import JobState, SnapshotOrder
+from axon_ps.coordinator.core.events import JobState, Ready, SnapshotOrder
 from axon_ps.errors import InternalError, Misuse
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.same_host.shared_copy import SharedCopy
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.layout import Layout
+from axon_ps.sharding.placement import Server, place
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
     Array,
@@ -54,11 +55,10 @@ def copy_decision(servers: Servers, weight: float, source: int = 1) -> Decision:
 def copied(target: Servers, source: Servers, weight: float) -> None:
     decision = copy_decision(target, weight)
     for engine, other in zip(target.engines, source.engines, strict=True):
-        for unit in engine.decide(decision):
-            owned = engine.slices[unit]
+        for owned in engine.decide(decision):
             for index in range(len(owned.chunks.bounds)):
-                engine.slices[unit].copy(index, index + 1, other.slices[unit], weight, engine.scratch())
-            engine.slices[unit].finish()
+                owned.copy(index, index + 1, other.slices[owned.number], weight, engine.scratch())
+            owned.finish()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, FROZEN])
@@ -76,12 +76,11 @@ def test_values_are_mixed_on_every_server_and_served_at_the_next_version(
     for unit, (mine, other) in enumerate(zip(VALUES, OTHERS, strict=True)):
         wanted = mine * np.float32(1 - weight) + other * np.float32(weight)
         for engine in target.engines:
-            owned = engine.slices.get(unit)
-            if owned is not None:
+            for owned in (s for s in engine.slices.values() if s.chunks.unit == unit):
                 np.testing.assert_array_equal(owned.master.values, wanted[owned.chunks.begin : owned.chunks.end])
                 assert (owned.reached, owned.changed, owned.copied) == (1, 1, 1)
-                assert engine.parameters.available(unit, 1)
-                assert not engine.parameters.available(unit, 2)
+                assert engine.parameters.available(unit, owned.chunks.begin, 1)
+                assert not engine.parameters.available(unit, owned.chunks.begin, 2)
         if param is DType.F32:
             np.testing.assert_array_equal(target.values(unit), wanted)
 
@@ -98,10 +97,10 @@ def test_moments_and_update_counts_stay_and_what_was_summed_is_dropped() -> None
     target.push(0, 0, grads[0][0])
     copied(target, source, 1.0)
     (a,), (b,) = target.engines, plain.engines
-    for unit in a.slices:
-        assert a.slices[unit].master.parameter_updates() == b.slices[unit].master.parameter_updates()
-        for name, state in b.slices[unit].master.state.items():
-            np.testing.assert_array_equal(a.slices[unit].master.state[name], state)
+    for number, owned in a.slices.items():
+        assert owned.master.parameter_updates() == b.slices[number].master.parameter_updates()
+        for name, state in b.slices[number].master.state.items():
+            np.testing.assert_array_equal(owned.master.state[name], state)
     assert a.gradients.push(a.step, 0, 0, 0, DType.F32, grads[0][0][: a.slices[0].chunks.bounds[0][1]]) is Push.SUMMED
     assert a.statistics()["copies"] == 1
 
@@ -126,15 +125,14 @@ def test_a_mapped_unit_is_withdrawn_while_it_is_copied_and_says_its_version_then
         target.upload(VALUES)
         source.upload(OTHERS)
         (engine,), (other,) = target.engines, source.engines
-        shared = map_unit(engine, 1)
+        shared = map_unit(engine, engine.slices[1])
         assert isinstance(shared, SharedCopy)
         engine.decide(copy_decision(target, 1.0))
         assert int(shared._tag[0]) == 0
-        for unit, owned in engine.slices.items():
-            engine.slices[unit].copy(
-                0, len(owned.chunks.bounds), other.slices[unit], 1.0, engine.scratch(len(owned.chunks.bounds))
-            )
-            engine.slices[unit].finish()
+        for number, owned in engine.slices.items():
+            chunks = len(owned.chunks.bounds)
+            owned.copy(0, chunks, other.slices[number], 1.0, engine.scratch(chunks))
+            owned.finish()
         np.testing.assert_array_equal(shared.values, OTHERS[1])
         assert int(shared._tag[0]) == holds + 1
 
@@ -151,14 +149,14 @@ def test_a_copy_of_another_version_than_the_next_is_a_missed_decision() -> None:
 
 
 class Reports:
-    rank, num_shards = 0, 1
+    rank = 0
 
     def __init__(self) -> None:
         self.readied: list[tuple[int, int]] = []
         self.snapshots: asyncio.Queue[Any] = asyncio.Queue()
 
-    def ready(self, *, step: int, model: int = 0, **_: Any) -> None:
-        self.readied.append((model, step))
+    def ready(self, ready: Ready, replica: int | None = None) -> None:
+        self.readied.append((ready.model, ready.step))
 
     def initialized(self, **_: Any) -> None:
         pass
@@ -183,7 +181,9 @@ class Job:
         self.shell.on_event(self.membership)
         for number, (layout, values) in enumerate(((LAYOUT, OTHERS), (FROZEN, VALUES))):
             optimizer = one_group(layout, lr=1.0) if number == 0 else None
-            state = JobState(model=number, name=f"m{number}", spec=job_of(layout), optimizer=optimizer)
+            spec = job_of(layout)
+            placement = place(spec.plan(1), [Server(0)], 1)
+            state = JobState(model=number, name=f"m{number}", spec=spec, optimizer=optimizer, placement=placement)
             self.shell.on_event(state)
             for unit, whole in enumerate(values):
                 for begin, end in self.slices(number)[unit].chunks.bounds:

@@ -156,6 +156,6 @@ def test_a_dtype_of_the_callers_choice_is_encoded_on_demand() -> None:
     servers.upload([values])
     (engine,) = servers.engines
     before = engine.statistics()["encodings"]
-    frame = engine.parameters.encode(0, 1, DType.F32)
+    frame = engine.parameters.encode(engine.slices[0], 1, DType.F32)
     assert values[64:].tobytes() in frame
     assert engine.statistics()["encodings"] == before + 1

@@ -60,7 +60,8 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
         begin, end = chunks[0]
         engine = servers.engines[server]
         wire = cast_to(grads[replica][unit], dtype)[begin:end]
-        before = engine.slices[unit].accumulators[0].summed[engine.slices[unit].chunks.index_of(begin)]
+        owned = engine.slices.of(unit, begin)
+        before = owned.accumulators[0].summed[owned.chunks.index_of(begin)]
         done = engine.gradients.push(1, unit, begin, replica, dtype, wire)
         assert done is (Push.SUMMED if before == replica else Push.WAIT)
         if done is Push.SUMMED:
@@ -76,14 +77,14 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
     for unit in range(len(units)):
         expected = numpy_sum(grads, unit, dtype)
         for s in servers.plan.slices[unit]:
-            got = servers.engines[s.server].slices[unit].accumulators[0].array
+            got = servers.slice_of(s).accumulators[0].array
             assert got is not None
             assert got.tobytes() == expected[s.begin : s.end].tobytes()
         total += float(np.sum(expected.astype(np.float64) ** 2))
     sums = [e.gradients.ready() for e in servers.engines]
     owners = {s.server for slices in servers.plan.slices for s in slices}
     assert [x is not None for x in sums] == [rank in owners for rank in range(len(sums))]
-    assert np.isclose(sum(x or 0.0 for x in sums), total, rtol=1e-12)
+    assert np.isclose(sum(x for of_server in sums for x in of_server or ()), total, rtol=1e-12)
 
 
 @settings(max_examples=25, deadline=None)
@@ -101,15 +102,13 @@ def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length
         for unit in range(2):
             servers.push(unit, 0, grads[0][unit])
         (engine,) = servers.engines
-        units = engine.decide(commit_of(engine))
-        chunks = [(unit, index) for unit in units for index in range(len(engine.slices[unit].chunks.bounds))]
+        slices = engine.decide(commit_of(engine))
+        chunks = [(owned, index) for owned in slices for index in range(len(owned.chunks.bounds))]
         assert len(chunks) == 12
-        for unit, index in (chunks[number] for number in numbers):
+        for owned, index in (chunks[number] for number in numbers):
             if index % run == 0:
-                engine.slices[unit].apply(
-                    index, min(index + run, len(engine.slices[unit].chunks.bounds)), engine.scratch(run)
-                )
-        for unit in units:
-            engine.slices[unit].finish()
+                owned.apply(index, min(index + run, len(owned.chunks.bounds)), engine.scratch(run))
+        for owned in slices:
+            owned.finish()
         results.append([servers.values(unit).tobytes() for unit in range(2)])
     assert results[0] == results[1]

@@ -42,12 +42,12 @@ def test_other_values_are_taken_at_any_version_and_moments_stay() -> None:
     assert not engine.parameters.replacing  # the old values are still being read
     engine.parameters.withdraw()
     assert engine.parameters.replacing
-    assert not engine.parameters.available(0, 0)
+    assert not engine.parameters.available(0, 0, 0)
     assert upload(engine, 2.0) == [False, True]
-    assert not engine.parameters.available(0, 0)
+    assert not engine.parameters.available(0, 0, 0)
     engine.parameters.restored()
     assert engine.parameters.serving
-    assert engine.parameters.available(0, 3)
+    assert engine.parameters.available(0, 0, 3)
     assert engine.version == 3
     assert np.array_equal(engine.slices[0].master.values, np.full(NUMEL, 2.0))
     assert engine.slices[0].master.state["exp_avg"] is moment

@@ -32,7 +32,7 @@ def servers(param: DType = DType.F32, num_servers: int = 1) -> Servers:
 
 
 def mapped(engine: ShardEngine, unit: int = 0) -> MappedCopy:
-    shared = map_unit(engine, unit)
+    shared = map_unit(engine, engine.slices[unit])
     assert shared is not None
     return MappedCopy(shared.mapping, LAYOUT.units[unit].numel, engine.precision.param)
 
@@ -63,14 +63,14 @@ def test_while_a_step_is_applied_it_holds_no_version() -> None:
     before = copy.values.copy()
     assert copy.is_at(0)
     decision = commit_of(engine)
-    (unit,) = engine.decide(decision)
+    (owned,) = engine.decide(decision)
     assert not copy.is_at(0)
     assert not copy.is_at(1)
     np.testing.assert_array_equal(copy.values, before)
     with pytest.raises(AssertionError, match="being changed"):
-        map_unit(engine, 0)
-    engine.slices[unit].apply(0, len(engine.slices[0].chunks.bounds), engine.scratch(8))
-    engine.slices[unit].finish()
+        map_unit(engine, owned)
+    owned.apply(0, len(owned.chunks.bounds), engine.scratch(8))
+    owned.finish()
     assert copy.is_at(1)
     assert np.all(copy.values != before)
 
@@ -118,8 +118,9 @@ def test_prepared_frames_are_served_beside_it() -> None:
     for one in (made, plain):
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
-    chunks = range(len(engine.slices[0].chunks.bounds))
-    prepared = tuple(engine.prepare_chunk(engine.step, 0, i, hyper, engine.scratch()) for i in chunks)
+    owned = engine.slices[0]
+    chunks = range(len(owned.chunks.bounds))
+    prepared = tuple(engine.prepare_chunk(engine.step, owned, i, hyper, engine.scratch()) for i in chunks)
     assert copy.is_at(0)
     for one in (made, plain):
         one.commit(hyper)
@@ -134,7 +135,7 @@ def test_a_commit_before_every_frame_was_prepared_serves_no_half_of_them() -> No
     for one in (made, plain):
         one.push(0, 0, grad(0))
     hyper = ({"lr": 0.1},)
-    assert engine.prepare_chunk(engine.step, 0, 0, hyper, engine.scratch())
+    assert engine.prepare_chunk(engine.step, engine.slices[0], 0, hyper, engine.scratch())
     for one in (made, plain):
         one.commit(hyper)
     assert engine.parameters.frames(0, 0, N) == plain.engines[0].parameters.frames(0, 0, N)
@@ -156,27 +157,28 @@ def test_values_that_replace_others_are_seen_when_all_are_there() -> None:
 
 
 def test_what_cannot_be_mapped_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [map_unit(engine, 0) for engine in servers(num_servers=2).engines] == [None, None]
+    halves = [(engine, owned) for engine in servers(num_servers=2).engines for owned in engine.slices.values()]
+    assert [map_unit(engine, owned) for engine, owned in halves if owned.chunks.unit == 0] == [None, None]
     for spec in (
         replace(job_of(LAYOUT), precision=WirePrecision(param_compression=Int8())),
         replace(job_of(LAYOUT), policy=BoundedStaleness(max_staleness=2)),
     ):
         other = Servers(spec)
         other.upload([np.ones(u.numel, np.float32) for u in LAYOUT.units])
-        assert map_unit(other.engines[0], 0) is None
+        assert map_unit(other.engines[0], other.engines[0].slices[0]) is None
 
     monkeypatch.setattr(mapped_units, "MAX_MAPPED_UNITS", 1)
     crowded = servers().engines[0]
-    assert map_unit(crowded, 0) is not None
-    assert map_unit(crowded, 1) is None
-    assert map_unit(crowded, 0) is not None
+    assert map_unit(crowded, crowded.slices[0]) is not None
+    assert map_unit(crowded, crowded.slices[1]) is None
+    assert map_unit(crowded, crowded.slices[0]) is not None
 
     def no_room(*_: object) -> SharedCopy:
         raise Busy("a shared-memory segment needs more than there is")
 
     monkeypatch.setattr(mapped_units, "SharedCopy", no_room)
     full = servers()
-    assert map_unit(full.engines[0], 0) is None
+    assert map_unit(full.engines[0], full.engines[0].slices[0]) is None
     assert len(full.engines[0].parameters.frames(0, 0, N)) == len(full.engines[0].slices[0].chunks.bounds)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointError, Closed, InvalidRequest, Misuse
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, VersionPins
 from axon_ps.sharding.layout import Layout, build_unit
@@ -229,17 +230,18 @@ def test_what_does_not_fit_is_found_first(tmp_path: Path) -> None:
         snapshot.prepare(servers.engines[0], str(tmp_path), 2)
     with pytest.raises(Misuse, match="no layout yet"):
         snapshot.prepare(ShardEngine(), str(tmp_path), 1)
-    damaged = tmp_path / read_manifest(str(tmp_path)).file_of(1).name
+    damaged = tmp_path / read_manifest(str(tmp_path)).files[1].name
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match=f"{damaged.name} has SHA-256"):
         snapshot.prepare(servers.engines[1], str(tmp_path), 1)
     snapshot.prepare(servers.engines[0], str(tmp_path), 1)  # needs the other file only
+    begin = servers.plan.slices[0][1].begin
     servers.engines[1].parameters.begin_restore()
-    assert not servers.engines[1].parameters.available(0, 1)
+    assert not servers.engines[1].parameters.available(0, begin, 1)
     servers.engines[1].parameters.cancel_restore()
-    assert servers.engines[1].parameters.available(0, 1)
+    assert servers.engines[1].parameters.available(0, begin, 1)
 
 
 def test_nothing_is_saved_before_there_are_values(tmp_path: Path) -> None:
@@ -267,8 +269,8 @@ def test_a_snapshot_is_of_its_version_while_training_goes_on(tmp_path: Path) -> 
         done = asyncio.Event()
         left = [0]
 
-        def finished(unit: int) -> None:
-            engine.slices[unit].finish()
+        def finished(owned: OwnedSlice) -> None:
+            owned.finish()
             pins.notify()
             left[0] -= 1
             if not left[0]:
@@ -314,11 +316,11 @@ def test_a_snapshot_waits_for_the_apply_that_leads_to_its_version(tmp_path: Path
     entries = []
     writer = threading.Thread(target=lambda: entries.append(snapshot.write(engine, str(tmp_path), 1, 0, 1, pins, pin)))
     writer.start()
-    for unit in changed:
+    for owned in changed:
         assert not entries
-        for index in range(len(engine.slices[unit].chunks.bounds)):
-            engine.slices[unit].apply(index, index + 1, engine.scratch())
-        engine.slices[unit].finish()
+        for index in range(len(owned.chunks.bounds)):
+            owned.apply(index, index + 1, engine.scratch())
+        owned.finish()
         pins.notify()
     writer.join()
     assert len(entries) == 1
@@ -355,10 +357,10 @@ def test_a_kernel_that_fails_is_reported() -> None:
         servers.push(0, 0, np.ones(10, np.float32))
         (engine,) = servers.engines
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        pool = ApplyPool(engine, VersionPins(), None, lambda unit: engine.slices[unit].finish(), failed.set_result)
-        units = engine.decide(commit_of(engine))
+        pool = ApplyPool(engine, VersionPins(), None, OwnedSlice.finish, failed.set_result)
+        slices = engine.decide(commit_of(engine))
         engine.slices[0]._update = None
-        pool.start(units)
+        pool.start(slices)
         error = await failed
         pool.close()
         return error

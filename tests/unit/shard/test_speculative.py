@@ -34,9 +34,8 @@ def grad(seed: int) -> Array:
 def prepare(engine: ShardEngine, hyper: Hyper = ADAMW, step: int | None = None) -> tuple[bytes | None, ...]:
     step = engine.step if step is None else step
     scratch = engine.scratch()
-    return tuple(
-        engine.prepare_chunk(step, 0, i, (hyper,), scratch) for i in range(len(engine.slices[0].chunks.bounds))
-    )
+    owned = engine.slices[0]
+    return tuple(engine.prepare_chunk(step, owned, i, (hyper,), scratch) for i in range(len(owned.chunks.bounds)))
 
 
 def frame_bytes(engine: ShardEngine) -> float:
@@ -131,7 +130,7 @@ def test_there_is_one_wire_copy_all_the_same() -> None:
     made.push(0, 1, grad(1))
     prepare(engine)
     assert frame_bytes(engine) == pytest.approx(usual, rel=0.02)  # headers name another version
-    assert engine.parameters.available(0, 0)
+    assert engine.parameters.available(0, 0, 0)
     assert engine.parameters.frames(0, 0, N)  # a joiner wants the version that counts: encoded for it
 
 
@@ -149,9 +148,9 @@ def test_what_cannot_be_prepared_says_so() -> None:
     with pytest.raises(InvalidRequest, match="expect different"):
         prepare(engine, {"lr": 0.2})
     with pytest.raises(Misuse, match="frozen"):
-        engine.prepare_chunk(engine.step, 1, 0, (ADAMW,), engine.scratch())
+        engine.prepare_chunk(engine.step, engine.slices[1], 0, (ADAMW,), engine.scratch())
     made = servers(replicas=1)
     (engine,) = made.engines
     made.push(0, 0, grad(0))
     with pytest.raises(InvalidRequest, match="2 groups"):
-        engine.prepare_chunk(engine.step, 0, 0, (ADAMW, ADAMW), engine.scratch())
+        engine.prepare_chunk(engine.step, engine.slices[0], 0, (ADAMW, ADAMW), engine.scratch())

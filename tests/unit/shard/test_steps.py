@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import InternalError, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.types import Array, Decision, DType, OptimizerSpec, Outcome
@@ -79,7 +79,7 @@ def test_ready_comes_with_the_last_chunk_and_not_before() -> None:
             for offset in offsets:
                 assert engine.gradients.ready() is None
                 push(engine, offset, unit=unit, replica=replica)
-    assert engine.gradients.ready() == 4.0 * 140
+    assert engine.gradients.ready() == (4.0 * 100, 4.0 * 40)
 
 
 def test_a_server_without_trainable_slices_is_never_ready() -> None:
@@ -127,7 +127,7 @@ def test_nothing_works_before_the_layout() -> None:
         lambda: push(engine),
         lambda: engine.parameters.upload(0, 0, ONES[0], engine.version),
         lambda: engine.parameters.frames(0, 0, 100),
-        lambda: engine.parameters.available(0, 0),
+        lambda: engine.parameters.available(0, 0, 0),
         lambda: engine.gradients.resume_offset(0, 0, 0, 0),
     ):
         with pytest.raises(Misuse, match="no layout yet"):
@@ -140,8 +140,10 @@ def test_nothing_works_before_the_layout() -> None:
 
 def test_what_another_server_owns_is_refused() -> None:
     made = Servers(job_of(layout_of([10], [10]), min_slice_numel=100), 2)
-    with pytest.raises(InvalidRequest, match="owns nothing of unit 1"):
-        made.engines[0].parameters.available(1, 0)
+    with pytest.raises(SliceMoved, match="does not hold the slice of unit 1 with element 0"):
+        made.engines[0].parameters.available(1, 0, 0)
+    with pytest.raises(InvalidRequest, match="there is no unit 2; the layout has 2"):
+        made.engines[0].parameters.available(2, 0, 0)
 
 
 def test_a_second_spec_or_optimizer_is_refused() -> None:
@@ -170,9 +172,9 @@ def test_first_values_may_come_in_any_order_and_twice() -> None:
     values = np.arange(100, dtype=np.float32)
     for offset in (64, 0, 64, 96):
         assert not engine.parameters.upload(0, offset, values[offset : offset + 32], engine.version)
-        assert not engine.parameters.available(0, 0)
+        assert not engine.parameters.available(0, 0, 0)
     assert not engine.parameters.upload(0, 32, values[32:64], engine.version)
-    assert engine.parameters.available(0, 0)
+    assert engine.parameters.available(0, 0, 0)
     assert not engine.parameters.upload(2, 0, np.zeros(30, np.float32), engine.version)
     assert not engine.parameters.upload(1, 32, np.zeros(8, np.float32), engine.version)
     assert engine.parameters.upload(1, 0, np.zeros(32, np.float32), engine.version)
@@ -209,15 +211,15 @@ def test_a_commit_moves_version_and_step() -> None:
 def test_a_unit_is_served_as_soon_as_its_own_apply_is_done() -> None:
     (engine,) = servers().engines
     push_all(engine)
-    assert engine.decide(commit_of(engine)) == (0, 1)
-    assert not engine.parameters.available(0, 1)
-    assert engine.parameters.available(0, 0)  # the old frames are still there for those who want no later version
+    assert engine.decide(commit_of(engine)) == [engine.slices[0], engine.slices[1]]
+    assert not engine.parameters.available(0, 0, 1)
+    assert engine.parameters.available(0, 0, 0)  # the old frames are still there for those who want no later version
     for index in range(4):
         engine.slices[0].apply(index, index + 1, engine.scratch())
     engine.slices[0].finish()
-    assert engine.parameters.available(0, 1)
-    assert not engine.parameters.available(1, 1)
-    assert engine.parameters.available(2, 1)  # frozen: at every version
+    assert engine.parameters.available(0, 0, 1)
+    assert not engine.parameters.available(1, 0, 1)
+    assert engine.parameters.available(2, 0, 1)  # frozen: at every version
 
 
 def test_who_reads_frames_reads_one_version() -> None:
@@ -273,7 +275,7 @@ def test_a_decision_is_taken_once() -> None:
     decision = commit_of(engine)
     apply(engine, decision)
     push_all(engine, step=2)
-    assert engine.decide(decision) == ()
+    assert engine.decide(decision) == []
     assert (engine.version, engine.step) == (1, 2)
     assert engine.gradients.ready() is not None
 
@@ -304,9 +306,9 @@ def test_a_non_finite_gradient_shows_in_ready(poison: float) -> None:
     made.push(0, 1, bad)
     made.push(1, 0, ONES[1])
     made.push(1, 1, ONES[1])
-    total = engine.gradients.ready()
-    assert total is not None
+    total, other = engine.gradients.ready() or ()
     assert not math.isfinite(total)
+    assert other == 4.0 * 40
 
 
 def test_opposite_infinities_are_not_finite() -> None:
@@ -314,7 +316,10 @@ def test_opposite_infinities_are_not_finite() -> None:
     for replica, value in ((0, np.inf), (1, -np.inf)):
         made.push(0, replica, np.full(100, value, np.float32))
         made.push(1, replica, np.full(40, value, np.float32))
-    assert math.isnan(made.engines[0].gradients.ready() or 0.0)
+    sums = made.engines[0].gradients.ready()
+    assert sums is not None
+    assert len(sums) == 2
+    assert all(map(math.isnan, sums))
 
 
 # ---------------------------------------------------------------------- membership
@@ -331,7 +336,7 @@ def test_a_new_generation_drops_what_was_summed() -> None:
     with pytest.raises(StepAborted):
         push(engine, step=1)
     push_rest(engine)
-    assert engine.gradients.ready() == 140.0  # of the new generation's only replica
+    assert engine.gradients.ready() == (100.0, 40.0)  # of the new generation's only replica
 
 
 def push_rest(engine: ShardEngine) -> None:
@@ -351,13 +356,13 @@ def test_a_generation_that_begins_while_units_are_applied_lets_them_finish() -> 
     made = servers()
     (engine,) = made.engines
     push_all(engine)
-    units = engine.decide(commit_of(engine))
+    slices = engine.decide(commit_of(engine))
     engine.membership(2, 3, 1, 1)
     assert push(engine, step=3) is Push.WAIT
-    for unit in units:
-        for index in range(len(engine.slices[unit].chunks.bounds)):
-            engine.slices[unit].apply(index, index + 1, engine.scratch())
-        engine.slices[unit].finish()
+    for owned in slices:
+        for index in range(len(owned.chunks.bounds)):
+            owned.apply(index, index + 1, engine.scratch())
+        owned.finish()
     assert push(engine, step=3) is Push.SUMMED
     assert np.allclose(made.values(0), 0.9)
 
@@ -385,7 +390,7 @@ def test_an_absent_replica_passes_its_turn() -> None:
         made.push(0, replica, grad)
     for replica in range(3):
         made.push(1, replica, ONES[1])
-    assert made.engines[0].gradients.ready() == 100.0 + 9 * 40
+    assert made.engines[0].gradients.ready() == (100.0, 9.0 * 40)
     made.commit()
     assert np.allclose(made.values(0), 0.9)
 
@@ -398,10 +403,11 @@ def test_a_unit_that_is_absent_everywhere_is_not_touched_and_says_its_old_versio
         made.push(1, replica, ONES[1])
     made.commit()
     for engine in made.engines:
-        for unit, owned in engine.slices.items():
+        for owned in engine.slices.values():
+            unit = owned.chunks.unit
             assert owned.reached == 1 or unit == 2
             assert owned.changed == (1 if unit == 1 else 0)
-            assert engine.parameters.available(unit, 1)
+            assert engine.parameters.available(unit, owned.chunks.begin, 1)
             if unit == 0:
                 assert owned.master.updates == 0
                 assert not any(s.any() for s in owned.master.state.values())
