@@ -343,7 +343,12 @@ class ShardEngine:
         return owns_unit and not self.gradients.asynchronous and not owned.wire.compressed
 
     def digests(self) -> dict[int, int]:
-        """By number, the digests of the slices that other servers hold, too, where there are some."""
+        """By number, the digests of the slices that other servers hold, too, where there are some.
+
+        None where replicas step asynchronously: servers then report on an attempt at different versions.
+        """
+        if self.gradients.asynchronous:
+            return {}
         return {s.number: s.digest for s in self.slices.values() if s.replicated and s.digest is not None}
 
     # ------------------------------------------------------------------ what is going on
