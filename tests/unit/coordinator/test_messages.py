@@ -10,9 +10,11 @@ import pytest
 
 from axon_ps.coordinator import messages as m
 from axon_ps.coordinator.core.events import (
+    Copied,
     JobState,
     JoinRequest,
     KnownNames,
+    ModelStatus,
     Ready,
     RestoreOrder,
     SnapshotFile,
