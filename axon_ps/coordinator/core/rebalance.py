@@ -218,7 +218,7 @@ class _Planner:
 
     def _even_loads(self) -> None:
         load, tolerance = self._load, self._tolerance(self._load)
-        givers: set[int] = set()  # holders of slices that move
+        givers: set[int] = set()  # holders of slices that move; they give nothing else, and get nothing
         targets: set[int] = set()
         for source in sorted(self.usable, key=lambda r: (-load[r], r)):
             if load[source] - min(load[rank] for rank in self.usable) <= tolerance:
@@ -229,10 +229,9 @@ class _Planner:
                 givers.update(self._holders[index].complete)
                 targets.add(target)
                 self._copy(index, target)
-                load[source] -= self._numels[index]
 
     def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
-        """A slice of a server, and the least loaded server that it may move to."""
+        """The slice of a server that evens it out best with the least loaded server that one may move to; and that one."""
         load, numels, between = self._load, self._numels, self._between
         busy = givers | targets
         mine = [
