@@ -1,0 +1,312 @@
+"""Which copies of slices are made, swapped and dropped, so that every slice has enough and all servers as much. Pure.
+
+`plan_moves` looks at the placement as it is and returns what to do now; the caller does it and asks again after every
+change. Nothing is remembered between two calls: a copy that was begun is in the placement, and one slice too many is
+recognized by its number of holders.
+
+Note: [The moves end]
+    A slice moves in three calls: a copy is made, the primary is swapped if it is the one to go, a holder is dropped.
+    Who goes is decided at the end, from the loads of then: the most loaded one. That no sequence of moves repeats
+    follows from the sum of the squares of the loads, as they will be when every slice has given up its extra holder.
+    Slices begin to move only when none has an extra holder, and all of one batch from one server F, so that each move
+    lowers the sum (it needs `load[F] - load[target] > numel`). If another holder X is more loaded when the time comes
+    and is dropped in place of F, the sum is lower still: X gives up nothing else, while the load of F then still counts
+    this slice. A move for the sake of nodes may raise the sum, but the slice is on more nodes than before for good.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from axon_ps.sharding.placement import Holders, Placement, Server, choose_backup
+
+EVEN = 16
+"""Loads that differ by at most 1/16 of the mean are even, also where a smaller slice could move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Begin to copy a slice to a server that does not have it (`Placement.copying`).
+
+    Attributes:
+        index: number of the slice.
+        rank: rank of the server.
+    """
+
+    index: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Make a complete backup the primary (`Placement.promoted`); possible only between two steps.
+
+    Attributes:
+        index: number of the slice.
+        rank: rank of the backup.
+    """
+
+    index: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A server that is not the primary gives a slice up, or stops to get it (`Placement.dropped`).
+
+    Attributes:
+        index: number of the slice.
+        rank: rank of the server.
+    """
+
+    index: int
+    rank: int
+
+
+Move: TypeAlias = Copy | Promote | Drop
+
+
+def plan_moves(
+    placement: Placement,
+    numels: Sequence[int],
+    servers: Sequence[Server],
+    draining: frozenset[int],
+    replication: int,
+    budget_numel: int,
+) -> list[Move]:
+    """What to do now: at most one move a slice, all possible together. Equal arguments give equal moves.
+
+    In this order: slices with too few holders are copied, those in the greatest danger first; draining servers and
+    those with more than wanted give slices up; primaries are evened out; and when nothing of this is left or under
+    way, slices move to other nodes and then to less loaded servers.
+
+    A slice whose primary is not live (nobody else has it) gets no move.
+
+    Args:
+        placement: the holders of every slice.
+        numels: elements of each slice.
+        servers: the live shard servers.
+        draining: ranks of those that are to give everything up. If all are, nothing moves.
+        replication: how many servers shall hold each slice; all that do not drain if they are fewer.
+        budget_numel: elements that may be on their way at a time; one slice always may.
+    """
+    planner = _Planner(placement, numels, servers, draining, replication, budget_numel)
+    if planner.usable:
+        planner.replicate()
+        planner.release()
+        planner.even_primaries()
+        planner.move()
+    return list(planner.moves.values())
+
+
+class _Planner:
+    """The moves of one call, and the loads as they are with these moves. A server is *usable* if it does not drain."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        numels: Sequence[int],
+        servers: Sequence[Server],
+        draining: frozenset[int],
+        replication: int,
+        budget_numel: int,
+    ) -> None:
+        self.moves: dict[int, Move] = {}
+        self.usable = {s.rank: s for s in servers if s.rank not in draining}
+        self._leaving = {s.rank for s in servers if s.rank in draining}
+        self._wanted = min(replication, len(self.usable))
+        self._holders, self._numels, self._budget_numel = placement.holders, numels, budget_numel
+        self._load: Counter[int] = Counter()  # elements that a server holds or gets
+        self._primary_load: Counter[int] = Counter()
+        self._sending: Counter[int] = Counter()  # elements on their way from a primary
+        self._under_way = 0  # all of them
+        self._unsettled: list[tuple[int, Holders]] = []  # slices whose holders are not as wanted
+        self._survey()
+
+    def _survey(self) -> None:
+        usable = frozenset(self.usable)
+        load, primary_load = self._load, self._primary_load
+        for index, (h, numel) in enumerate(zip(self._holders, self._numels, strict=True)):
+            primary_load[h.complete[0]] += numel
+            for rank in h.complete:
+                load[rank] += numel
+            if len(h.complete) == self._wanted and not h.copying and usable.issuperset(h.complete):
+                continue
+            for rank in h.copying:
+                load[rank] += numel
+            if h.primary in usable or h.primary in self._leaving:
+                self._unsettled.append((index, h))
+                self._sending[h.primary] += numel * len(h.copying)
+        self._under_way = self._sending.total()
+
+    def replicate(self) -> None:
+        """Copy slices with too few holders: those with the fewest first, from one primary after the other."""
+        missing = [(self._complete(h), i, h) for i, h in self._unsettled if len(self._on_usable(h)) < self._wanted]
+        missing.sort(key=lambda m: (len(m[0]), m[1]))
+        sent = self._sending.copy()
+        order = []
+        for complete, index, h in missing:
+            order.append((len(complete), sent[h.primary], index, h))
+            sent[h.primary] += self._numels[index]
+        for _, _, index, h in sorted(order, key=lambda m: m[:3]):
+            if not self._fits(index):
+                return  # a smaller one does not overtake: a slice in greater danger would wait for ever
+            self._copy(index, self._choose(h))
+
+    def release(self) -> None:
+        """Draining servers, and servers that hold one copy too many, give slices up."""
+        for index, h in self._unsettled:
+            if index in self.moves:
+                continue
+            complete = self._complete(h)
+            enough = len(complete) >= self._wanted
+            leaving = [r for r in h.servers[1:] if r in self._leaving and (enough or r in h.copying)]
+            if complete and h.primary not in self.usable:
+                self._promote(index, complete)
+            elif leaving:
+                self._drop(index, leaving[0])
+            elif len(complete) > self._wanted:
+                self._drop_one(index, h, complete)
+
+    def _drop_one(self, index: int, h: Holders, complete: Sequence[int]) -> None:
+        def order(rank: int) -> tuple[int, int, bool, int]:
+            others = (r for r in complete if r != rank)
+            return self._nodes_of(others), self._load[rank], rank != h.primary, rank
+
+        rank = max(complete, key=order)
+        if rank == h.primary:
+            self._promote(index, [r for r in complete if r != rank])
+        else:
+            self._drop(index, rank)
+
+    def even_primaries(self) -> None:
+        """A backup becomes primary where that makes the primaries' loads of the two servers more even."""
+        load = self._primary_load
+        least, tolerance = min(load[rank] for rank in self.usable), self._tolerance(load)
+        for index, (h, numel) in enumerate(zip(self._holders, self._numels, strict=True)):
+            spare = load[h.complete[0]] - (numel if numel > tolerance else tolerance)
+            if spare > least and index not in self.moves and h.primary in self.usable:
+                better = [rank for rank in self._complete(h)[1:] if load[rank] < spare]
+                if better:
+                    self._promote(index, better)
+
+    def move(self) -> None:
+        """Slices move where that puts them on more nodes, or else makes the loads more even. See Note: [The moves end].
+
+        What moves has one holder more than wanted from now on, until `release` drops one.
+        """
+        if self._unsettled:
+            return
+        nodes = min(self._wanted, self._nodes_of(self.usable))
+        crowded = [(i, h) for i, h in enumerate(self._holders) if nodes > 1 and self._is_crowded(h, nodes)]
+        for index, h in crowded:
+            if index not in self.moves and self._fits(index):
+                self._copy(index, self._choose(h))
+        if crowded:
+            return
+        tolerance = self._tolerance(self._load)
+        least = min(self._load[rank] for rank in self.usable)
+        for rank in sorted(self.usable, key=lambda r: (-self._load[r], r)):
+            if self._load[rank] - least <= tolerance or self._unload(rank, tolerance):
+                return
+
+    def _is_crowded(self, h: Holders, nodes: int) -> bool:
+        return h.primary in self.usable and self._nodes_of(h.complete) < nodes
+
+    def _tolerance(self, load: Counter[int]) -> int:
+        """The difference of loads that nothing is done about: never more than the largest slice."""
+        mean = sum(load[rank] for rank in self.usable) // len(self.usable)
+        return min(max(self._numels, default=0), mean // EVEN)
+
+    @cached_property
+    def _mean(self) -> float:
+        return sum(self._load[rank] for rank in self.usable) / len(self.usable)
+
+    def _unload(self, source: int, tolerance: int) -> bool:
+        """Begin to move slices that one server has more than the mean; whether there was one to move.
+
+        Of slices with several holders more are moved: not all of them will be dropped by this server.
+        """
+        floor = self._load[source] - self._wanted * (self._load[source] - self._mean)
+        mine = [(i, h) for i, h in enumerate(self._holders) if source in h.complete and i not in self.moves]
+        moved = False
+        while not moved or self._load[source] > floor:
+            found = self._best_move(mine, source, floor, tolerance)
+            if found is None:
+                break
+            index, target = found
+            mine = [m for m in mine if m[0] != index]
+            self._copy(index, target)
+            self._load[source] -= self._numels[index]
+            moved = True
+        return moved
+
+    def _best_move(
+        self, mine: list[tuple[int, Holders]], source: int, floor: float, tolerance: int
+    ) -> tuple[int, int] | None:
+        """A slice of `mine` and the least loaded server that it may move to from `source`, the nearest to `floor`."""
+        load, numels, between = self._load, self._numels, self._between
+        for target in sorted(self.usable, key=lambda r: (load[r], r)):
+            apart = load[source] - load[target]
+            if apart <= tolerance:
+                return None
+            ideal = min(load[source] - floor, self._mean - load[target])
+            candidates = [
+                (abs(ideal - numels[i]), between[h.primary, target] - between[h.primary, source], i)
+                for i, h in mine
+                if numels[i] < apart and target not in h.complete and self._fits(i) and self._may(h, source, target)
+            ]
+            if candidates:
+                return min(candidates)[2], target
+        return None
+
+    def _may(self, h: Holders, source: int, target: int) -> bool:
+        """Whether a slice is on as many nodes as before if it moves."""
+        moved = (target if rank == source else rank for rank in h.complete)
+        return self._nodes_of(moved) >= self._nodes_of(h.complete)
+
+    @cached_property
+    def _between(self) -> Counter[tuple[int, int]]:
+        """Elements by (primary, backup)."""
+        between: Counter[tuple[int, int]] = Counter()
+        for h, numel in zip(self._holders, self._numels, strict=True):
+            for rank in h.followers:
+                between[h.primary, rank] += numel
+        return between
+
+    def _complete(self, h: Holders) -> list[int]:
+        return [rank for rank in h.complete if rank in self.usable]
+
+    def _on_usable(self, h: Holders) -> list[Server]:
+        return [self.usable[rank] for rank in h.servers if rank in self.usable]
+
+    def _nodes_of(self, ranks: Iterable[int]) -> int:
+        return len({self.usable[rank].node for rank in ranks})
+
+    def _fits(self, index: int) -> bool:
+        return not self._under_way or self._under_way + self._numels[index] <= self._budget_numel
+
+    def _choose(self, h: Holders) -> int:
+        return choose_backup(self._on_usable(h), self.usable.values(), self._load, self._between).rank
+
+    def _copy(self, index: int, rank: int) -> None:
+        primary, numel = self._holders[index].primary, self._numels[index]
+        self.moves[index] = Copy(index, rank)
+        self._load[rank] += numel
+        self._between[primary, rank] += numel
+        self._under_way += numel
+
+    def _promote(self, index: int, ranks: Iterable[int]) -> None:
+        """The one of `ranks` with the fewest elements as primary becomes the primary."""
+        rank = min(ranks, key=lambda r: (self._primary_load[r], r))
+        self.moves[index] = Promote(index, rank)
+        self._primary_load[self._holders[index].primary] -= self._numels[index]
+        self._primary_load[rank] += self._numels[index]
+
+    def _drop(self, index: int, rank: int) -> None:
+        self.moves[index] = Drop(index, rank)
+        self._load[rank] -= self._numels[index]
