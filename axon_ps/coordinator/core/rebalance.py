@@ -8,16 +8,20 @@ Note: [The moves end]
     A slice moves in three calls: a copy is made, the primary is swapped if it is the one to go, a holder is dropped.
     Who goes is decided at the end, from the loads of then: the most loaded one. That no sequence of moves repeats
     follows from the sum of the squares of the loads, as they will be when every slice has given up its extra holder.
-    Slices begin to move only when none has an extra holder, and all of one batch from one server F, so that each move
-    lowers the sum (it needs `load[F] - load[target] > numel`). If another holder X is more loaded when the time comes
-    and is dropped in place of F, the sum is lower still: X gives up nothing else, while the load of F then still counts
-    this slice. A move for the sake of nodes may raise the sum, but the slice is on more nodes than before for good.
+    Slices begin to move only when none has an extra holder, and no server holds two that move, or holds one and gets
+    another. Each move lowers the sum if the server F that it is taken from drops it: `load[F] - load[target] > numel`
+    with the other moves counted. If another holder X is more loaded when the time comes and is dropped in place of F,
+    the sum is lower still: no other move changes the load of X, and the load of F still counts this slice. A move for
+    the sake of nodes may raise the sum, but the slice is on more nodes than before for good.
+
+    One slice a server also leaves the backups of each server spread evenly (see Note: [Declustered backups]); with more
+    at a time, most slices of a server that was added were also on one and the same other server.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -188,9 +192,9 @@ class _Planner:
         load = self._primary_load
         least, tolerance = min(load[rank] for rank in self.usable), self._tolerance(load)
         for index, (h, numel) in enumerate(zip(self._holders, self._numels, strict=True)):
-            spare = load[h.complete[0]] - (numel if numel > tolerance else tolerance)
-            if spare > least and index not in self.moves and h.primary in self.usable:
-                better = [rank for rank in self._complete(h)[1:] if load[rank] < spare]
+            limit = load[h.complete[0]] - (numel if numel > tolerance else tolerance)
+            if limit > least and index not in self.moves and h.primary in self.usable:
+                better = [rank for rank in self._complete(h)[1:] if load[rank] < limit]
                 if better:
                     self._promote(index, better)
 
@@ -206,59 +210,44 @@ class _Planner:
         for index, h in crowded:
             if index not in self.moves and self._fits(index):
                 self._copy(index, self._choose(h))
-        if crowded:
-            return
-        tolerance = self._tolerance(self._load)
-        least = min(self._load[rank] for rank in self.usable)
-        for rank in sorted(self.usable, key=lambda r: (-self._load[r], r)):
-            if self._load[rank] - least <= tolerance or self._unload(rank, tolerance):
-                return
+        if not crowded:
+            self._even_loads()
 
     def _is_crowded(self, h: Holders, nodes: int) -> bool:
         return h.primary in self.usable and self._nodes_of(h.complete) < nodes
 
-    def _tolerance(self, load: Counter[int]) -> int:
-        """The difference of loads that nothing is done about: never more than the largest slice."""
-        mean = sum(load[rank] for rank in self.usable) // len(self.usable)
-        return min(max(self._numels, default=0), mean // EVEN)
+    def _even_loads(self) -> None:
+        load, tolerance = self._load, self._tolerance(self._load)
+        givers: set[int] = set()  # holders of slices that move
+        targets: set[int] = set()
+        for source in sorted(self.usable, key=lambda r: (-load[r], r)):
+            if load[source] - min(load[rank] for rank in self.usable) <= tolerance:
+                return
+            found = self._best_move(source, tolerance, givers, targets)
+            if found:
+                index, target = found
+                givers.update(self._holders[index].complete)
+                targets.add(target)
+                self._copy(index, target)
+                load[source] -= self._numels[index]
 
-    @cached_property
-    def _mean(self) -> float:
-        return sum(self._load[rank] for rank in self.usable) / len(self.usable)
-
-    def _unload(self, source: int, tolerance: int) -> bool:
-        """Begin to move slices that one server has more than the mean; whether there was one to move.
-
-        Of slices with several holders more are moved: not all of them will be dropped by this server.
-        """
-        floor = self._load[source] - self._wanted * (self._load[source] - self._mean)
-        mine = [(i, h) for i, h in enumerate(self._holders) if source in h.complete and i not in self.moves]
-        moved = False
-        while not moved or self._load[source] > floor:
-            found = self._best_move(mine, source, floor, tolerance)
-            if found is None:
-                break
-            index, target = found
-            mine = [m for m in mine if m[0] != index]
-            self._copy(index, target)
-            self._load[source] -= self._numels[index]
-            moved = True
-        return moved
-
-    def _best_move(
-        self, mine: list[tuple[int, Holders]], source: int, floor: float, tolerance: int
-    ) -> tuple[int, int] | None:
-        """A slice of `mine` and the least loaded server that it may move to from `source`, the nearest to `floor`."""
+    def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
+        """A slice of a server, and the least loaded server that it may move to."""
         load, numels, between = self._load, self._numels, self._between
-        for target in sorted(self.usable, key=lambda r: (load[r], r)):
+        busy = givers | targets
+        mine = [
+            (i, h)
+            for i, h in enumerate(self._holders)
+            if source in h.complete and i not in self.moves and busy.isdisjoint(h.complete) and self._fits(i)
+        ]
+        for target in sorted(self.usable.keys() - givers, key=lambda r: (load[r], r)):
             apart = load[source] - load[target]
             if apart <= tolerance:
                 return None
-            ideal = min(load[source] - floor, self._mean - load[target])
             candidates = [
-                (abs(ideal - numels[i]), between[h.primary, target] - between[h.primary, source], i)
+                (abs(apart - 2 * numels[i]), between[h.primary, target] - between[h.primary, source], i)
                 for i, h in mine
-                if numels[i] < apart and target not in h.complete and self._fits(i) and self._may(h, source, target)
+                if numels[i] < apart and target not in h.complete and self._may(h, source, target)
             ]
             if candidates:
                 return min(candidates)[2], target
@@ -274,9 +263,20 @@ class _Planner:
         """Elements by (primary, backup)."""
         between: Counter[tuple[int, int]] = Counter()
         for h, numel in zip(self._holders, self._numels, strict=True):
-            for rank in h.followers:
-                between[h.primary, rank] += numel
+            first = self._first(h)
+            for rank in h.servers:
+                if rank != first:
+                    between[first, rank] += numel
         return between
+
+    def _first(self, h: Holders) -> int:
+        """The primary, or the backup that will be when the primary has drained."""
+        return next((rank for rank in h.complete if rank in self.usable), h.primary)
+
+    def _tolerance(self, load: Counter[int]) -> int:
+        """The difference of loads that nothing is done about: never more than the largest slice."""
+        mean = sum(load[rank] for rank in self.usable) // len(self.usable)
+        return min(max(self._numels, default=0), mean // EVEN)
 
     def _complete(self, h: Holders) -> list[int]:
         return [rank for rank in h.complete if rank in self.usable]
@@ -294,10 +294,10 @@ class _Planner:
         return choose_backup(self._on_usable(h), self.usable.values(), self._load, self._between).rank
 
     def _copy(self, index: int, rank: int) -> None:
-        primary, numel = self._holders[index].primary, self._numels[index]
+        numel = self._numels[index]
         self.moves[index] = Copy(index, rank)
         self._load[rank] += numel
-        self._between[primary, rank] += numel
+        self._between[self._first(self._holders[index]), rank] += numel
         self._under_way += numel
 
     def _promote(self, index: int, ranks: Iterable[int]) -> None:
