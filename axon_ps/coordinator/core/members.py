@@ -188,6 +188,7 @@ class Members:
         if self._ending:
             self._ending = False
             self._hand_over(now)
+        self.placements.plan(now)
 
     def forget(self, session: int) -> None:
         """The stream of a process that is no member is over."""

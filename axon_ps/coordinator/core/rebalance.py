@@ -218,7 +218,7 @@ class _Planner:
 
     def _even_loads(self) -> None:
         load, tolerance = self._load, self._tolerance(self._load)
-        givers: set[int] = set()  # holders of slices that move; they give nothing else, and get nothing
+        givers: set[int] = set()  # holders of slices that move
         targets: set[int] = set()
         for source in sorted(self.usable, key=lambda r: (-load[r], r)):
             if load[source] - min(load[rank] for rank in self.usable) <= tolerance:
@@ -229,9 +229,10 @@ class _Planner:
                 givers.update(self._holders[index].complete)
                 targets.add(target)
                 self._copy(index, target)
+                load[source] -= self._numels[index]
 
     def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
-        """The slice of a server that evens it out best with the least loaded server that one may move to; and that one."""
+        """A slice of a server, and the least loaded server that it may move to."""
         load, numels, between = self._load, self._numels, self._between
         busy = givers | targets
         mine = [
