@@ -116,7 +116,9 @@ class Stub:
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
-            raise Closed(f"the connection to {self.peer} was closed during {method}") from None
+            raise self._closed(method) from None
+        except grpc.aio.UsageError:
+            raise self._closed(method) from None
 
     def open(self, method: str, *, timeout_s: float | None = None) -> Stream:
         """Open a streaming call; the first failure shows at the first read or write.
@@ -124,9 +126,18 @@ class Stub:
         Args:
             method: name of the RPC, as the schema spells it.
             timeout_s: seconds the whole call may take; None = no deadline.
+
+        Raises:
+            Closed: the channel was closed.
         """
-        call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
+        try:
+            call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
+        except grpc.aio.UsageError:
+            raise self._closed(method) from None
         return Stream(call, self.peer, method, timeout_s)
+
+    def _closed(self, method: str) -> Closed:
+        return Closed(f"the connection to {self.peer} was closed before {method} was done")
 
 
 class ServerStream:
