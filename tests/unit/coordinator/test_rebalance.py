@@ -241,6 +241,10 @@ def test_of_a_slice_with_one_holder_too_many_the_most_loaded_server_gives_it_up(
     assert plan(placement.holders, "aaa", numels=[10, 5, 3])[0] == Drop(0, 0)
 
 
+def test_slices_given_up_in_one_call_are_those_of_different_servers() -> None:
+    assert plan([Holders((0, 1, 2)), Holders((0, 1, 2))], "aaa") == [Drop(0, 2), Drop(1, 1)]
+
+
 def test_a_slice_stays_on_two_nodes_when_a_holder_gives_it_up() -> None:
     holders = [Holders((0, 1, 2)), Holders((1, 0)), Holders((1, 2))]  # server 1 has the most
     assert plan(holders, "aba")[0] in (Drop(0, 2), Promote(0, 2))
@@ -270,6 +274,11 @@ def test_slices_move_to_a_server_that_was_added() -> None:
     assert next_moves() == [], "no other moves before these have"
     placement = placement.copied([1], 2).promoted(1, 2).dropped(1, 1)
     assert next_moves() == [Copy(2, 2), Copy(3, 2)]
+
+
+def test_the_slice_that_evens_out_two_servers_best_moves() -> None:
+    assert plan([Holders((0,))] * 3, "aa", numels=[1, 5, 4], replication=1) == [Copy(1, 1)]
+    assert plan([Holders((0,))] * 3, "aa", numels=[1, 12, 9], replication=1) == [Copy(1, 1)]
 
 
 def test_copies_move_to_a_node_that_was_added() -> None:
