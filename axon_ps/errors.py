@@ -10,6 +10,7 @@ to gRPC statuses and back. Blame is in the class:
     │   └── Disagreement                     the ranks of a group asked for different things
     ├── Misuse (RuntimeError)                calls in the wrong order
     │   └── Closed                           you closed it, and use it still
+    │       └── Drained                      a shard server was taken out of the job, as was asked for
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
     │   ├── Unreachable                      nobody answers at the address
@@ -18,6 +19,7 @@ to gRPC statuses and back. Blame is in the class:
     ├── Timeout (TimeoutError)               the caller's deadline passed
     ├── Busy                                 a bounded resource is used up; retrying later may succeed
     ├── GenerationChanged                    the membership changed; `.generation` is the new one
+    ├── SliceMoved                           another shard server holds the slice now
     ├── StepAborted                          the step did not commit; version and parameters are unchanged
     ├── CheckpointError                      a checkpoint cannot be written or read
     │   ├── CheckpointNotFound
@@ -60,6 +62,10 @@ class Closed(Misuse):
     """The object was closed by its owner and cannot be used any more."""
 
 
+class Drained(Closed):
+    """This shard server was drained: it holds nothing any more and has left the job."""
+
+
 class PermissionDenied(AxonError, PermissionError):
     """The peer refused us: wrong or missing job token, wrong job name, or a certificate it does not trust."""
 
@@ -98,6 +104,10 @@ class GenerationChanged(AxonError):
     def __init__(self, message: str, generation: int = 0) -> None:
         super().__init__(message)
         self.generation = generation
+
+
+class SliceMoved(AxonError):
+    """The shard server does not hold the slice, or no longer: ask the one that the placement names."""
 
 
 class StepAborted(AxonError):

@@ -123,6 +123,7 @@ class _Launcher:
             command += ["--min-workers", str(launch.min_workers)]
         if launch.step_timeout_s is not None:
             command += ["--step-timeout-s", str(launch.step_timeout_s)]
+        command += ["--replication", str(launch.replication)]
         if launch.resume:
             command += ["--resume", launch.resume]
         if launch.checkpoint_every:

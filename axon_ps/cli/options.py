@@ -85,6 +85,12 @@ CheckpointEvery = Annotated[
         show_default="never",
     ),
 ]
+Replication = Annotated[
+    int,
+    typer.Option(
+        help="How many shard servers hold each slice of the parameters; 0 = 2 if there are two or more, else 1.", min=0
+    ),
+]
 CheckpointLimit = Annotated[
     int, typer.Option(help="How many of the checkpoints remain that are written by themselves.", min=1)
 ]

@@ -75,6 +75,7 @@ def run(
     ] = "",
     checkpoint_every: o.CheckpointEvery = "",
     checkpoint_limit: o.CheckpointLimit = 3,
+    replication: o.Replication = 0,
     state: Annotated[
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
@@ -122,6 +123,7 @@ def run(
         checkpoint_dir=settings.checkpoint_dir if checkpoint_every else "",
         checkpoint_every=checkpoint_every,
         checkpoint_limit=checkpoint_limit,
+        replication=replication,
         connect_timeout_s=connect_timeout_s,
         token=_token(settings, nnodes=nnodes, embedded=embedded),
     )

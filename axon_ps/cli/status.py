@@ -161,6 +161,11 @@ def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: st
         f"{'' if reply.initialized or not reply.registered else ' (not uploaded yet)'}, up {_duration(reply.uptime_s)}",
         highlight=False,
     )
+    if reply.registered:
+        lacking = sum(model.lacking for model in reply.models)
+        slices = sum(model.slices for model in reply.models)
+        short = f"; {lacking} of {slices} slices have too few copies" if lacking else ""
+        console.print(f"replication {reply.replication}{short}", highlight=False)
     if len(reply.models) > 1:
         models = Table("model", "version", "step", "parameters", "")
         for model in reply.models:
@@ -170,6 +175,8 @@ def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: st
     table = Table("role", "rank", "node", "address", "replica", "incarnation")
     for m in (*membership.shards, *membership.workers, *membership.finished):
         replica = str(m.replica) if m.replica >= 0 else "finished" if m in membership.finished else ""
+        if m in membership.shards and m.rank in reply.draining:
+            replica = "draining"
         table.add_row(m.role.value, str(m.rank), m.node, m.address, replica, m.incarnation[:8])
     console.print(table)
     for line in () if _finished(reply) else reply.pending:

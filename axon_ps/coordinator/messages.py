@@ -6,10 +6,10 @@ Every field of a message is checked here once, so that the state machine works w
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 
 from axon_ps.coordinator.core.events import (
+    Copied,
     JobState,
     JoinRequest,
     KnownNames,
@@ -141,9 +141,11 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
         ready=session_pb2.Ready(
             generation=ready.generation,
             step=ready.step,
-            sum_of_squares=ready.sum_of_squares,
+            sums_of_squares=ready.sums_of_squares,
             replica=ready.replica,
             model=ready.model,
+            placement=ready.placement,
+            digests=[session_pb2.Digest(slice=number, value=value) for number, value in ready.digests.items()],
         )
     )
 
@@ -157,17 +159,34 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
     """A shard server's report that it has all gradients.
 
     Raises:
-        InvalidRequest: the sum of squares is negative.
+        InvalidRequest: a sum of squares is negative.
     """
-    if message.sum_of_squares < 0 and not math.isnan(message.sum_of_squares):
-        raise InvalidRequest(f"sum_of_squares is {message.sum_of_squares}; a sum of squares is 0 or more")
+    sums = tuple(message.sums_of_squares)
+    if any(value < 0 for value in sums):
+        raise InvalidRequest(f"a sum of squares is {min(sums)}; it is 0 or more")
     return Ready(
         generation=message.generation,
         step=message.step,
-        sum_of_squares=message.sum_of_squares,
+        sums_of_squares=sums,
         replica=message.replica,
         model=message.model,
+        placement=message.placement,
+        digests={digest.slice: digest.value for digest in message.digests},
     )
+
+
+def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
+    """A shard server's report that it has got slices, as a message."""
+    return session_pb2.SessionRequest(
+        copied=session_pb2.Copied(
+            model=copied.model, epoch=copied.epoch, slices=copied.slices, placement=copied.placement
+        )
+    )
+
+
+def copied_from_proto(message: session_pb2.Copied) -> Copied:
+    """A shard server's report that it has got slices."""
+    return Copied(model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement)
 
 
 def initialized_to_proto(version: int, epoch: int, model: int = 0) -> session_pb2.SessionRequest:
@@ -220,6 +239,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
         name=job.name,
         copied=job.copied,
         released=job.released,
+        placement=None if job.placement is None else codec.placement_to_proto(job.placement),
     )
 
 
@@ -239,6 +259,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         name=codec.name_from_proto(message.name, "a model's name", empty=True),
         copied=message.copied,
         released=message.released,
+        placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 
 
@@ -316,6 +337,8 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         pending=status.pending,
         lease_s=status.lease_s,
         models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
+        replication=status.replication,
+        draining=status.draining,
     )
 
 
@@ -346,7 +369,11 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
                 epoch=m.epoch,
                 initialized=m.initialized,
                 parameters=m.parameters,
+                slices=m.slices,
+                lacking=m.lacking,
             )
             for m in message.models
         ),
+        replication=message.replication,
+        draining=tuple(message.draining),
     )

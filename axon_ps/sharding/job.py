@@ -46,6 +46,16 @@ class JobSpec:
             self._plans[num_servers] = make_plan(self.layout, num_servers, self.options)
         return self._plans[num_servers]
 
+    def is_cut_like(self, other: JobSpec) -> bool:
+        """Whether `cut_difference` is empty (computed once for each other spec)."""
+        if id(other) not in self._alike:
+            self._alike[id(other)] = other, not self.cut_difference(other)
+        return self._alike[id(other)][1]
+
+    @cached_property
+    def _alike(self) -> dict[int, tuple[JobSpec, bool]]:
+        return {}
+
     def cut_difference(self, other: JobSpec) -> str:
         """Why the values of another model cannot be copied to this one where they lie, in words; empty when they can.
 

@@ -67,9 +67,13 @@ class Placement:
 
     Attributes:
         holders: by the number of the slice.
+        num_cuts: over how many servers the plan cuts units.
+        number: grows with every change.
     """
 
     holders: tuple[Holders, ...]
+    num_cuts: int
+    number: int = 1
 
     @property
     def servers(self) -> frozenset[int]:
@@ -110,7 +114,7 @@ class Placement:
         holders = list(self.holders)
         for index in indexes:
             holders[index] = change(holders[index])
-        return Placement(tuple(holders))
+        return replace(self, holders=tuple(holders), number=self.number + 1)
 
 
 def _without(h: Holders, rank: int) -> Holders:
@@ -118,13 +122,14 @@ def _without(h: Holders, rank: int) -> Holders:
     return Holders(complete, tuple(r for r in h.copying if r != rank))
 
 
-def place(plan: Plan, servers: Sequence[Server], replication: int) -> Placement:
-    """Where the slices of a new model are.
+def place(plan: Plan, servers: Sequence[Server], replication: int, number: int = 1) -> Placement:
+    """Where the slices of a new model are, or of one that is restored.
 
     Args:
         plan: how its units are cut. What it calls server p is the p-th of `servers`, if there are as many.
         servers: those that are there, by rank.
         replication: how many servers hold each slice; as many as there are if there are fewer.
+        number: of the placement.
 
     Raises:
         InvalidRequest: there is no server.
@@ -142,7 +147,7 @@ def place(plan: Plan, servers: Sequence[Server], replication: int) -> Placement:
             holders.append(backup)
             load[backup.rank] += numel
             between[holders[0].rank, backup.rank] += numel
-    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices))
+    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number)
 
 
 def choose_backup(

@@ -10,6 +10,7 @@ plan, so a chunk is named by its offset, and a server has a counter per chunk.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,6 +113,15 @@ class Plan:
     def first_of(self) -> tuple[int, ...]:
         """Per unit, the number of its first slice."""
         return tuple(accumulate((len(unit) for unit in self.slices), initial=0))
+
+    def number_of(self, s: Slice) -> int:
+        """The number of a slice of this plan."""
+        return self.first_of[s.unit] + bisect_right(self.ends_of[s.unit], s.begin)
+
+    @cached_property
+    def ends_of(self) -> tuple[tuple[int, ...], ...]:
+        """Per unit, where each of its slices ends."""
+        return tuple(tuple(s.end for s in unit) for unit in self.slices)
 
     def slice_of(self, unit: int, server: int) -> Slice | None:
         """The slice of `unit` that `server` owns, if it owns one."""

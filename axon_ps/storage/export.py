@@ -6,7 +6,7 @@ Values are read and written a few MiB at a time, so the memory needed does not g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -53,10 +53,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
     source = open_store(manifest.uri)
     tensors = [TensorSpec(name=p.name, dtype=dtype or p.dtype, shape=p.shape) for _, p in manifest.layout.parameters()]
     with ExitStack() as files:
-        readers = {
-            server: files.enter_context(open_file(source, manifest.file_of(server).name))
-            for server in range(manifest.num_servers)
-        }
+        readers = [files.enter_context(open_file(source, entry.name)) for entry in manifest.files]
         with create_file(store, name, tensors, {"format": "pt"}) as writer:
             for (unit, parameter), tensor in zip(manifest.layout.parameters(), tensors, strict=True):
                 for values in _values(manifest, readers, unit, parameter):
@@ -76,14 +73,14 @@ def _target(target: str) -> tuple[FileStore, str]:
 
 
 def _values(
-    manifest: Manifest, readers: Mapping[int, SafetensorsReader], unit: int, parameter: Parameter
+    manifest: Manifest, readers: Sequence[SafetensorsReader], unit: int, parameter: Parameter
 ) -> Iterator[Array]:
     """The elements of one parameter in order, f32, block by block."""
     for owned in manifest.plan.slices[unit]:
         begin, end = max(owned.begin, parameter.offset), min(owned.end, parameter.end)
         for first in range(begin, end, BLOCK_NUMEL):
             values = np.empty(min(first + BLOCK_NUMEL, end) - first, np.float32)
-            readers[owned.server].read_into(f"{unit}.param", first - owned.begin, values)
+            readers[manifest.file_of(owned)].read_into(f"{unit}.{owned.begin}.param", first - owned.begin, values)
             yield values
 
 

@@ -22,15 +22,15 @@ from google.protobuf import json_format
 
 from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
 from axon_ps.sharding.layout import Layout
-from axon_ps.sharding.plan import Plan, PlanOptions, make_plan
+from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2
 
-FORMAT_VERSION = 3
-"""Version of a manifest and of the files that it names. Before 3 it was not made of messages."""
+FORMAT_VERSION = 4
+"""Version of a manifest and of the files that it names. Before 4 each shard server wrote the slices of one number."""
 
 MANIFEST_NAME = "manifest.json"
 FILE_PREFIX = "shard-"
@@ -49,9 +49,10 @@ class Manifest:
         version: committed steps.
         layout: its parameters.
         optimizer: the one whose state it has; None when the job had no optimizer yet.
-        num_servers: how many shard servers wrote it.
-        options: how units were sharded.
-        files: the files that they wrote.
+        num_servers: over how many shard servers units were cut.
+        options: how units were cut.
+        files: the files that the servers wrote.
+        slices_in: by the number of a slice, which of `files` has it; empty = file p has what the plan gives to server p.
         extra: values of the caller (sampler, schedule), as JSON.
         created: time of writing, ISO 8601 in UTC.
         uri: the URI it was read from; not part of the file.
@@ -65,6 +66,7 @@ class Manifest:
     num_servers: int
     options: PlanOptions
     files: tuple[FileEntry, ...]
+    slices_in: tuple[int, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
     uri: str = ""
@@ -110,18 +112,9 @@ class Manifest:
         wanted = f"has no model {name!r}" if name else "has several models; name one"
         raise InvalidRequest(f"the checkpoint at {self.uri} {wanted}: it has {names}")
 
-    def file_of(self, server: int) -> FileEntry:
-        """The file that shard server `server` wrote.
-
-        Raises:
-            CheckpointCorrupt: there is none.
-        """
-        prefix = file_prefix(server, self.num_servers)
-        for entry in self.files:
-            if entry.name.startswith(prefix):
-                return entry
-        of = f" for model {self.name!r}" if self.name else ""
-        raise CheckpointCorrupt(f"{self.uri} names no file of shard server {server} of {self.num_servers}{of}")
+    def file_of(self, s: Slice) -> int:
+        """Which of `files` has a slice of the plan."""
+        return self.slices_in[self.plan.number_of(s)] if self.slices_in else s.server
 
 
 def file_prefix(server: int, num_servers: int) -> str:
@@ -267,6 +260,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
                 chunk_numel=section.options.chunk_numel,
                 min_slice_numel=section.options.min_slice_numel,
                 files=[checkpoint_pb2.SnapshotFile(**vars(entry)) for entry in section.files],
+                file_of=section.slices_in,
                 optimizer=None if section.optimizer is None else codec.optimizer_to_proto(section.optimizer),
                 layout=codec.layout_to_proto(section.layout),
             )
@@ -283,7 +277,7 @@ def _from_proto(message: checkpoint_pb2.Manifest, uri: str) -> Manifest:
 def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Model, uri: str) -> Manifest:
     if not (model.HasField("version") and model.layout.units and all(f.sha256 for f in model.files)):
         raise InvalidRequest("a model lacks its version or its units, or a file its hash")
-    return Manifest(
+    manifest = Manifest(
         job=message.job,
         version=model.version,
         created=message.created,
@@ -294,7 +288,14 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
         layout=codec.layout_from_proto(model.layout),
         uri=uri,
         name=model.name,
+        slices_in=tuple(model.file_of),
     )
+    slices = manifest.plan.numbered
+    if manifest.slices_in and len(manifest.slices_in) != len(slices):
+        raise InvalidRequest(f"{len(slices)} slices are in {len(manifest.slices_in)} places")
+    if slices and max(map(manifest.file_of, slices)) >= len(manifest.files):
+        raise InvalidRequest(f"{len(manifest.files)} files are named, which do not have all slices")
+    return manifest
 
 
 __all__ = [

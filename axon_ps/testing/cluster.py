@@ -49,6 +49,7 @@ class LocalCluster:
             not.
         checkpoint_every: how often: steps, as "500", or a time, as "10m"; empty = it only resumes.
         checkpoint_limit: how many of them remain.
+        replication: how many shard servers hold each slice; 0 = two, if there are as many.
         plugins: modules that the services import, found as this process finds them; see docs/extending.md.
         environment: further variables for every process.
         start_timeout_s: seconds that starting may take.
@@ -73,6 +74,7 @@ class LocalCluster:
         checkpoint_dir: str | Path = "",
         checkpoint_every: str = "",
         checkpoint_limit: int = 3,
+        replication: int = 0,
         plugins: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 30.0,
@@ -89,6 +91,8 @@ class LocalCluster:
             str(shards),
             "--lease-s",
             str(lease_s),
+            "--replication",
+            str(replication),
         ]
         if min_workers is not None:
             self._coordinator_options += ["--min-workers", str(min_workers)]
@@ -306,6 +310,12 @@ class LocalCluster:
             raise Misuse("a worker is not restarted; start another with start_workers")
         self._listening(new, time.monotonic() + self._start_timeout_s)
 
+    def add_shard(self) -> int:
+        """Start one more shard server, which the running job takes; returns its index."""
+        index = len(self._shards)
+        self._listening(self._spawn_shard(index, self._address, rank=-1), time.monotonic() + self._start_timeout_s)
+        return index
+
     def log(self, role: Role | str, index: int = 0) -> str:
         """The end of the output of a process."""
         return self.process(role, index).output
@@ -324,8 +334,9 @@ class LocalCluster:
         self._coordinator = self._spawn(COORDINATOR, "coordinator", options)
         return self._coordinator
 
-    def _spawn_shard(self, index: int, coordinator: str) -> Child:
-        options = ["--coordinator", coordinator, "--port", "0", "--rank", str(index), "--threads", "1"]
+    def _spawn_shard(self, index: int, coordinator: str, rank: int | None = None) -> Child:
+        rank = index if rank is None else rank
+        options = ["--coordinator", coordinator, "--port", "0", "--rank", str(rank), "--threads", "1"]
         process = self._spawn(f"shard {index}", "shard", options)
         self._shards[index : index + 1] = [process]
         return process

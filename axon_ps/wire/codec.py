@@ -16,6 +16,7 @@ from axon_ps.compress.registry import compressor
 from axon_ps.errors import InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, Parameter, Unit
+from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, LocalSteps, Policy, Synchronous
 from axon_ps.sharding.precision import WirePrecision
@@ -206,6 +207,30 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
         finished=tuple(member_from_proto(m) for m in message.finished),
         models=tuple(map(progress_from_proto, message.models)),
         by_node=message.by_node,
+    )
+
+
+def placement_to_proto(placement: Placement) -> membership_pb2.Placement:
+    """Where a model's slices are, as a message."""
+    return membership_pb2.Placement(
+        number=placement.number,
+        num_cuts=placement.num_cuts,
+        slices=[membership_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.holders],
+    )
+
+
+def placement_from_proto(message: membership_pb2.Placement) -> Placement:
+    """Where a model's slices are.
+
+    Raises:
+        InvalidRequest: a slice has no holder, or units are cut over no server.
+    """
+    if not message.num_cuts or not all(h.complete for h in message.slices):
+        raise InvalidRequest("a placement names a slice that no shard server holds, or is cut over no server")
+    return Placement(
+        holders=tuple(Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices),
+        num_cuts=message.num_cuts,
+        number=message.number,
     )
 
 

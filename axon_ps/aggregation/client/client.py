@@ -136,7 +136,8 @@ class CollectiveClient:
         await _in_time(self._run_stripes(group, call, buffers, deadline), deadline, what)
 
     async def _run_stripes(self, group: GroupHandle, call: Call, buffers: Buffers, deadline: Deadline) -> None:
-        num_servers = await self._peers.num_servers(deadline)
+        ranks = await self._peers.ranks(deadline)
+        num_servers = len(ranks)
         home, stripes = home_of(group.name, call.sequence, num_servers), stripes_of(call, num_servers)
         nodes = [self._nodes.get(member, "") for member in group.members]
         known = self._server_nodes if len(self._server_nodes) == num_servers else ()
@@ -158,7 +159,9 @@ class CollectiveClient:
         servers = [(home + stripe) % num_servers for stripe in range(stripes)]
         first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
         order = sorted(range(stripes), key=lambda stripe: (servers[stripe] - first) % num_servers)
-        await _together([self._run_stripe(group, plans[s], servers[s], buffers, flow_control, deadline) for s in order])
+        await _together(
+            [self._run_stripe(group, plans[s], ranks[servers[s]], buffers, flow_control, deadline) for s in order]
+        )
 
     async def _run_stripe(
         self,
@@ -281,8 +284,8 @@ class CollectiveClient:
     async def _mailbox_stream(
         self, group: GroupHandle, receiver: int, deadline: Deadline
     ) -> AbstractAsyncContextManager[OperationStream]:
-        num_servers = await self._peers.num_servers(deadline)
-        return await self._stream(home_of(group.name, receiver, num_servers), deadline)
+        ranks = await self._peers.ranks(deadline)
+        return await self._stream(ranks[home_of(group.name, receiver, len(ranks))], deadline)
 
     async def _stream(self, server: int, deadline: Deadline) -> AbstractAsyncContextManager[OperationStream]:
         return self._streams.acquire(await self._peers.stub(server, 0, deadline))

@@ -1,4 +1,4 @@
-"""The shard servers of a job as a worker knows them: how many, addresses and connections.
+"""The shard servers of a job as a member knows them: ranks, addresses and connections.
 
 All of it runs on one event loop. Calls wait for what is not known yet: the members, a server that was lost.
 """
@@ -34,7 +34,7 @@ class Peers:
     def __init__(self, security: Security, connections: int) -> None:
         self._security = security
         self._connections = connections
-        self._num_servers = 0
+        self._ranks: tuple[int, ...] = ()
         self._members: dict[int, Member] = {}
         self._stubs: dict[tuple[int, int], tuple[str, Channel, Stub]] = {}
         self._waiting: list[asyncio.Future[None]] = []
@@ -42,32 +42,36 @@ class Peers:
         self._closed = False
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current shard servers; a server with a new address gets new connections."""
+        """Set the current shard servers; a server that is none any more, or has a new address, loses its connections."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
-            self._num_servers = len(membership.shards)
+            self._ranks = tuple(sorted(self._members))
         for key, (address, channel, _) in list(self._stubs.items()):
             member = self._members.get(key[0])
-            if member is not None and member.address != address:
+            if member is None or member.address != address:
                 del self._stubs[key]
                 task = asyncio.get_running_loop().create_task(channel.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
         self.wake()
 
-    async def num_servers(self, deadline: Deadline) -> int:
-        """How many shard servers the job has; waits until it is complete.
+    async def ranks(self, deadline: Deadline) -> tuple[int, ...]:
+        """The ranks of the job's shard servers, ascending; waits until it is complete.
 
         Raises:
             Timeout: it was not at the deadline.
             Closed: the connections were closed.
         """
-        while not self._num_servers:
+        while not self._ranks:
             if deadline.expired:
                 raise Timeout(f"the job's shard servers did not become known within {deadline.timeout_s:g} s")
             await self.wait(deadline.remaining())
         self._check_open()
-        return self._num_servers
+        return self._ranks
+
+    def has(self, server: int) -> bool:
+        """Whether a shard server is a member."""
+        return server in self._members
 
     async def stub(self, server: int, connection: int, deadline: Deadline) -> Stub:
         """How to reach a shard server, once it is a member.

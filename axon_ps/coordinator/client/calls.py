@@ -230,6 +230,22 @@ class Calls(ABC):
         deadline = Deadline(timeout_s)
         return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=(Unreachable,)))
 
+    async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
+        """Have a shard server give up what it holds, while training goes on; then it leaves and ends.
+
+        Call it again to see how far it is; it is out of the job when `status` does not name it any more.
+
+        Returns:
+            How many slices it still holds.
+
+        Raises:
+            InvalidRequest: there is no such shard server, or no other that could take its slices.
+            Misuse: parameters are being set or restored.
+        """
+        request = coordinator_pb2.DrainRequest(context=self.context(), rank=rank)
+        reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
+        return int(reply.slices)
+
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
         """The status of the job."""
         request = coordinator_pb2.StatusRequest(context=self.context())

@@ -24,6 +24,7 @@ from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
+    Copied,
     Event,
     JobState,
     JoinRequest,
@@ -42,6 +43,7 @@ from axon_ps.coordinator.core.events import (
     Welcome,
 )
 from axon_ps.coordinator.messages import (
+    copied_to_proto,
     event_from_proto,
     initialized_to_proto,
     join_to_proto,
@@ -279,17 +281,16 @@ class CoordinatorClient(Calls):
         arrived = session_pb2.Arrived(generation=generation, step=step, model=model, blocked=blocked)
         self._call_soon(self._send, session_pb2.SessionRequest(arrived=arrived))
 
-    def ready(
-        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
-    ) -> None:
+    def ready(self, ready: Ready, replica: int | None = None) -> None:
         """Shard server: report that every slice has every replica. Sent again after a reconnect while it is current.
 
-        Where replicas step asynchronously, `replica` is the one whose gradients are there, and `step` its clock.
+        Where replicas step asynchronously, `replica` is the one whose gradients are there, and the step its clock.
         """
-        ready = Ready(
-            generation=generation, step=step, sum_of_squares=sum_of_squares, replica=replica or 0, model=model
-        )
         self._call_soon(self._send_step_message, ready, replica)
+
+    def copied(self, copied: Copied) -> None:
+        """Shard server: report that slices have come from their primaries. If it is lost, they are copied again."""
+        self._call_soon(self._send, copied_to_proto(copied))
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Shard server: report that every slice of a model has its values. Sent again after a reconnect."""

@@ -46,7 +46,8 @@ def admit(
     elif (held := models.rank_held_by(request.incarnation)) is not None:
         rank, displaced = held, assembly.roster.at(role, held)  # the present holder has none of its parameters
     else:
-        rank = assembly.roster.choose_rank(role, request, config.num_shards, now, config.lease_s)
+        ranks = MAX_MEMBERS if models.registered else config.num_shards
+        rank = assembly.roster.choose_rank(role, request, ranks, now, config.lease_s)
     member = Member(role=role, rank=rank, incarnation=request.incarnation, node=request.node, address=request.address)
     return Admission(member, displaced)
 

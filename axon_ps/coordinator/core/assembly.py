@@ -24,6 +24,7 @@ from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import Roster, RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping
+from axon_ps.sharding.placement import Server
 from axon_ps.storage.state_store import Record
 from axon_ps.types import Member, Membership, ModelProgress, Role
 
@@ -61,6 +62,8 @@ class Assembly:
         self.generation = known.generation
         self._finished = list(known.finished)
         self._vacant = durable.vacant  # ranks of finished workers, which need no replacement
+        self.draining = durable.draining
+        self.needed_shards = durable.needed_shards or config.num_shards
         for member in (*known.workers, *known.shards):
             self.roster.add(member, None, now + config.lease_s)
         self.membership = self._describe({number: known.progress(number) for number in durable.models})
@@ -100,8 +103,13 @@ class Assembly:
         initialized = self._initialized()
         if joined is not None and joined.role is Role.WORKER and not self.membership.workers:
             self._finished, self._vacant = [], 0  # the job starts over
+        numbers = {model.number: model.registration.placement_number for model in self._models}
         for entry in lost:
             self.roster.remove(entry)
+            if entry.member.role is Role.SHARD:
+                self.draining -= {entry.member.rank}
+                for model in self._models:
+                    model.registration.lose(entry.member.rank)
         if finished:
             self._finished = [*self._finished, *(s.member for s in lost)][-MAX_FINISHED:]
             self._vacant += len(lost)
@@ -118,8 +126,11 @@ class Assembly:
         self._out.persist(self.records())
         now_initialized = self._initialized()
         for model in self._models:
-            if now_initialized[model.number] != initialized[model.number]:
-                self.announce(model)
+            moved = model.registration.placement_number != numbers[model.number]
+            if moved:
+                self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+            if moved or now_initialized[model.number] != initialized[model.number]:
+                self.announce(model, full=not moved)
         self._out.push(self.roster.sessions(), self.membership)
 
     def greet(self, entry: RosterEntry) -> None:
@@ -151,11 +162,11 @@ class Assembly:
             released=self._models.released,
         )
 
-    def announce(self, model: Model) -> None:
-        """Send everybody the state of a model."""
-        for role, full in ((Role.SHARD, True), (Role.WORKER, False)):
+    def announce(self, model: Model, *, full: bool = True) -> None:
+        """Send everybody the state of a model; its layout, too, if `full`, to shard servers."""
+        for role, with_layout in ((Role.SHARD, full), (Role.WORKER, False)):
             sessions = [s.session for s in self.roster.of_role(role)]
-            self._out.push(sessions, model.state(self.shards(), full=full))
+            self._out.push(sessions, model.state(self.shards(), full=with_layout))
 
     def _initialized(self) -> dict[int, bool]:
         """Per model, whether the servers hold its parameters."""
@@ -166,10 +177,35 @@ class Assembly:
         """The live shard servers by rank."""
         return [s.member for s in self.roster.of_role(Role.SHARD)]
 
+    def shard(self, rank: int) -> RosterEntry | None:
+        """The shard server of a rank, if it is there."""
+        return self.roster.at(Role.SHARD, rank)
+
+    def servers(self) -> list[Server]:
+        """The live shard servers as holders of slices; those that the job waits for, if it cannot do with these."""
+        live = [Server(s.rank, s.node) for s in self.shards()]
+        return live if self.membership.complete or len(live) >= self.needed_shards else self._nominal(live)
+
+    def _nominal(self, live: Sequence[Server]) -> list[Server]:
+        """The shard servers that the job began with, and is waiting for."""
+        nodes = {s.rank: s.node for s in live}
+        return [Server(rank, nodes.get(rank, "")) for rank in range(self._config.num_shards)]
+
     def records(self) -> list[Record]:
         """The members and the progress of the models, for the store."""
-        members = records.members_record(self.membership, was_complete=self.was_complete, vacant=self._vacant)
+        members = records.members_record(
+            self.membership,
+            was_complete=self.was_complete,
+            vacant=self._vacant,
+            draining=self.draining,
+            needed_shards=self.needed_shards,
+        )
         return [members, *(records.progress_record(model.progress) for model in self._models)]
+
+    @property
+    def pending_shards(self) -> bool:
+        """Whether the job waits for shard servers."""
+        return bool(self._missing(self.shards()))
 
     def job_record(self) -> Record:
         """The name of the job and how many members it starts with, for the store."""
@@ -208,10 +244,18 @@ class Assembly:
             reasons.append(f"{self.needed_workers - workers} of {self.needed_workers} workers")
         elif not workers and self._finished:
             reasons.append("new workers, since all have finished")
-        here = {s.rank for s in shards}
-        if missing := [r for r in range(self._config.num_shards) if r not in here]:
-            reasons.append(f"shard server {format_ranks(missing)} of {self._config.num_shards}")
+        if missing := self._missing(shards):
+            reasons.append(f"shard server {format_ranks(missing)} of {self.needed_shards}")
         for model in self._models:
             if trouble := model.registration.trouble(shards):
                 reasons.append(self._models.message_prefix(model) + trouble)
         return " and ".join(reasons)
+
+    def _missing(self, shards: Sequence[Member]) -> list[int]:
+        """Ranks of the shard servers that the job waits for."""
+        here = {s.rank for s in shards}
+        registered = self._models.registered
+        missing = {rank for model in registered for rank in model.registration.missing(shards)}
+        if not registered and len(shards) < self.needed_shards:
+            missing |= {rank for rank in range(self.needed_shards) if rank not in here}
+        return sorted(missing)

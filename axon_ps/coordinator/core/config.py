@@ -16,7 +16,8 @@ class CoordinatorConfig:
     Attributes:
         job: its name.
         world_size: workers it starts with; 0 = what the first worker requests.
-        num_shards: shard servers it needs, always exactly this many.
+        num_shards: shard servers it begins with; units are cut over so many.
+        replication: how many shard servers hold each slice; 0 = 2 if there are two or more, else 1.
         min_workers: once it was complete, it goes on with this many; None = world_size.
         lease_s: how long a silent member stays a member.
         join_timeout_s: how long workers wait for lost members to be replaced before their sessions end with an error;
@@ -32,6 +33,7 @@ class CoordinatorConfig:
     job: str = "default"
     world_size: int = 0
     num_shards: int = 1
+    replication: int = 0
     min_workers: int | None = None
     lease_s: float = 5.0
     join_timeout_s: float = 600.0
@@ -41,7 +43,11 @@ class CoordinatorConfig:
     in_worker: bool = False
 
     def __post_init__(self) -> None:
-        for what, value, least in (("world_size", self.world_size, 0), ("num_shards", self.num_shards, 1)):
+        for what, value, least in (
+            ("world_size", self.world_size, 0),
+            ("num_shards", self.num_shards, 1),
+            ("replication", self.replication, 0),
+        ):
             if value < least:
                 raise ConfigurationError(f"{what} is {value}; it must be at least {least}")
         if self.min_workers is not None and self.min_workers < 1:
@@ -49,6 +55,10 @@ class CoordinatorConfig:
         if self.min_workers is not None and self.world_size and self.min_workers > self.world_size:
             raise ConfigurationError(
                 f"min_workers is {self.min_workers}, more than world_size, which is {self.world_size}"
+            )
+        if self.replication > self.num_shards:
+            raise ConfigurationError(
+                f"replication is {self.replication}, and there are {self.num_shards} shard servers; start as many"
             )
         for what, seconds in (
             ("lease_s", self.lease_s),
@@ -61,3 +71,8 @@ class CoordinatorConfig:
             raise ConfigurationError("lease_s is infinite; a member that froze would never be noticed")
         if not self.job or not self.job.isprintable():
             raise ConfigurationError(f"the job is called {self.job!r}; give it a printable name")
+
+    @property
+    def copies(self) -> int:
+        """How many shard servers shall hold each slice."""
+        return self.replication or min(2, self.num_shards)

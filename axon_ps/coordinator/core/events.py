@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from axon_ps.errors import AxonError
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
 from axon_ps.types import CopyFrom, Decision, Hyper, Membership, ModelProgress, OptimizerSpec
 
 
@@ -48,6 +49,7 @@ class JobState:
         epoch: how often it was restored; a change makes every gathered copy stale.
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: the job has it no more.
+        placement: where its slices are; None until registered.
     """
 
     spec: JobSpec | None = None
@@ -59,6 +61,7 @@ class JobState:
     name: str = ""
     copied: int = 0
     released: bool = False
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,16 +189,37 @@ class Ready:
     Attributes:
         generation: the generation.
         step: the attempt; where replicas step asynchronously, the replica's clock.
-        sum_of_squares: of the summed gradients; non-finite when they are.
+        sums_of_squares: of the summed gradient of each slice whose primary it is; non-finite when that is.
         replica: whose gradients, where replicas step asynchronously.
         model: of which model.
+        placement: number of the placement that it knows; a report of another than the current one does not count.
+        digests: by number, of the slices that others hold, too, as the last commit left them.
     """
 
     generation: int
     step: int
-    sum_of_squares: float
+    sums_of_squares: tuple[float, ...]
     replica: int = 0
     model: int = 0
+    placement: int = 0
+    digests: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A shard server has got slices of a model that it was to copy.
+
+    Attributes:
+        model: of which model.
+        epoch: how often it had been restored.
+        slices: by number.
+        placement: number of the placement that it knows.
+    """
+
+    model: int
+    epoch: int
+    slices: tuple[int, ...]
+    placement: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +293,8 @@ class ModelStatus:
         epoch: how often it was restored.
         initialized: whether the servers hold its parameters.
         parameters: elements of its layout.
+        slices: how many it is cut into.
+        lacking: how many of them have too few copies.
     """
 
     model: int
@@ -278,6 +304,8 @@ class ModelStatus:
     epoch: int
     initialized: bool
     parameters: int
+    slices: int = 0
+    lacking: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +325,8 @@ class Status:
         counters: steps committed, skipped, aborted; joins, losses; last gradient norm; members' own metrics.
         pending: what the current step, a barrier or a checkpoint waits for, as text.
         models: the job's models by number.
+        replication: how many shard servers are to hold each slice.
+        draining: ranks of the shard servers that give up what they hold.
     """
 
     job: str
@@ -311,3 +341,5 @@ class Status:
     counters: Mapping[str, float] = field(default_factory=dict)
     pending: tuple[str, ...] = ()
     models: tuple[ModelStatus, ...] = ()
+    replication: int = 1
+    draining: tuple[int, ...] = ()

@@ -10,6 +10,11 @@ Note: [Stragglers]
     A member may live and yet take no part in a step that the others are in. It is *set aside* when that has gone on for
     `step_timeout_s` while as many others as the job needs wait for it: its membership ends with an error that names the
     reason, and it does not come back by itself. See `stragglers`.
+
+Note: [Between two steps]
+    Shard servers that join or have been drained wait for the end of a step (`handover`). Then, before its decision is
+    sent, primaries are swapped (`placements`), and after it the members change: the workers, which have all voted, make
+    their next step in the new generation, and none is aborted.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.admission import admit
 from axon_ps.coordinator.core.assembly import Assembly
@@ -24,11 +30,14 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
-from axon_ps.coordinator.core.models import Models
+from axon_ps.coordinator.core.handover import Handover, Joining
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.placements import Placements
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
+from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stragglers import Stragglers
-from axon_ps.errors import Broken, InvalidRequest, MemberLost, Timeout
+from axon_ps.errors import Broken, Busy, Drained, InvalidRequest, MemberLost, Misuse, Timeout
 from axon_ps.types import Member, Role
 
 
@@ -62,10 +71,16 @@ class Members:
         self._snapshots = snapshots
         self._out = out
         self._incomplete_since = now
+        self._handover = Handover()
         self.stragglers = Stragglers(assembly, models, config.step_timeout_s)
+        self.placements = Placements(config.copies, assembly, models, snapshots, out)
+        assembly.stepping.ending = self._step_ends
+        self._now = now
+        self._ending = False
 
     def of_session(self, session: int, now: float) -> RosterEntry | None:
         """The member of a session; any message on it renews the lease."""
+        self._now = now
         entry = self._assembly.roster.of_session(session)
         if entry is not None:
             self._assembly.roster.renew(entry, now + self._config.lease_s)
@@ -78,6 +93,10 @@ class Members:
         for model in self._models:
             server, r = f"the shard server at {request.address} (node {request.node})", model.registration
             check_known(server, request.known, r.name, r.spec, r.optimizer)
+        if entry is None and role is Role.SHARD and self._can_wait():
+            admit(self._config, a, self._models, role, request, now)  # refused now, or let in later
+            self._handover.joining[session] = Joining(session, request, now)
+            return
         if entry is None:
             entry = self._admit(session, role, request, now)
         elif entry.member.role is not role:
@@ -90,6 +109,7 @@ class Members:
             a.roster.renew(entry, now + self._config.lease_s)
             if role is Role.SHARD:  # an order may have been lost with the old stream
                 self._snapshots.lost([entry.member.rank], f"the stream of {entry.name} was replaced")
+                self.placements.cancel_copies(entry.member)
             a.greet(entry)
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
@@ -126,9 +146,94 @@ class Members:
         a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
         if before.complete or not before.workers:
             self._incomplete_since = now
+        self.placements.plan(now)
         workers = [s.member.rank for s in lost if s.member.role is Role.WORKER]
         self._barriers.generation_changed(a.membership, workers, reason, finished=finished)
         self.watch_barriers(now)
+
+    # ------------------------------------------------------------------ shard servers that come and go
+
+    def drain(self, rank: int, now: float) -> int:
+        """Have a shard server give up everything it holds, and then leave; returns how many slices it still holds.
+
+        Raises:
+            InvalidRequest: there is no such shard server, or no other could take its slices.
+            Misuse: the job has no parameters yet.
+        """
+        a = self._assembly
+        entry = a.shard(rank)
+        if entry is None:
+            there = format_ranks(s.rank for s in a.shards())
+            raise InvalidRequest(f"the job has no shard server {rank}; it has {there}")
+        if not all(m.registration.parameters.initialized for m in self._models.registered):
+            raise Misuse("parameters are being set or restored; drain a shard server when the job trains")
+        if rank not in a.draining:
+            if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
+                raise InvalidRequest(f"{entry.name} is the last shard server; add another one before you drain it")
+            a.draining |= {rank}
+            self._out.persist(a.records())
+            self.placements.plan(now)
+            self._find_empty(now)
+        return sum(len(m.registration.placement.slices_of(rank)) for m in self._models.registered)
+
+    def settle(self, now: float) -> None:
+        """After an event: do what had to wait for the end of a step, or for the event to be over."""
+        a = self._assembly
+        damaged, a.stepping.damaged = a.stepping.damaged, []
+        for model, damage in damaged:
+            model.registration.parameters.failure = damage
+            self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+            self.change(self._models.message_prefix(model) + damage, now=now)
+        self._find_empty(now)
+        if self._ending:
+            self._ending = False
+            self._hand_over(now)
+        self.placements.plan(now)
+
+    def forget(self, session: int) -> None:
+        """The stream of a process that is no member is over."""
+        self._handover.joining.pop(session, None)
+
+    def pending(self) -> list[str]:
+        """What is being done to shard servers, as text."""
+        return [*self.placements.pending(), *self._handover.pending()]
+
+    def _can_wait(self) -> bool:
+        """Whether the job is training, so that a change of shard servers may wait for the end of a step."""
+        a = self._assembly
+        trains = any(m.open and m.version > 0 and not m.attempts.asynchronous for m in self._models.registered)
+        return a.membership.complete and bool(a.membership.workers) and trains
+
+    def _step_ends(self, model: Model) -> int:
+        """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
+        self.placements.plan(self._now, ending=model)
+        self._find_empty(self._now)
+        others = [m for m in self._models if m is not model and m.open and m.attempts.has_waiters]
+        if not self._handover or others:
+            return 0
+        self._ending = True
+        return self._assembly.generation + len(self._handover)
+
+    def _find_empty(self, now: float) -> None:
+        for entry in self.placements.emptied():
+            self._handover.leaving.setdefault(entry.member.rank, now)
+
+    def _hand_over(self, now: float) -> None:
+        """Let the shard servers that wait join and leave."""
+        a = self._assembly
+        joining, self._handover.joining = self._handover.joining, {}
+        leaving, self._handover.leaving = self._handover.leaving, {}
+        for each in joining.values():
+            try:
+                self._admit(each.session, Role.SHARD, each.request, now).known = each.request.known
+            except (Busy, InvalidRequest) as error:  # somebody else has taken its rank meanwhile
+                self._out.close(each.session, error)
+                self.change("a shard server that waited to join was refused", now=now)
+        for rank in leaving:
+            if (entry := a.shard(rank)) is not None:
+                a.needed_shards = min(a.needed_shards, len(a.shards()) - 1)
+                self._out.close(entry.session, Drained(f"{entry.name} was drained; it holds nothing any more"))
+                self.lose([entry], f"{entry.name} was drained", now)
 
     def watch_barriers(self, now: float) -> None:
         """A worker has voted or arrived at a barrier, or a step was decided: find the barriers that are deadlocked."""
@@ -147,6 +252,9 @@ class Members:
                 self._out.close(entry.session, MemberLost(f"{reasons[-1]}; it is no member any more"))
             a.counters["losses"] += len(expired)
             self.lose(expired, "; ".join(reasons), now)
+        if self._handover.overdue(now):
+            self._hand_over(now)
+        self.placements.tick(now)
         if now >= self._join_deadline():
             self._give_up_joining(now)
         if late := self.stragglers.late(now):
@@ -154,7 +262,13 @@ class Members:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do."""
-        return min(self._assembly.roster.next_deadline(), self._join_deadline(), self.stragglers.next_deadline())
+        return min(
+            self._assembly.roster.next_deadline(),
+            self._join_deadline(),
+            self.stragglers.next_deadline(),
+            self._handover.next_deadline(),
+            self.placements.next_deadline(),
+        )
 
     # ------------------------------------------------------------------ inside
 

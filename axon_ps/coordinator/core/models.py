@@ -70,10 +70,11 @@ class Model:
         """What members get of it; the layout only when `full`."""
         return self.registration.state(shards, self.version, full=full)
 
-    def status(self, shards: list[Member]) -> ModelStatus:
-        """Its current state, for users."""
-        spec = self.registration.spec
+    def status(self, shards: list[Member], copies: int) -> ModelStatus:
+        """Its current state, for users; each slice is to have so many copies."""
+        spec, placement = self.registration.spec, self.registration.parameters.placement
         state = self.state(shards)
+        holders = () if placement is None else placement.holders
         return ModelStatus(
             model=self.number,
             name=self.name,
@@ -82,6 +83,8 @@ class Model:
             epoch=state.epoch,
             initialized=state.initialized,
             parameters=0 if spec is None else spec.layout.numel,
+            slices=len(holders),
+            lacking=sum(len(h.complete) < copies for h in holders),
         )
 
 

@@ -18,7 +18,7 @@ Values are messages of `wire.v1`, except for those of the key-value store, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError, Message
 from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
 from axon_ps.storage.state_store import Record
 from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
 from axon_ps.wire import codec
@@ -57,6 +58,7 @@ class ParameterState:
         restore: the restore in progress.
         failure: why the last restore failed, as text.
         copied: the newest version of this epoch that took another model's values; 0 = none.
+        placement: where its slices are; None until it is registered.
     """
 
     epoch: int = 0
@@ -66,6 +68,7 @@ class ParameterState:
     restore: RestoreOrder | None = None
     failure: str = ""
     copied: int = 0
+    placement: Placement | None = None
 
 
 @dataclass
@@ -92,6 +95,8 @@ class Durable:
     was_complete: bool = False
     membership: Membership = _NOBODY
     vacant: int = 0
+    draining: frozenset[int] = frozenset()
+    needed_shards: int = 0
     models: dict[int, DurableModel] = field(default_factory=lambda: {0: DurableModel()})
     next_model: int = 1
     snapshot_id: int = 0
@@ -104,10 +109,18 @@ def job_record(state_id: str, job: str, world_size: int, num_shards: int) -> Rec
     return _record("job", message)
 
 
-def members_record(membership: Membership, *, was_complete: bool, vacant: int) -> Record:
-    """The members, those that have finished, and the steps and versions at which the generation began."""
-    event = codec.membership_to_proto(membership)
-    return _record("members", state_pb2.MembersRecord(membership=event, was_complete=was_complete, vacant=vacant))
+def members_record(
+    membership: Membership, *, was_complete: bool, vacant: int, draining: Iterable[int], needed_shards: int
+) -> Record:
+    """The members, those that have finished or are drained, and the progress at which the generation began."""
+    message = state_pb2.MembersRecord(
+        membership=codec.membership_to_proto(membership),
+        was_complete=was_complete,
+        vacant=vacant,
+        draining=sorted(draining),
+        needed_shards=needed_shards,
+    )
+    return _record("members", message)
 
 
 def models_record(names: Mapping[int, str], next_model: int) -> Record:
@@ -130,6 +143,7 @@ def parameters_record(model: int, parameters: ParameterState) -> Record:
         restore=None if parameters.restore is None else restore_to_proto(parameters.restore),
         failure=parameters.failure,
         copied=parameters.copied,
+        placement=None if parameters.placement is None else codec.placement_to_proto(parameters.placement),
     )
     return _record(_of(model, "parameters"), message)
 
@@ -240,6 +254,8 @@ def _load(records: Mapping[str, bytes]) -> Durable:
         was_complete=members.was_complete,
         membership=codec.membership_from_proto(members.membership),
         vacant=members.vacant,
+        draining=frozenset(members.draining),
+        needed_shards=members.needed_shards,
         models={number: _model(records, number, name) for number, name in names.items()},
         next_model=1 if models is None else models.next,
         snapshot_id=_read(checkpoint_pb2.SnapshotOrder, records.get("orders", b"")).id,
@@ -274,6 +290,7 @@ def _parameters(message: state_pb2.ParametersRecord) -> ParameterState:
         restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
         failure=message.failure,
         copied=message.copied,
+        placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 
 

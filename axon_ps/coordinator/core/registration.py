@@ -1,8 +1,9 @@
 """The registration of a model: layout, optimizer, and which servers hold the parameters. Pure.
 
 The first worker defines them, every other must agree. The first values come from exactly one worker (the *uploader*),
-or from a checkpoint. From then on shard server `r` holds its slices in the incarnation in which it got them: another
-incarnation has nothing, and the job waits until a checkpoint is restored.
+or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got them. When it is lost,
+the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else holds it stays the holder:
+it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
-from axon_ps.coordinator.core.events import JobState, KnownNames, RestoreOrder
+from axon_ps.coordinator.core.events import Copied, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.types import Hyper, Member, OptimizerSpec
 
 RESTORE_HINT = "restore a checkpoint (axon-ps checkpoint restore URI)"
@@ -50,8 +54,9 @@ class Registration:
         self.optimizer = optimizer
         self.parameters = parameters
         self.num_shards = num_shards
+        self._copying_since: dict[tuple[int, int], int] = {}  # by slice and server: number of the placement
         self.owners: tuple[int, ...] = ()
-        """Shard servers that own trainable slices: those a step waits for."""
+        """Shard servers that hold trainable slices: those a step waits for."""
         self._find_owners()
 
     def check_spec(self, spec: JobSpec, rank: int) -> bool:
@@ -77,10 +82,69 @@ class Registration:
             )
         return False
 
-    def set_spec(self, spec: JobSpec) -> None:
-        """Set the first spec."""
+    def set_spec(self, spec: JobSpec, servers: Sequence[Server], replication: int) -> None:
+        """Set the first spec, and where its slices are to be."""
         self.spec = spec
+        self.place(place(spec.plan(self.num_shards), servers, replication, self.placement_number + 1))
+
+    # ------------------------------------------------------------------ where the slices are
+
+    @property
+    def placement_number(self) -> int:
+        """Number of the placement; 0 before there is one."""
+        return 0 if self.parameters.placement is None else self.parameters.placement.number
+
+    @property
+    def placement(self) -> Placement:
+        """Where the slices are; only of a registered model."""
+        assert self.parameters.placement is not None
+        return self.parameters.placement
+
+    @cached_property
+    def slice_numels(self) -> tuple[int, ...]:
+        """Elements of each slice, by number."""
+        assert self.spec is not None
+        return tuple(s.numel for s in self.spec.plan(self.num_shards).numbered)
+
+    def place(self, placement: Placement) -> None:
+        """Set where the slices are from now on."""
+        self.parameters.placement = placement
         self._find_owners()
+
+    def begin_copy(self, index: int, rank: int) -> None:
+        """A server is to get a copy of a slice."""
+        self.place(self.placement.copying(index, rank))
+        self._copying_since[index, rank] = self.placement_number
+
+    def copied(self, shard: Member, report: Copied) -> bool:
+        """A server has got slices; returns whether that is new."""
+        p = self.parameters
+        if p.placement is None or report.epoch != p.epoch:
+            return False
+        indexes = [i for i in report.slices if self._copying_since.get((i, shard.rank), math.inf) <= report.placement]
+        after = p.placement.copied(indexes, shard.rank)
+        if after.holders == p.placement.holders:
+            return False
+        p.holders[shard.rank] = shard.incarnation
+        self.place(after)
+        return True
+
+    def lose(self, rank: int) -> None:
+        """A shard server is lost: others go on with what they hold, too."""
+        p = self.parameters
+        if p.initialized and p.placement is not None and rank in p.placement.servers:
+            self.place(p.placement.without(rank))
+            if rank not in p.placement.servers:
+                p.holders.pop(rank, None)
+
+    def cancel_copies(self, rank: int) -> bool:
+        """The session of a server was broken: what it was getting is begun anew later. Returns whether there was any."""
+        placement = self.parameters.placement
+        if placement is None or not any(rank in h.copying for h in placement.holders):
+            return False
+        holders = tuple(replace(h, copying=tuple(r for r in h.copying if r != rank)) for h in placement.holders)
+        self.place(replace(placement, holders=holders, number=placement.number + 1))
+        return True
 
     def check_optimizer(self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int) -> OptimizerSpec | None:
         """The optimizer with every hyperparameter filled in if it is the first, else None; a later one must be equal.
@@ -127,14 +191,27 @@ class Registration:
         return True
 
     def all_loaded(self, shards: Sequence[Member]) -> bool:
-        """Whether every shard server is there and has its parameters."""
-        return len(shards) == self.num_shards and all(self.is_loaded(s) for s in shards)
+        """Whether every shard server that is to hold slices is there and has them."""
+        return self.placement.servers <= {s.rank for s in shards if self.is_loaded(s)}
+
+    def missing(self, shards: Sequence[Member]) -> list[int]:
+        """Ranks of the shard servers without which no step can be made: they hold slices that nobody else has."""
+        placement, here = self.parameters.placement, {s.rank for s in shards}
+        if placement is None:
+            return []
+        if not self.parameters.initialized:
+            return sorted(placement.servers - here)
+        return sorted({h.primary for h in placement.holders if here.isdisjoint(h.complete)})
 
     def lost_with_parameters(self, shards: Sequence[Member]) -> list[int]:
-        """Ranks whose shard server has come back empty after the job was initialized."""
-        if not self.parameters.initialized:
+        """Ranks whose shard server is lost with slices that nobody else has: it came back empty, or others came."""
+        placement = self.parameters.placement
+        if not self.parameters.initialized or placement is None:
             return []
-        return [s.rank for s in shards if not self.is_loaded(s)]
+        here = {s.rank for s in shards}
+        loaded = {s.rank for s in shards if self.is_loaded(s)}
+        gone = {h.primary for h in placement.holders if loaded.isdisjoint(h.complete)}
+        return sorted(rank for rank in gone if rank in here or len(shards) >= self.num_shards)
 
     def loss(self, shards: Sequence[Member]) -> str:
         """Why the parameters must be restored, as text; empty when they need not."""
@@ -155,11 +232,15 @@ class Registration:
             p.uploader = incarnation
         return p.uploader == incarnation
 
-    def begin_restore(self, uri: str, version: int, section: str = "") -> RestoreOrder:
-        """No server holds anything any more; all are to load `section` of `uri`."""
-        p = self.parameters
+    def begin_restore(
+        self, uri: str, version: int, servers: Sequence[Server], replication: int, section: str = ""
+    ) -> RestoreOrder:
+        """No server holds anything any more; all that are there are to load `section` of `uri`."""
+        p, number = self.parameters, self.placement_number
         order = RestoreOrder(epoch=p.epoch + 1, uri=uri, version=version, model=self.number, section=section)
         self.parameters = ParameterState(epoch=order.epoch, restore=order)
+        assert self.spec is not None
+        self.place(place(self.spec.plan(self.num_shards), servers, replication, number + 1))
         return order
 
     def fail_restore(self, failure: str) -> None:
@@ -183,14 +264,14 @@ class Registration:
             model=self.number,
             name=self.name,
             copied=p.copied,
+            placement=p.placement,
         )
 
     def _find_owners(self) -> None:
-        if self.spec is not None:
-            units, plan = self.spec.layout.units, self.spec.plan(self.num_shards)
-            self.owners = tuple(
-                server for server, slices in enumerate(plan.by_server) if any(units[s.unit].trainable for s in slices)
-            )
+        if self.spec is not None and self.parameters.placement is not None:
+            units, slices = self.spec.layout.units, self.spec.plan(self.num_shards).numbered
+            holders = zip(slices, self.parameters.placement.holders, strict=True)
+            self.owners = tuple(sorted({rank for s, h in holders if units[s.unit].trainable for rank in h.servers}))
 
 
 def check_known(

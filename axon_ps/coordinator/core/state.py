@@ -23,6 +23,7 @@ from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
     UPLOADED,
+    Copied,
     JobState,
     JoinRequest,
     Ready,
@@ -85,7 +86,9 @@ class CoordinatorState:
         self._kv = KeyValues(durable.kv, self._out)
         self._snapshots = Snapshots(durable.snapshot_id, self._out)
         self._members = Members(config, self._assembly, self._models, self._barriers, self._snapshots, self._out, now)
-        self._restores = Restores(self._assembly, self._models, self._members, self._snapshots, self._out)
+        self._restores = Restores(
+            self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
+        )
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
 
     # ------------------------------------------------------------------ sessions
@@ -123,6 +126,7 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             self._assembly.counters["losses"] += 1
             self._members.lose([entry], f"{entry.name} was lost: its connection broke", now)
+        self._members.forget(session)
         return self._out.take()
 
     def tick(self, now: float) -> list[Action]:
@@ -165,6 +169,7 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.WORKER, "votes")
             self._assembly.stepping.vote(entry.member.rank, vote)
+            self._members.settle(now)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
@@ -178,6 +183,7 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.SHARD, "reports gradients")
             self._assembly.stepping.ready(entry.member.rank, ready)
+            self._members.settle(now)
             self._members.stragglers.look(now)
             self._members.watch_barriers(now)
         return self._out.take()
@@ -229,7 +235,7 @@ class CoordinatorState:
             check_known(server.name, server.known, name, new_spec, new_optimizer)
         by_node = self._models.by_node
         if new_spec is not None:
-            r.set_spec(new_spec)
+            r.set_spec(new_spec, self._assembly.servers(), self.config.copies)
             self._models.add(model, name)
             self._assembly.stepping.begin_model(model)
             self._out.persist([records.spec_record(model.number, new_spec), *self._assembly.records()])
@@ -288,6 +294,31 @@ class CoordinatorState:
             self._restores.initialized(entry, model, version, epoch)
         return self._out.take()
 
+    # ------------------------------------------------------------------ where the slices are
+
+    def copied(self, session: int, report: Copied, now: float) -> list[Action]:
+        """A shard server has got slices that it was to copy.
+
+        Raises:
+            InvalidRequest: the sender is a worker.
+        """
+        if (entry := self._entry(session, now)) is not None:
+            _check_role(entry, Role.SHARD, "reports slices")
+            self._members.placements.copied(entry, report, now)
+            self._members.settle(now)
+        return self._out.take()
+
+    def drain(self, call: int, caller: Caller, rank: int, now: float) -> list[Action]:
+        """Have a shard server give up what it holds, then leave; `call` gets how many slices it still holds.
+
+        Raises:
+            InvalidRequest: there is no such shard server, or no other could take its slices.
+            Misuse: parameters are being set or restored.
+        """
+        self.check_caller(caller)
+        self._out.reply(call, self._members.drain(rank, now))
+        return self._out.take()
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, call: int, caller: Caller, uri: str) -> list[Action]:
@@ -309,11 +340,16 @@ class CoordinatorState:
                 raise Misuse(f"there is nothing to save: {prefix}the shard servers hold no parameters yet")
             saved.append(
                 SavedModel(
-                    number=model.number, name=model.name, version=model.version, spec=r.spec, optimizer=r.optimizer
+                    number=model.number,
+                    name=model.name,
+                    version=model.version,
+                    spec=r.spec,
+                    optimizer=r.optimizer,
+                    placement=r.placement,
                 )
             )
         ranks = [s.rank for s in shards]
-        if len(ranks) < self.config.num_shards:
+        if a.pending_shards:
             raise MemberLost(f"nothing can be saved: the job waits for {a.membership.waiting_for}")
         self._snapshots.check_free()
         order = self._snapshots.begin(call, uri, ranks, saved)
@@ -418,7 +454,7 @@ class CoordinatorState:
     def lost_parameters(self) -> str:
         """Why parameters must be restored although every shard server is there, as text; empty when they need not."""
         shards = self._assembly.shards()
-        if len(shards) < self.config.num_shards:
+        if len(shards) < self._assembly.needed_shards:
             return ""
         losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
         return " and ".join(prefix + loss for prefix, loss in losses if loss)
@@ -437,14 +473,19 @@ class CoordinatorState:
         a, first, shards = self._assembly, self._models.first, self._assembly.shards()
         last_norm = 0.0 if first is None else first.last_norm
         counters: dict[str, float] = {**a.counters, "last_grad_norm": last_norm, "kv_keys": len(self._kv)}
-        models = tuple(m.status(shards) for m in self._models.registered)
+        models = tuple(m.status(shards, self.config.copies) for m in self._models.registered)
         if len(models) > 1:
             counters |= {f"model/{m.name}/last_grad_norm": m.last_norm for m in self._models.registered}
         for entry in a.roster:
             for name, value in entry.metrics.items():
                 counters[f"{entry.member.role.value}/{entry.member.rank}/{name}"] = value
         stragglers = self.longest_wait(now)[1] if now is not None else ""
-        waits = (*a.pending(), *self._barriers.pending(a.membership), *self._snapshots.pending())
+        waits = (
+            *a.pending(),
+            *self._members.pending(),
+            *self._barriers.pending(a.membership),
+            *self._snapshots.pending(),
+        )
         return Status(
             job=self.config.job,
             membership=a.membership,
@@ -457,6 +498,8 @@ class CoordinatorState:
             counters=counters,
             pending=(*waits, *self._restores.pending(), *((stragglers,) if stragglers else ())),
             models=models,
+            replication=self.config.copies,
+            draining=tuple(sorted(a.draining)),
         )
 
     # ------------------------------------------------------------------ inside

@@ -139,7 +139,8 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
     created = datetime.datetime.now(datetime.UTC).isoformat()
     sections: list[Manifest] = []
     for model in snapshot.models:
-        files = (f for f in snapshot.files if f.model == model.number)
+        written = [(f, rank) for f, rank in zip(snapshot.files, snapshot.ranks, strict=True) if f.model == model.number]
+        file_of = {rank: index for index, (_, rank) in enumerate(written)}
         sections.append(
             Manifest(
                 job=job,
@@ -147,9 +148,10 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
                 version=model.version,
                 layout=model.spec.layout,
                 optimizer=model.optimizer,
-                num_servers=snapshot.num_servers,
+                num_servers=model.placement.num_cuts,
                 options=model.spec.options,
-                files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f in files),
+                files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f, _ in written),
+                slices_in=tuple(file_of[holders.primary] for holders in model.placement.holders),
                 extra=extra if not sections else {},
                 created=created,
                 uri=snapshot.uri,

@@ -17,6 +17,7 @@ from axon_ps.coordinator.core.models import MAX_MODELS
 from axon_ps.coordinator.core.records import FIRST_NAME
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import (
+    copied_from_proto,
     incarnation_from_proto,
     join_from_proto,
     ready_from_proto,
@@ -105,6 +106,8 @@ class CoordinatorServicer:
             )
         if kind == "ready":
             return state.ready(session, ready_from_proto(message.ready), now)
+        if kind == "copied":
+            return state.copied(session, copied_from_proto(message.copied), now)
         if kind == "initialized":
             report = message.initialized
             return state.initialized(session, report.version, report.epoch, now, model=report.model)
@@ -216,6 +219,12 @@ class CoordinatorServicer:
         found = await asyncio.to_thread(manifests.find, uri, state.specs, tuple(request.models))
         await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
+
+    async def drain(self, request: coordinator_pb2.DrainRequest, context: Any) -> coordinator_pb2.DrainReply:
+        """Have a shard server give up what it holds."""
+        caller, state = _caller(request.context), self._shell.state
+        slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
+        return coordinator_pb2.DrainReply(slices=slices)
 
     async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
         """The status of the job."""

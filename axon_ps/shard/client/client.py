@@ -33,6 +33,7 @@ from axon_ps.shard.client.transfers import Transfer, Transfers
 from axon_ps.shard.same_host.access import SameHostServers
 from axon_ps.shard.same_host.shared_copy import MappedCopy
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper, Membership
 from axon_ps.wire.v1 import shard_pb2
@@ -63,9 +64,10 @@ class ShardGroup:
         """Begin with the state of one model."""
         self._transfers = transfers
         self._spec: JobSpec | None = None
+        self._placement: Placement | None = None
         self._feedback = Feedback()
         self._mapped: dict[int, tuple[bytes, MappedCopy]] = {}
-        self._retries = Retries(self._peers, self._same_host)
+        self._retries = Retries(self._peers, self._same_host, self._holder)
 
     def for_another_model(self) -> ShardGroup:
         """The same servers for another model, over the same connections and streams; only the first is to be closed."""
@@ -88,6 +90,18 @@ class ShardGroup:
         self._spec = spec
         self._peers.wake()
 
+    def set_placement(self, placement: Placement) -> None:
+        """Set where the model's slices are; what is attempted again goes to their present holders."""
+        self._placement = placement
+        self._peers.wake()
+
+    def _holder(self, s: Slice, index: int = 0) -> Slice:
+        """A slice with the server that holds it now: the primary, or another holder; the last if there are fewer."""
+        assert self._spec is not None and self._placement is not None
+        number = self._spec.plan(self._placement.num_cuts).number_of(s)
+        holders = self._placement.holders[number].complete
+        return dataclasses.replace(s, server=holders[min(index, len(holders) - 1)])
+
     async def _transfer(
         self, unit: int, begin: int, end: int | None, array: Array | None, context: MakeContext, timeout_s: float | None
     ) -> tuple[JobSpec, list[Slice], partial[Transfer]]:
@@ -99,11 +113,11 @@ class ShardGroup:
             Closed: the connections were closed.
         """
         deadline = Deadline(timeout_s)
-        while self._spec is None:
+        while self._spec is None or self._placement is None:
             if deadline.expired:
                 raise Timeout(f"the model's layout did not become known within {deadline.timeout_s:g} s")
             await self._peers.wait(deadline.remaining())
-        spec, num_servers = self._spec, await self._peers.num_servers(deadline)
+        spec, plan = self._spec, self._spec.plan(self._placement.num_cuts)
         begin, end = _range(spec, unit, begin, end, array)
         transfer = partial(
             Transfer,
@@ -115,7 +129,7 @@ class ShardGroup:
             deadline=deadline,
             same_host=self._same_host,
         )
-        return spec, [s for s in spec.plan(num_servers).slices[unit] if s.begin < end and s.end > begin], transfer
+        return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
@@ -290,6 +304,7 @@ class ShardGroup:
             )
 
         async def pull(s: Slice) -> int:
+            s = self._holder(s)
             return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, t)
 
         return max(await _together([pull(s) for s in slices]))
@@ -363,7 +378,13 @@ class ShardGroup:
         if values.dtype != np.float32:
             raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")
         t = transfer(dtype=DType.F32, epoch=epoch)
-        await _together([self._retries.call(self._transfers.store, _PUSHES, s, t) for s in slices])
+        copies = max(len(h.complete) for h in self._placement.holders) if self._placement is not None else 1
+        calls = [
+            self._retries.call(self._transfers.store, _PUSHES, s, t, holder=holder)
+            for s in slices
+            for holder in range(copies)
+        ]
+        await _together(calls)
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
         """The counters of one shard server, as its `statistics()` returns them.

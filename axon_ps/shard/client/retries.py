@@ -2,7 +2,8 @@
 
 A gather or an upload does no harm when repeated, so after a broken connection or a change of the generation it is
 attempted again from its start. A push belongs to one generation: after a broken connection it is resumed where the
-server replies, a change of the generation is the caller's to handle (the step is lost).
+server replies, a change of the generation is the caller's to handle (the step is lost). Every attempt goes to the server that
+holds the slice at that time, so a gather that was under way when its server died ends at another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from axon_ps.aggregation.client.peers import Peers
-from axon_ps.errors import Broken, Closed, GenerationChanged, Timeout
+from axon_ps.errors import Broken, Closed, GenerationChanged, SliceMoved, Timeout
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client.transfers import Transfer
 from axon_ps.shard.same_host.access import SameHostServers
@@ -29,13 +30,15 @@ class Retries:
     Args:
         peers: the servers.
         same_host: forgets a server whose memory may be what failed.
+        holder: gives the slice with the server that holds it now; of several, the one of an index.
 
     Attributes:
         count: attempts after the first of a call.
     """
 
-    def __init__(self, peers: Peers, same_host: SameHostServers) -> None:
+    def __init__(self, peers: Peers, same_host: SameHostServers, holder: Callable[[Slice, int], Slice]) -> None:
         self.count = 0
+        self._holder = holder
         self._peers = peers
         self._same_host = same_host
 
@@ -47,6 +50,7 @@ class Retries:
         transfer: Transfer,
         *,
         repeatable: bool = True,
+        holder: int = 0,
     ) -> T:
         """Attempt a call until it succeeds.
 
@@ -60,6 +64,7 @@ class Retries:
             s: the slice it is about.
             transfer: what it transfers.
             repeatable: whether it may be made in another generation, and from its start.
+            holder: which of the slice's holders, the primary first.
 
         Raises:
             Closed: the connections were closed.
@@ -68,11 +73,14 @@ class Retries:
         """
         pause_s = _FIRST_PAUSE_S
         while True:
-            stub = await self._peers.stub(s.server, connection, transfer.deadline)
+            s = self._holder(s, holder)
+            stub = await self._stub(s, holder, connection, transfer)
+            if stub is None:
+                continue
             try:
                 return await do(stub, s, transfer)
-            except (Broken, Closed, GenerationChanged) as error:
-                another_generation = isinstance(error, GenerationChanged)
+            except (Broken, Closed, GenerationChanged, SliceMoved) as error:
+                another_generation = isinstance(error, (GenerationChanged, SliceMoved))
                 if another_generation and not repeatable:
                     raise
                 if transfer.deadline.remaining() <= pause_s:
@@ -84,3 +92,13 @@ class Retries:
                 self._same_host.forget(s.server)
                 transfer = dataclasses.replace(transfer, socket_only=True, resume=not repeatable)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _stub(self, s: Slice, holder: int, connection: int, transfer: Transfer) -> Stub | None:
+        """How to reach the server of a slice; None once another one holds it, while it was waited for."""
+        while not self._peers.has(s.server):
+            if transfer.deadline.expired:
+                break
+            await self._peers.wait(transfer.deadline.remaining())
+            if self._holder(s, holder).server != s.server:
+                return None
+        return await self._peers.stub(s.server, connection, transfer.deadline)

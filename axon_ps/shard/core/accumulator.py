@@ -103,3 +103,25 @@ class Accumulator:
         self.summed[index] += 1
         if last:
             self.missing -= 1
+
+    def is_complete(self, index: int, replicas: int) -> bool:
+        """Whether chunk `index` has the gradients of so many replicas."""
+        return replicas > 0 and self.summed[index] == replicas
+
+    def set(self, index: int, total: Array | None, replicas: int) -> None:
+        """Take the sum of all replicas for chunk `index` from the primary; None = none had a gradient.
+
+        Raises:
+            InvalidRequest: it is of the wrong length.
+        """
+        elements = self._chunks.ranges[index]
+        if total is not None:
+            if total.size != elements.stop - elements.start:
+                raise InvalidRequest(
+                    f"the sum of a chunk at element {self._chunks.bounds[index][0]} of unit {self._chunks.unit} has "
+                    f"{total.size} elements; it must have {elements.stop - elements.start}"
+                )
+            self.array[elements] = total
+            self.present[index] = 1
+        self.summed[index] = replicas
+        self.missing -= 1

@@ -8,6 +8,7 @@ Invariants:
 - Version moves only by a committed decision (one step) or by a restore. Every unit reaches it when its apply has
   finished, or at once when it is not changed.
 - An engine is of one model; it knows of no other.
+- What a backup holds is bit for bit what the primary of the same slice does (`shard.core.slices`).
 - A step is named by (generation, step), or by (generation, replica, clock) where replicas step asynchronously. What is
   summed for it is `shard.core.gradients`'s.
 
@@ -21,6 +22,7 @@ Note: [Units without gradient]
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,9 +30,10 @@ from axon_ps.errors import InternalError, InvalidRequest, Misuse, StepAborted
 from axon_ps.shard.core.gradients import GradientSums
 from axon_ps.shard.core.master import Update
 from axon_ps.shard.core.parameters import ServedParameters
-from axon_ps.shard.core.slices import OwnedSlices
+from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.shard.core.updater import Updater
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement, Server, place
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, Decision, Hyper, OptimizerSpec, Outcome
 
@@ -44,7 +47,8 @@ class ShardEngine:
         version: committed steps.
         spec: the job's layout; None until `configure`.
         precision: what travels, from `configure` on.
-        slices: per unit of which this server owns a slice, that slice.
+        slices: those that this server holds, by number.
+        placement: where all of them are.
         parameters: whether the values are there, and what is served of them.
         gradients: what is summed.
         updater: the optimizer; None until `set_optimizer`.
@@ -62,6 +66,7 @@ class ShardEngine:
         self.counters: Counter[str] = Counter()
         self.parameters = ServedParameters(self.slices, self.counters)
         self.gradients = GradientSums(self.slices, self.counters)
+        self.placement: Placement | None = None
         self._last_committed: Decision | None = None
         # hyperparameters that this step is expected to have, and the update that they make
         self._expected: tuple[tuple[Hyper, ...], Update] | None = None
@@ -74,8 +79,14 @@ class ShardEngine:
         """Whether the layout is known."""
         return self.spec is not None
 
-    def configure(self, spec: JobSpec, server: int, num_servers: int) -> None:
-        """Make the slices that `server` of `num_servers` owns. The same spec again changes nothing.
+    def configure(self, spec: JobSpec, server: int, num_cuts: int, placement: Placement | None = None) -> None:
+        """Make the slices that `server` holds. The same spec again changes nothing.
+
+        Args:
+            spec: layout, dtypes and policy.
+            server: our rank.
+            num_cuts: over how many servers the plan cuts units.
+            placement: where slices are; None = the server that the plan names has the only copy.
 
         Raises:
             Misuse: another spec is in place.
@@ -84,11 +95,50 @@ class ShardEngine:
             if self.spec != spec:
                 raise Misuse(f"this server is configured for another job spec: {spec.difference(self.spec)}")
             return
-        self.slices.make(spec, server, num_servers)
+        self.slices.configure(spec, num_cuts)
         self.spec, self.precision = spec, spec.precision
         self.gradients.configure(spec)
+        self.place(placement or place(spec.plan(num_cuts), [Server(rank) for rank in range(num_cuts)], 1), server)
         self.set_replicas(self.gradients.num_replicas)
+
+    def place(self, placement: Placement, server: int) -> list[OwnedSlice]:
+        """Hold what a placement gives to `server`; returns what was given up, to be closed when nothing is applied."""
+        self.placement = placement
+        added, removed = self.slices.place(placement, server)
+        for owned in added:
+            owned.reached = self.version
+        if self.updater is not None:
+            self.updater.install([s.master for s in added if s.trainable], "")
+        self.gradients.recount()
         self.parameters.count()
+        return removed
+
+    def copied(
+        self,
+        owned: OwnedSlice,
+        moments: Mapping[str, Array],
+        updates: Sequence[int],
+        changed: int,
+        copied: int,
+        frames: Sequence[bytes] = (),
+    ) -> None:
+        """A slice has its values from the primary: it is a backup from now on.
+
+        Args:
+            owned: the slice, whose values and residual are there.
+            moments: f32[slice_numel] each, by name.
+            updates: per parameter of the unit, how many updates it has had.
+            changed: the version that last changed it.
+            copied: the version in which it last took another model's values.
+            frames: of the primary, where parameters travel compressed: they cannot be made again (`shard.core.wire_copy`).
+        """
+        if owned.trainable:
+            owned.master.state = dict(moments)
+            owned.master.set_updates(updates)
+            if self.updater is not None:
+                self.updater.install([owned.master], self.updater.spec.name)
+        owned.copied_from_primary(self.version, changed, copied, frames)
+        self.counters["slices_copied"] += 1
 
     def set_optimizer(self, optimizer: OptimizerSpec) -> Updater:
         """Take the model's optimizer: moments are made, and parameters find their groups. Again changes nothing.
@@ -137,7 +187,9 @@ class ShardEngine:
         self.generation = generation
         self.step = max(self.step, step)
         self.set_replicas(num_replicas)
-        if self.parameters.serving and version > self.version:
+        if all(owned.copying for owned in self.slices.values()):
+            self.version = version
+        elif self.parameters.serving and version > self.version:
             raise InternalError(
                 f"the job is at version {version} and this shard server at {self.version}: it missed a commit, so its "
                 "parameters are stale; restore a checkpoint"
@@ -156,8 +208,8 @@ class ShardEngine:
 
     # ------------------------------------------------------------------ the decision
 
-    def decide(self, decision: Decision) -> tuple[int, ...]:
-        """Take the coordinator's decision: the units to apply, in forward order (none unless it commits).
+    def decide(self, decision: Decision) -> list[OwnedSlice]:
+        """Take the coordinator's decision: the slices to apply, in forward order (none unless it commits).
 
         Then run `OwnedSlice.apply` (`copy`, if that is what it commits) on every chunk of each, and `finish`. A
         decision known already changes nothing.
@@ -166,16 +218,16 @@ class ShardEngine:
             InternalError: it commits a step whose gradients are not all here, or without an optimizer.
         """
         if decision.step < self.step:
-            return ()
+            return []
         if decision.outcome is not Outcome.COMMIT:
             self._drop(decision)
-            return ()
+            return []
         if decision.version <= self.version:
-            return ()
-        if not self.slices:  # more servers than slices: there is nothing to miss
+            return []
+        if not self.slices:  # there is nothing to miss
             self.step, self.version = decision.step + 1, decision.version
             self.gradients.end(decision)
-            return ()
+            return []
         accumulator, under_way = self.gradients.decided(decision)
         missing = self.gradients.attempts[accumulator].missing
         is_next = under_way and (decision.step, decision.version) == (self.step, self.version + 1)
@@ -199,18 +251,16 @@ class ShardEngine:
         self._expected = None
         self.gradients.drop(decision, summed=skipped)
 
-    def _commit(self, decision: Decision, accumulator: int) -> tuple[int, ...]:
-        changed = [
-            u for u, owned in self.slices.items() if owned.trainable and any(owned.accumulators[accumulator].present)
-        ]
+    def _commit(self, decision: Decision, accumulator: int) -> list[OwnedSlice]:
+        changed = {n: s for n, s in self.slices.items() if s.trainable and any(s.accumulators[accumulator].present)}
         update = None
         if self.updater is not None:
             update = self.updater.update(decision.hyper, decision.clip_factor, self.slices.masters())
         elif changed:
             raise InternalError("a step commits, but no optimizer was registered")
         as_expected = decision.clip_factor == 1.0 and self._expected is not None and self._expected[0] == decision.hyper
-        for unit, owned in self.slices.items():
-            if update is not None and unit in changed:
+        for owned in self.slices.values():
+            if update is not None and owned.number in changed:
                 self.counters["encodings"] += owned.begin_update(
                     update, decision.version, as_expected=as_expected, accumulator=accumulator
                 )
@@ -218,14 +268,14 @@ class ShardEngine:
                 owned.restart(accumulator)
                 owned.unchanged(decision.version)
         self._committed(decision)
-        return tuple(changed)
+        return list(changed.values())
 
-    def _begin_copy(self, decision: Decision) -> tuple[int, ...]:
+    def _begin_copy(self, decision: Decision) -> list[OwnedSlice]:
         """A step takes another model's values: all units change, and what was summed is dropped."""
         self.counters["encodings"] += sum(owned.begin_copy(decision.version) for owned in self.slices.values())
         self.counters["copies"] += 1
         self._committed(decision)
-        return tuple(self.slices)
+        return list(self.slices.values())
 
     def _committed(self, decision: Decision) -> None:
         self._last_committed = decision
@@ -240,7 +290,7 @@ class ShardEngine:
         return np.empty(0, np.uint8) if any_slice is None else any_slice.wire.scratch(chunks)
 
     def prepare_chunk(
-        self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], scratch: Array
+        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], scratch: Array
     ) -> bytes | None:
         """The frame of a chunk as it will be if `step` commits unclipped with `hypers`; None = not known yet, wait.
 
@@ -248,17 +298,17 @@ class ShardEngine:
 
         Args:
             step: an undecided step attempt, or the last one that committed.
-            unit: which unit.
-            index: number of the chunk here.
+            owned: which slice.
+            index: number of the chunk in it.
             hypers: per parameter group.
             scratch: from `scratch()`.
 
         Raises:
-            Misuse: there is no layout or optimizer, or the unit is frozen.
-            InvalidRequest: there is no such unit or group, or another worker expects other hyperparameters.
+            Misuse: there is no optimizer, or the unit is frozen.
+            InvalidRequest: there is no such group, or another worker expects other hyperparameters.
             StepAborted: the step ended otherwise, or its result cannot be known before the decision.
         """
-        owned = self.slices.of(unit)
+        unit = owned.chunks.unit
         if self.updater is None or not owned.trainable:
             raise Misuse(f"unit {unit} is frozen or there is no optimizer yet; no step will change it")
         if self.gradients.asynchronous:
@@ -283,15 +333,18 @@ class ShardEngine:
         self.counters["encodings"] += not owned.speculative.has(index)
         return owned.speculative.prepare(index, sums.array, self._expected[1], self.version + 1, scratch)
 
-    def mappable(self, unit: int) -> bool:
-        """Whether workers of this host may map a unit's wire copy.
+    def mappable(self, owned: OwnedSlice) -> bool:
+        """Whether workers of this host may map the wire copy of a slice: it must be all of its unit.
 
         See `shard.same_host.shared_copy`, Note: [When a mapped unit may change].
         """
-        owned = self.slices.of(unit)
         assert self.spec is not None
-        owns_unit = owned.chunks.numel == self.spec.layout.units[unit].numel
+        owns_unit = owned.chunks.numel == self.spec.layout.units[owned.chunks.unit].numel
         return owns_unit and not self.gradients.asynchronous and not owned.wire.compressed
+
+    def digests(self) -> dict[int, int]:
+        """By number, the digests of the slices that other servers hold, too, where there are some."""
+        return {s.number: s.digest for s in self.slices.values() if s.replicated and s.digest is not None}
 
     # ------------------------------------------------------------------ what is going on
 
@@ -311,6 +364,7 @@ class ShardEngine:
             step=self.step,
             version=self.version,
             slices=len(self.slices),
+            primary_slices=len(self.slices.primaries),
             missing_chunks=sum(a.missing for a in self.gradients.attempts),
             lacking_chunks=self.parameters.lacking,
         )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
 from axon_ps.errors import InvalidRequest, Misuse, StepAborted
-from axon_ps.shard.core.slices import OwnedSlices
+from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType
 
@@ -122,7 +122,7 @@ class GradientSums:
             InvalidRequest: unit, offset, replica, dtype or length is wrong.
             StepAborted: the step ended without a commit.
         """
-        owned = self._slices.of(unit)
+        owned = self._slices.of(unit, offset)
         if not owned.trainable:
             raise Misuse(f"unit {unit} is frozen; it takes no gradients")
         if not 0 <= replica < self.num_replicas:
@@ -136,6 +136,10 @@ class GradientSums:
         attempt, accumulator = self.attempts[number], owned.accumulators[number]
         if step != attempt.step:
             return self._other_step(step, attempt)
+        if not owned.primary:
+            raise InvalidRequest(
+                f"this shard server is a backup of unit {unit} from element {owned.chunks.begin} on; push to the primary"
+            )
         summed = accumulator.summed[index]
         if summed > turn:
             self._counters["duplicates"] += 1
@@ -148,6 +152,55 @@ class GradientSums:
         if last:
             attempt.missing -= 1
         return Push.SUMMED
+
+    def push_sum(self, step: int, unit: int, offset: int, number: int, total: Array | None) -> Push:
+        """Take one chunk of an attempt's sum from the primary.
+
+        Args:
+            step: the step attempt.
+            unit: which unit.
+            offset: where the chunk begins in the unit.
+            number: of the attempt's accumulator.
+            total: f32[c]; None when no replica had a gradient for the unit.
+
+        Raises:
+            InvalidRequest: this server is no backup of it, or its length is wrong.
+            StepAborted: the step ended without a commit.
+        """
+        owned = self._slices.of(unit, offset)
+        index = owned.chunks.index_of(offset)
+        if not 0 <= number < len(self.attempts):
+            raise InvalidRequest(f"a sum of attempt {number} was forwarded; there are {len(self.attempts)} here")
+        attempt, accumulator = self.attempts[number], owned.accumulators[number]
+        if step != attempt.step:
+            return self._other_step(step, attempt)
+        if owned.primary or not owned.trainable:
+            raise InvalidRequest(f"a sum of unit {unit} was forwarded to a shard server that is no backup of it")
+        if accumulator.is_complete(index, attempt.replicas):
+            self._counters["duplicates"] += 1
+            return Push.DUPLICATE
+        if not owned.accepts(number):
+            self._counters["waits"] += 1
+            return Push.WAIT
+        accumulator.set(index, total, attempt.replicas)
+        attempt.missing -= 1
+        return Push.SUMMED
+
+    def sums_of(self, number: int, owned: OwnedSlice) -> Iterator[int]:
+        """The chunks of a slice whose sum of an attempt is complete, by index."""
+        accumulator, replicas = owned.accumulators[number], self.attempts[number].replicas
+        if owned.trainable and owned.accepts(number):
+            for index in range(len(owned.chunks.bounds)):
+                if accumulator.is_complete(index, replicas):
+                    yield index
+
+    def recount(self) -> None:
+        """There are other slices than before: count what their accumulators lack."""
+        for owned in self._slices.values():
+            if len(owned.accumulators) != len(self.attempts):
+                owned.set_accumulators(len(self.attempts))
+        for number, attempt in enumerate(self.attempts):
+            attempt.missing = self._count_missing(number)
 
     def _place(self, replica: int) -> tuple[int, int]:
         """(accumulator, turn): the index of what a replica's gradients are added to, and after how many others."""
@@ -173,9 +226,10 @@ class GradientSums:
 
         Raises:
             Misuse: the layout is not known.
-            InvalidRequest: nothing of that unit is here, or no chunk begins there.
+            InvalidRequest: no chunk begins there.
+            SliceMoved: that slice is not here.
         """
-        owned = self._slices.of(unit)
+        owned = self._slices.of(unit, begin)
         first = owned.chunks.index_of(begin)
         number, turn = self._place(replica)
         if not 0 <= number < len(self.attempts) or step != self.attempts[number].step:
@@ -188,6 +242,10 @@ class GradientSums:
 
     # ------------------------------------------------------------------ attempts
 
+    def accumulator_of(self, replica: int) -> int:
+        """The index of the accumulator that a replica's gradients are added to."""
+        return self._place(replica)[0]
+
     def is_last(self, replica: int) -> bool:
         """Whether a chunk of this replica's may be what a step was waiting for."""
         return self.asynchronous or replica == self.num_replicas - 1
@@ -198,10 +256,10 @@ class GradientSums:
             if not attempt.missing:
                 yield number, attempt.step
 
-    def ready(self, replica: int = 0) -> float | None:
-        """The sum of squares of all summed gradients here, once every chunk has every replica; None before.
+    def ready(self, replica: int = 0) -> tuple[float, ...] | None:
+        """Once every chunk here has every replica: the sum of squares of each slice whose primary this is, in order.
 
-        A server without trainable slices has nothing to wait for and is never asked: None.
+        None before. A server without trainable slices has nothing to wait for and is never asked: None.
 
         Args:
             replica: whose attempt, where replicas step asynchronously.
@@ -210,10 +268,10 @@ class GradientSums:
         if self.attempts[number].missing or self.num_replicas == 0:
             return None
         trainable = [s for s in self._slices.values() if s.trainable]
-        if not trainable or not all(s.accepts(number) for s in trainable):
+        if not trainable or not all(s.accepts(number) and not s.copying for s in trainable):
             return None
-        squares = [x for s in trainable for x in s.accumulators[number].squares]
-        return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+        squares = [s.accumulators[number].squares for s in trainable if s.primary]
+        return tuple(math.fsum(x) if all(map(math.isfinite, x)) else math.nan for x in squares)
 
     def decided(self, decision: Decision) -> tuple[int, bool]:
         """The accumulator that a decision is on, and whether it names the attempt under way there."""

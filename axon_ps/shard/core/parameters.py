@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from axon_ps.errors import Misuse
-from axon_ps.shard.core.slices import OwnedSlices
+from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.types import Array, DType
 
 
@@ -48,7 +48,7 @@ class ServedParameters:
 
     def count(self) -> None:
         """The slices were made, or their values withdrawn: count the chunks that lack values."""
-        self.lacking = sum(s.lacking for s in self._slices.values())
+        self.lacking = sum(s.lacking for s in self._slices.values() if not s.copying)
 
     # ------------------------------------------------------------------ values that replace others
 
@@ -65,9 +65,9 @@ class ServedParameters:
 
         Raises:
             Misuse: no layout yet, or steps were committed already.
-            InvalidRequest: nothing of that unit is here, no chunk begins there, or the length is wrong.
+            InvalidRequest: that slice is not here, no chunk begins there, or the length is wrong.
         """
-        owned = self._slices.of(unit)
+        owned = self._slices.of(unit, offset)
         index = owned.chunks.index_of(offset)
         if version and not self._replacing:
             raise Misuse(f"first values came at version {version}; restore a checkpoint to replace parameters")
@@ -109,14 +109,16 @@ class ServedParameters:
 
     # ------------------------------------------------------------------ what is served
 
-    def available(self, unit: int, min_version: int) -> bool:
-        """Whether `unit` can be served at `min_version` or later; a frozen unit's version is that of its last copy.
+    def available(self, unit: int, begin: int, min_version: int) -> bool:
+        """Whether the slice of `unit` with element `begin` can be served at `min_version` or later.
+
+        A frozen unit's version is that of its last copy.
 
         Raises:
             Misuse: the layout is not known.
-            InvalidRequest: there is no such unit here.
+            SliceMoved: that slice is not here.
         """
-        owned = self._slices.of(unit)
+        owned = self._slices.of(unit, begin)
         has_values = bool(owned.wire.frames) or not (owned.lacking or owned.applying)
         return has_values and not self._restoring and owned.reached >= min_version
 
@@ -126,13 +128,13 @@ class ServedParameters:
         Raises:
             InvalidRequest: the range does not begin and end where chunks of this server do.
         """
-        owned = self._slices.of(unit)
+        owned = self._slices.of(unit, begin)
         first, last = owned.chunks.range_of(begin, end)
         self._counters["encodings"] += owned.ensure_frames()
         frames = owned.wire.frames
         return frames if last - first == len(frames) else frames[first:last]
 
-    def encode(self, unit: int, index: int, dtype: DType) -> bytes:
-        """One chunk in another dtype, encoded now. Only while the unit is not `applying`."""
+    def encode(self, owned: OwnedSlice, index: int, dtype: DType) -> bytes:
+        """One chunk in another dtype, encoded now. Only while the slice is not `applying`."""
         self._counters["encodings"] += 1
-        return self._slices[unit].encode(index, dtype)
+        return owned.encode(index, dtype)

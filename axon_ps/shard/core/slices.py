@@ -1,4 +1,4 @@
-"""One owned slice: its master values, the gradient summed for it, its wire copy, and an update prepared for it. Pure.
+"""One slice on one server: its master values, the gradient summed for it, its wire copy, and an update prepared. Pure.
 
 Each of these is a module of its own; here is how a step, first values or a copy go through all of them. Which step or
 version it is, and who may do what when, is the engine's business.
@@ -11,15 +11,25 @@ Note: [Memory of a slice]
     f32[n] (one per replica where replicas step asynchronously, each from its first gradient on) and the moments f32[n]
     each; if parameters travel compressed, a residual f32[n] too. While an apply runs there are also the new frames of
     the unit, until they replace the old ones.
+
+    A backup has the same but for the wire copy: it makes frames only when somebody asks for them, or where parameters
+    travel compressed, since the residual moves with them.
+
+Note: [Primary and backup]
+    Workers push to the primary alone, and it forwards each chunk of the sum to the backups; so all apply the same bits
+    in the same loops, and stay equal. A backup can answer a gather at any time. One that is still `copying` has no
+    values yet: it takes sums for the step under way, and cannot be `ready` before its values have come.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
 from axon_ps.host.leases import ReadLeases
+from axon_ps.kernels.digest import combined, digest
 from axon_ps.shard.core.accumulator import Accumulator
 from axon_ps.shard.core.chunks import Chunks
 from axon_ps.shard.core.master import Master, Update
@@ -27,6 +37,7 @@ from axon_ps.shard.core.speculative import SpeculativeUpdate
 from axon_ps.shard.core.wire_copy import MappedMemory, WireCopy
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Unit
+from axon_ps.sharding.placement import Placement
 from axon_ps.sharding.plan import Slice
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Array, DType
@@ -36,6 +47,7 @@ class OwnedSlice:
     """A slice with its state.
 
     Args:
+        number: of the slice in the plan.
         plan_slice: which range of which unit, from the plan.
         unit: that unit's parameters.
         first_parameter: number of the unit's first parameter in the layout.
@@ -43,6 +55,9 @@ class OwnedSlice:
         precision: what frames and pushed chunks hold.
 
     Attributes:
+        number: as given.
+        primary: whether this server is its primary; else it is a backup.
+        copying: whether this server is still getting its values from the primary.
         chunks: its range and how that is cut.
         master: its values and moments.
         accumulators: where gradients are summed; one, or one per replica where replicas step asynchronously.
@@ -54,11 +69,22 @@ class OwnedSlice:
         copied: the version in which it last took another model's values since it was made or restored; 0 = none.
         applying: whether an update or a copy is under way.
         lacking: chunks that lack first values.
+        replicated: whether other servers hold it, too; then each update takes a digest.
+        digest: of the values as the last update left them; None before one, or without copies.
     """
 
     def __init__(
-        self, plan_slice: Slice, unit: Unit, first_parameter: int, chunk_numel: int, precision: WirePrecision
+        self,
+        number: int,
+        plan_slice: Slice,
+        unit: Unit,
+        first_parameter: int,
+        chunk_numel: int,
+        precision: WirePrecision,
     ) -> None:
+        self.number = number
+        self.primary = True
+        self.copying = False
         self.chunks = Chunks(plan_slice, chunk_numel)
         self.trainable = unit.trainable
         self.master = Master(self.chunks, unit, first_parameter, precision.param)
@@ -73,10 +99,25 @@ class OwnedSlice:
         self._precision = precision
         self._stored = bytearray(self.lacking)
         self._applied = self.accumulators[0]
+        self.replicated = False
+        self.digest: int | None = None
         self._update: Update | None = None
         self._next_version = 0
+        self._serving = True  # whether the update under way makes a wire copy
+        self._digests: list[int] = []  # of what was updated so far
         if unit.trainable:
             assert self._applied.array is not None  # its memory is allocated now, not in the first step
+
+    def set_role(self, *, primary: bool, replicated: bool) -> None:
+        """Be the primary of the slice, or a backup; `replicated`: others hold it, too."""
+        self.primary, self.replicated = primary, replicated
+        if not primary:
+            self.speculative.discard()
+
+    @property
+    def serves(self) -> bool:
+        """Whether an update makes a wire copy; a backup makes one only where parameters travel compressed."""
+        return self.primary or self.wire.mapped is not None or self.wire.compressed
 
     def memory(self) -> dict[str, int]:
         """Bytes by kind. See Note: [Memory of a slice]."""
@@ -132,9 +173,16 @@ class OwnedSlice:
         """Serve the present values, which are those of `version`; returns how many frames were made."""
         self.changed = self.reached = version
         self.copied = self.lacking = 0
-        frames = self.wire.replace(version, self.master.values)
+        self.copying, self.digest = False, None
+        frames = self.wire.replace(version, self.master.values) if self.serves else 0
         self._publish_mapped()
         return frames
+
+    def copied_from_primary(self, reached: int, changed: int, copied: int, frames: Sequence[bytes]) -> None:
+        """The values of the primary at version `reached` are here; and its frames, where they travel compressed."""
+        self.wire.frames = tuple(frames)
+        self.reached, self.changed, self.copied = reached, changed, copied
+        self.lacking, self.copying, self.digest = 0, False, None
 
     def withdraw(self) -> None:
         """There are no values any more: they are being replaced."""
@@ -218,9 +266,13 @@ class OwnedSlice:
             scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
         """
         assert self._update is not None
-        out = self.wire.cast_target(first, last, scratch)
-        self.master.update(self.chunks.run(first, last), self._applied.array, self._update, out)
-        self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
+        elements = self.chunks.run(first, last)
+        out = self.wire.cast_target(first, last, scratch) if self._serving else None
+        values = self.master.update(elements, self._applied.array, self._update, out)
+        if self.replicated:
+            self._digests.append(digest(values, elements.start))
+        if self._serving:
+            self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
 
     def begin_copy(self, version: int) -> int:
         """Values are about to come from a slice of another model, for `copy`; returns how many frames that makes."""
@@ -238,19 +290,25 @@ class OwnedSlice:
             weight: above 0, at most 1.
             scratch: from `WireCopy.scratch(last - first)`, of the calling thread.
         """
-        out = self.wire.cast_target(first, last, scratch)
+        out = self.wire.cast_target(first, last, scratch) if self._serving else None
         self.master.average(self.chunks.run(first, last), source.master.values, weight, out)
-        self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
+        if self._serving:
+            self.wire.encode_updated(first, last, self._next_version, self.master.values, scratch)
 
     def _begin(self, update: Update | None, version: int, prepared: list[bytes]) -> int:
         self._update, self._next_version = update, version
-        self.applying = True
-        return self.wire.begin_update(prepared)
+        self.applying, self._serving = True, self.serves
+        self._digests = []
+        if self._serving:
+            return self.wire.begin_update(prepared)
+        self.wire.drop_frames()
+        return 0
 
     def finish(self) -> None:
         """Every chunk has been updated or copied: serve the new values."""
         self.speculative.leases = self.wire.end_update(self.speculative.leases)
         self.reached = self.changed = self._next_version
+        self.digest = combined(self._digests) if self._digests else None
         if self._update is None:
             self.copied = self._next_version
         else:
@@ -260,39 +318,66 @@ class OwnedSlice:
 
 
 class OwnedSlices(dict[int, OwnedSlice]):
-    """The slices of one model that a server owns, by unit.
+    """The slices of one model that a server holds, by number; in forward order.
 
     Attributes:
-        num_units: of the layout; None before `make`.
+        num_units: of the layout; None before `configure`.
     """
 
     num_units: int | None = None
 
-    def make(self, spec: JobSpec, server: int, num_servers: int) -> None:
-        """Make those that `server` of `num_servers` owns."""
-        units = spec.layout.units
-        self.num_units = len(units)
-        first_parameter = [0, *accumulate(len(unit.parameters) for unit in units)]
-        for s in spec.plan(num_servers).by_server[server]:
-            self[s.unit] = OwnedSlice(
-                s, units[s.unit], first_parameter[s.unit], spec.options.chunk_numel, spec.precision
-            )
+    def configure(self, spec: JobSpec, num_cuts: int) -> None:
+        """Set what slices there can be: the plan's over `num_cuts` servers."""
+        self._spec, self._plan = spec, spec.plan(num_cuts)
+        self.num_units = len(spec.layout.units)
 
-    def of(self, unit: int) -> OwnedSlice:
-        """The slice of `unit`.
+    def place(self, placement: Placement, server: int) -> tuple[list[OwnedSlice], list[OwnedSlice]]:
+        """Hold what a placement gives to `server`; returns the slices that are new, and those that are given up."""
+        wanted = placement.slices_of(server)
+        removed = [self.pop(number) for number in set(self).difference(wanted)]
+        added = [self._make(number) for number in wanted if number not in self]
+        for owned in added:
+            owned.copying = True
+        if added:
+            in_order = sorted([*self.values(), *added], key=lambda s: s.number)
+            self.clear()
+            self.update((s.number, s) for s in in_order)
+        for number in wanted:
+            owned, holders = self[number], placement.holders[number]
+            owned.copying = owned.copying and server in holders.copying
+            owned.set_role(primary=holders.primary == server, replicated=len(holders.servers) > 1)
+        return added, removed
+
+    def _make(self, number: int) -> OwnedSlice:
+        s, spec = self._plan.numbered[number], self._spec
+        units = spec.layout.units
+        first_parameter = sum(len(unit.parameters) for unit in units[: s.unit])
+        return OwnedSlice(number, s, units[s.unit], first_parameter, spec.options.chunk_numel, spec.precision)
+
+    def of(self, unit: int, offset: int) -> OwnedSlice:
+        """The slice that element `offset` of `unit` is in.
 
         Raises:
             Misuse: the layout is not known yet.
-            InvalidRequest: there is no such unit, or none of it is here.
+            InvalidRequest: there is no such unit.
+            SliceMoved: that slice is not here.
         """
-        owned = self.get(unit)
-        if owned is not None:
-            return owned
         if self.num_units is None:
             raise Misuse("this shard server has no layout yet; register the job's spec first")
         if not 0 <= unit < self.num_units:
             raise InvalidRequest(f"there is no unit {unit}; the layout has {self.num_units}")
-        raise InvalidRequest(f"this shard server owns nothing of unit {unit}; ask the owner that the plan names")
+        first, ends = self._plan.first_of[unit], self._plan.ends_of[unit]
+        owned = self.get(first + bisect_right(ends, offset))
+        if owned is None or owned.chunks.unit != unit:
+            raise SliceMoved(
+                f"this shard server does not hold the slice of unit {unit} with element {offset}; ask its primary"
+            )
+        return owned
+
+    @property
+    def primaries(self) -> list[OwnedSlice]:
+        """Those of which this server is the primary."""
+        return [owned for owned in self.values() if owned.primary]
 
     def masters(self) -> list[Master]:
         """Those of trainable slices."""

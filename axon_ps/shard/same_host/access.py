@@ -1,6 +1,6 @@
 """Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
 
-Owns: the handshake, on both sides (`SameHostServers` in a worker, `SameHostWorkers` in a server). How memory is read
+Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server). How memory is read
 and mapped is `host.process_memory`'s. Refuses: to decide what is leased; transfers and the servicer do.
 
 Invariants:
@@ -115,31 +115,31 @@ class SameHostServers:
         return Access(_lease_reader(reply.handshake), reply.readable)
 
 
-class SameHostWorkers:
-    """A server's view of the workers whose memory it can read, by their id as members."""
+class SameHostCallers:
+    """A server's view of the workers and other servers whose memory it can read, by their id as members."""
 
     def __init__(self) -> None:
         self._known: dict[str, LeaseReader] = {}
 
     def set_members(self, membership: Membership) -> None:
-        """Drop workers that are no members any more."""
-        there = {m.id for m in membership.workers}
+        """Drop those that are no members any more."""
+        there = {m.id for m in (*membership.workers, *membership.shards)}
         self._known = {k: v for k, v in self._known.items() if k in there}
 
-    def handshake(self, worker: str, handshake: bytes) -> shard_pb2.HandshakeReply:
-        """Store a worker's handshake, and return ours."""
+    def handshake(self, caller: str, handshake: bytes) -> shard_pb2.HandshakeReply:
+        """Store a caller's handshake, and return ours."""
         reader = _lease_reader(handshake)
         if reader is not None:
-            self._known[worker] = reader
+            self._known[caller] = reader
         return shard_pb2.HandshakeReply(handshake=own_handshake().pack(), readable=reader is not None)
 
-    def reader(self, worker: str) -> LeaseReader:
-        """What reads a worker's memory, or maps it.
+    def reader(self, caller: str) -> LeaseReader:
+        """What reads a caller's memory, or maps it.
 
         Raises:
-            Broken: there was no handshake with that worker.
+            Broken: there was no handshake with it.
         """
-        reader = self._known.get(worker)
+        reader = self._known.get(caller)
         if reader is None:
             raise Broken("this server cannot read the caller's memory; send the payload")
         return reader

@@ -1,11 +1,11 @@
-"""Performs a committed step: chunks of all units over a few threads, in forward order, past the snapshots under way.
+"""Performs a committed step: chunks of all slices over a few threads, in forward order, past the snapshots under way.
 
 Note: [Apply and snapshot]
     A snapshot writes the live arrays of version v, without a copy, while training goes on. It pins that version, and
-    goes through the units in forward order, as applies do. The apply that leads from v to v+1 waits at each unit until
-    the snapshot has written it, and the snapshot waits at each unit until the apply that led to v has finished. Each
+    goes through the slices in forward order, as applies do. The apply that leads from v to v+1 waits at each slice until
+    the snapshot has written it, and the snapshot waits at each slice until the apply that led to v has finished. Each
     waits only for the other's earlier version, so neither can wait in a circle. The pin of a snapshot that does not get
-    past a unit for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
+    past a slice for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
 
 Note: [Apply and copy]
     A step of another model that takes the values of version v reads the live arrays as a snapshot does, and pins the
@@ -32,6 +32,7 @@ from functools import partial
 
 from axon_ps.errors import CheckpointError
 from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.types import Array
 
 RUN_NUMEL = 1 << 20
@@ -40,14 +41,14 @@ RUN_NUMEL = 1 << 20
 STALLED_S = 600.0
 """How long a step waits for a snapshot that does not move. See Note: [Apply and snapshot]."""
 
-Work = Callable[[int, int, int, Array], None]
-"""Something done to chunks [first, last) of a unit, with a thread's scratch."""
+Work = Callable[[OwnedSlice, int, int, Array], None]
+"""Something done to chunks [first, last) of a slice, with a thread's scratch."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Pin:
-    """A snapshot or a copy that needs `version`, and is done with units up to `watermark`. See `VersionPins.pin`."""
+    """A snapshot or a copy that needs `version`, and is done with slices up to number `watermark`. See `VersionPins.pin`."""
 
     def __init__(self, version: int, *, expires: bool = True) -> None:
         self.version = version
@@ -57,7 +58,7 @@ class Pin:
 
 
 class VersionPins:
-    """Versions that snapshots and copies still read, unit by unit. See Note: [Apply and snapshot]. Any thread.
+    """Versions that snapshots and copies still read, slice by slice. See Note: [Apply and snapshot]. Any thread.
 
     Args:
         stalled_s: how long an apply waits for a snapshot that does not move.
@@ -70,14 +71,14 @@ class VersionPins:
         self._stalled_s = stalled_s
 
     def pin(self, version: int, *, expires: bool = True) -> Pin:
-        """From now on no unit leaves `version` before `advance` has passed it; if it `expires`, it may be given up."""
+        """From now on no slice leaves `version` before `advance` has passed it; if it `expires`, it may be given up."""
         pin = Pin(version, expires=expires)
         with self._changed:
             self._pins.append(pin)
         return pin
 
-    def advance(self, pin: Pin, unit: int) -> None:
-        """The snapshot has written every unit up to `unit`.
+    def advance(self, pin: Pin, number: int) -> None:
+        """The snapshot has written every slice up to `number`.
 
         Raises:
             CheckpointError: it took too long, and what it writes may have changed meanwhile.
@@ -85,10 +86,10 @@ class VersionPins:
         with self._changed:
             if pin.expired:
                 raise CheckpointError(
-                    f"unit {unit} was not written within {self._stalled_s:g} s while a step waited for it; the "
+                    f"slice {number} was not written within {self._stalled_s:g} s while a step waited for it; the "
                     f"checkpoint of version {pin.version} was given up, see to its storage"
                 )
-            pin.watermark = unit
+            pin.watermark = number
             self._changed.notify_all()
 
     def release(self, pin: Pin) -> None:
@@ -98,21 +99,21 @@ class VersionPins:
                 self._pins.remove(pin)
             self._changed.notify_all()
 
-    def wait_turn(self, unit: int, version: int) -> None:
-        """Before changing `unit` to `version`: wait for the snapshots of older versions, as long as they move."""
+    def wait_turn(self, number: int, version: int) -> None:
+        """Before changing a slice to `version`: wait for the snapshots of older versions, as long as they move."""
         if not self._pins:
             return
         with self._changed:
-            while not self._closed and (behind := self._behind(unit, version)):
-                if not self._changed.wait_for(partial(self._moved, behind, unit, version), self._stalled_s):
+            while not self._closed and (behind := self._behind(number, version)):
+                if not self._changed.wait_for(partial(self._moved, behind, number, version), self._stalled_s):
                     self._expire(behind)
 
-    def _behind(self, unit: int, version: int) -> dict[Pin, int]:
-        """The pins that `unit` waits for, and the watermark of each."""
-        return {p: p.watermark for p in self._pins if p.version < version and p.watermark < unit}
+    def _behind(self, number: int, version: int) -> dict[Pin, int]:
+        """The pins that a slice waits for, and the watermark of each."""
+        return {p: p.watermark for p in self._pins if p.version < version and p.watermark < number}
 
-    def _moved(self, before: dict[Pin, int], unit: int, version: int) -> bool:
-        return self._closed or self._behind(unit, version) != before
+    def _moved(self, before: dict[Pin, int], number: int, version: int) -> bool:
+        return self._closed or self._behind(number, version) != before
 
     def _expire(self, pins: Iterable[Pin]) -> None:
         for pin in [p for p in pins if p.expires]:
@@ -126,13 +127,13 @@ class VersionPins:
         self._changed.notify_all()
 
     def wait_until(self, reached: Callable[[], bool]) -> bool:
-        """Before writing a unit: wait until it is at the snapshot's version. False when the server stops."""
+        """Before writing a slice: wait until it is at the snapshot's version. False when the server stops."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or reached())
             return not self._closed
 
     def notify(self) -> None:
-        """A unit has reached a version."""
+        """A slice has reached a version."""
         if self._pins:
             with self._changed:
                 self._changed.notify_all()
@@ -151,7 +152,7 @@ class ApplyPool:
         engine: whose chunks.
         pins: versions that must not change yet.
         threads: how many; None = one per core this process may use.
-        finished: called on the loop's thread when every chunk of a unit is done.
+        finished: called on the loop's thread when every chunk of a slice is done.
         failed: called on the loop's thread when a kernel raised; the engine is unusable then.
     """
 
@@ -160,7 +161,7 @@ class ApplyPool:
         engine: ShardEngine,
         pins: VersionPins,
         threads: int | None,
-        finished: Callable[[int], None],
+        finished: Callable[[OwnedSlice], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
@@ -172,24 +173,24 @@ class ApplyPool:
         self._lock = threading.Lock()
         self._left: Counter[int] = Counter()
 
-    def start(self, units: Sequence[int], work: Work | None = None) -> None:
-        """Apply all chunks of `units`, earlier units first; returns at once. Call it on the loop's thread.
+    def start(self, slices: Sequence[OwnedSlice], work: Work | None = None) -> None:
+        """Apply all chunks of `slices`, earlier ones first; returns at once. Call it on the loop's thread.
 
         Args:
-            units: which.
-            work: what is done to chunks [first, last) of a unit; None = `OwnedSlice.apply`.
+            slices: which.
+            work: what is done to chunks [first, last) of a slice; None = `OwnedSlice.apply`.
         """
         loop = asyncio.get_running_loop()
-        runs = [(unit, first, last) for unit in units for first, last in self._runs(unit)]
-        self._left = Counter(unit for unit, _, _ in runs)
+        runs = [(owned, first, last) for owned in slices for first, last in self._runs(owned)]
+        self._left = Counter(owned.number for owned, _, _ in runs)
         longest = max((last - first for _, first, last in runs), default=0)
         tasks = iter(runs)
         for _ in range(min(self.threads, len(runs))):
-            self._executor.submit(self._run, work, tasks, longest, self._engine.version, loop)
+            self._executor.submit(self._run, work or OwnedSlice.apply, tasks, longest, self._engine.version, loop)
 
-    def _runs(self, unit: int) -> list[tuple[int, int]]:
-        """The runs of a unit here, as (first chunk, one past the last)."""
-        cut = self._engine.slices[unit].chunks
+    def _runs(self, owned: OwnedSlice) -> list[tuple[int, int]]:
+        """The runs of a slice, as (first chunk, one past the last)."""
+        cut = owned.chunks
         chunks = len(cut.bounds)
         length = min(-(-chunks // self.threads), max(1, RUN_NUMEL // cut.chunk_numel))
         return [(first, min(first + length, chunks)) for first in range(0, chunks, length)]
@@ -200,24 +201,21 @@ class ApplyPool:
 
     def _run(
         self,
-        work: Work | None,
-        tasks: Iterator[tuple[int, int, int]],
+        work: Work,
+        tasks: Iterator[tuple[OwnedSlice, int, int]],
         longest: int,
         version: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         try:
             scratch = self._engine.scratch(longest)
-            for unit, first, last in tasks:  # a list's iterator: threads may share it
-                self._pins.wait_turn(unit, version)
-                if work is None:
-                    self._engine.slices[unit].apply(first, last, scratch)
-                else:
-                    work(unit, first, last, scratch)
+            for owned, first, last in tasks:  # a list's iterator: threads may share it
+                self._pins.wait_turn(owned.number, version)
+                work(owned, first, last, scratch)
                 with self._lock:
-                    self._left[unit] -= 1
-                    last = self._left[unit] == 0
-                if last:
-                    loop.call_soon_threadsafe(self._finished, unit)
+                    self._left[owned.number] -= 1
+                    done = self._left[owned.number] == 0
+                if done:
+                    loop.call_soon_threadsafe(self._finished, owned)
         except BaseException as error:
             loop.call_soon_threadsafe(self._failed, error)

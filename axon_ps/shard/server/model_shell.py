@@ -22,12 +22,16 @@ from functools import partial
 from typing import Any
 
 from axon_ps.compress import cast
-from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SnapshotFile
-from axon_ps.errors import AxonError, GenerationChanged, Misuse, StepAborted
+from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
+from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
+from axon_ps.kernels import digest
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
+from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
+from axon_ps.shard.server.copying import Copying
+from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
 from axon_ps.shard.server.reports import ServerShell
 from axon_ps.shard.server.waiters import Waiters
@@ -40,13 +44,14 @@ def warm_up(spec: JobSpec) -> None:
     precision = spec.precision
     for dtype in (precision.param, precision.grad):
         cast.warm_up(dtype)
+    digest.warm_up()
     for compression in (precision.param_compression, precision.grad_compression):
         if compression is not None:
             compression.warm_up()
 
 
 @dataclass(frozen=True)
-class Copying:
+class Averaging:
     """A decision to copy the values of `source`; `pinned` gives the pin that keeps them unchanged until it is done."""
 
     decision: Decision
@@ -86,14 +91,19 @@ class ModelShell:
         self._idle = asyncio.Event()
         self._idle.set()
         self.values = ModelValues(number, self.engine, server, self._waiters, self._idle)
+        self._forwarding: Forwarding | None = None
+        self._copying: Copying | None = None
         self._pushing: set[asyncio.Task[Any]] = set()
         self._reported: dict[int, tuple[int, int]] = {}  # per attempt, the newest (generation, step)
-        self._events: deque[Event | Copying | Callable[[], None]] = deque()
+        self._events: deque[Event | Averaging | Callable[[], None]] = deque()
         self._released = False
 
     def stop(self) -> None:
-        """End all waits for a unit; an unfinished snapshot or copy fails."""
+        """End all waits for a slice, and the streams to other servers; an unfinished snapshot or copy fails."""
         self.pins.close()
+        if self._forwarding is not None and self._copying is not None:
+            self._forwarding.close()
+            self._copying.close()
 
     async def close(self) -> None:
         """End the threads, after `stop`."""
@@ -112,13 +122,13 @@ class ModelShell:
 
     # ------------------------------------------------------------------ events from the coordinator
 
-    def on_event(self, event: Event | Copying) -> None:
+    def on_event(self, event: Event | Averaging) -> None:
         """Take one event of the session, in order, on the loop's thread. See Note: [In order].
 
         Where replicas step asynchronously at most as many decisions wait as there are replicas, since each needs our
         report on its next attempt; a copy needs every worker's vote.
         """
-        if self._applying and (self.engine.gradients.asynchronous or self._events or isinstance(event, Copying)):
+        if self._applying and (self.engine.gradients.asynchronous or self._events or isinstance(event, Averaging)):
             self._events.append(event)
         else:
             self._take(event)
@@ -146,7 +156,7 @@ class ModelShell:
         if not self._applying and not self._readers:
             self._idle.set()
 
-    def _take(self, event: Event | Copying) -> None:
+    def _take(self, event: Event | Averaging) -> None:
         try:
             if isinstance(event, Membership):
                 self._on_membership(event)
@@ -154,8 +164,8 @@ class ModelShell:
                 self._on_job(event)
             elif isinstance(event, Decision):
                 self._on_decision(event)
-            elif isinstance(event, Copying):
-                self._on_copying(event)
+            elif isinstance(event, Averaging):
+                self._on_averaging(event)
             elif isinstance(event, RestoreOrder):
                 self.values.begin(event)
         except AxonError as error:
@@ -171,6 +181,9 @@ class ModelShell:
             self.engine.membership(membership.generation, step, version, numbered.num_replicas)
             for task in self._pushing:
                 task.cancel()
+            if self._forwarding is not None and self._copying is not None:
+                self._forwarding.restart()
+                self._copying.restart()
         self._wake_all()
         self._report_ready()
 
@@ -180,7 +193,14 @@ class ModelShell:
         self.name = job.name or self.name
         self.values.epoch = max(self.values.epoch, job.epoch)
         if job.spec is not None and not self.engine.configured:
-            self.engine.configure(job.spec, reports.rank, reports.num_shards)
+            assert job.placement is not None
+            self.engine.configure(job.spec, reports.rank, job.placement.num_cuts, job.placement)
+            if self._server.links is not None:
+                self._forwarding = Forwarding(self.number, self.engine, self._server.links)
+                self._copying = Copying(
+                    self.number, self.engine, self._server.links, lambda: self.values.served, self._on_copied
+                )
+            self._placed()
             self._renumber(job.spec.replica_is_node)
             self._server.start(self._warm_up(partial(warm_up, job.spec)))
             # nothing is owned here, and no restore is on its way
@@ -189,7 +209,30 @@ class ModelShell:
         if job.optimizer is not None and self.engine.updater is None:
             updater = self.engine.set_optimizer(job.optimizer)
             self._server.start(self._warm_up(partial(updater.warm_up, self.engine.precision.param)))
+        if job.placement is not None and self.engine.configured and job.placement != self.engine.placement:
+            for owned in self.engine.place(job.placement, reports.rank):
+                if not owned.applying:
+                    owned.close()
+            self._placed()
         self._wake_all()
+
+    def _placed(self) -> None:
+        """There is another placement: reports are to be made for it, streams to other servers begin and end."""
+        self._reported.clear()
+        if self._forwarding is not None and self._copying is not None:
+            self._forwarding.place()
+            self._copying.place()
+        self._report_ready()
+
+    def _on_copied(self, owned: OwnedSlice) -> None:
+        """A slice has come from its primary."""
+        reports, placement = self._server.reports, self.engine.placement
+        assert reports is not None and placement is not None
+        reports.copied(
+            Copied(model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number)
+        )
+        self._waiters.wake_unit(owned.chunks.unit)
+        self._report_ready()
 
     def _renumber(self, by_node: bool) -> None:
         """The layout defines what a replica is, which may differ from what the membership took it to be."""
@@ -199,43 +242,48 @@ class ModelShell:
             self.engine.set_replicas(numbered.num_replicas)
 
     def _on_decision(self, decision: Decision) -> None:
-        if units := self.engine.decide(decision):
-            self._begin(units)
-            self._pool.start(units)
+        if self._forwarding is not None:
+            self._forwarding.settled()
+        if slices := self.engine.decide(decision):
+            self._begin(slices)
+            self._pool.start(slices)
         self._waiters.wake_all()
 
-    def _on_copying(self, copying: Copying) -> None:
-        units = self.engine.decide(copying.decision)
-        self._begin(units)
-        self._server.start(self._copy_from(copying, units))
+    def _on_averaging(self, copying: Averaging) -> None:
+        owned = self.engine.decide(copying.decision)
+        self._begin(owned)
+        self._server.start(self._copy_from(copying, owned))
         self._waiters.wake_all()
 
-    def _begin(self, units: tuple[int, ...]) -> None:
-        self._applying = len(units)
-        if units:
+    def _begin(self, slices: list[OwnedSlice]) -> None:
+        self._applying = len(slices)
+        if slices:
             self._idle.clear()
 
-    async def _copy_from(self, copying: Copying, units: tuple[int, ...]) -> None:
-        """Copy all chunks, each unit once the other model is at the version wanted."""
+    async def _copy_from(self, copying: Averaging, targets: list[OwnedSlice]) -> None:
+        """Copy all chunks, each slice once the other model is at the version wanted."""
         source, how = copying.source, copying.decision.copy
         assert how is not None
         weight, version, slices = how.weight, how.version, source.engine.slices
         pin = await copying.pinned
-        if not units:
+        if not targets:
             source.unpin_copy(pin)
             return
 
-        def copy(unit: int, first: int, last: int, scratch: Array) -> None:
-            if source.pins.wait_until(lambda: slices[unit].reached >= version):
-                self.engine.slices[unit].copy(first, last, slices[unit], weight, scratch)
+        def copy(owned: OwnedSlice, first: int, last: int, scratch: Array) -> None:
+            theirs = slices[owned.number]
+            if source.pins.wait_until(lambda: theirs.reached >= version):
+                owned.copy(first, last, theirs, weight, scratch)
 
         self._copy = source, pin
-        self._pool.start(units, copy)
+        self._pool.start(targets, copy)
 
-    def _finished(self, unit: int) -> None:
-        self.engine.slices[unit].finish()
+    def _finished(self, owned: OwnedSlice) -> None:
+        owned.finish()
+        if self.engine.slices.get(owned.number) is not owned:  # it was given up meanwhile
+            owned.close()
         self.pins.notify()
-        self._waiters.wake_unit(unit)
+        self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
         if self._applying == 0:
             if self._copy is not None:
@@ -254,17 +302,23 @@ class ModelShell:
         engine = self.engine
         for replica, step in engine.gradients.complete():
             name = (engine.generation, step)
-            if self._reported.get(replica) == name or (total := engine.gradients.ready(replica)) is None:
+            if self._reported.get(replica) == name or (sums := engine.gradients.ready(replica)) is None:
                 continue
             reports = self._server.reports
-            assert reports is not None
+            assert reports is not None and engine.placement is not None
             self._reported[replica] = name
+            of = replica if engine.gradients.asynchronous else None
             reports.ready(
-                generation=engine.generation,
-                step=step,
-                sum_of_squares=total,
-                replica=replica if engine.gradients.asynchronous else None,
-                model=self.number,
+                Ready(
+                    generation=engine.generation,
+                    step=step,
+                    sums_of_squares=sums,
+                    replica=of or 0,
+                    model=self.number,
+                    placement=engine.placement.number,
+                    digests=engine.digests(),
+                ),
+                of,
             )
 
     async def _warm_up(self, *compiles: Callable[[], None]) -> None:
@@ -283,7 +337,8 @@ class ModelShell:
         reports = self._server.reports
         assert reports is not None
         try:
-            entry = snapshot.write(self.engine, uri, version, reports.rank, reports.num_shards, self.pins, pin)
+            num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
+            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin)
         finally:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
@@ -350,56 +405,101 @@ class ModelShell:
             return False
         self._waiters.wake_turn(unit, offset, replica + 1)
         if gradients.is_last(replica):
+            if self._forwarding is not None:
+                owned = self.engine.slices.of(unit, offset)
+                self._forwarding.completed(owned, owned.chunks.index_of(offset), gradients.accumulator_of(replica))
             self._report_ready()
+        return True
+
+    async def push_sum(self, step: int, unit: int, offset: int, number: int, total: Array | None) -> bool:
+        """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more."""
+        try:
+            while (done := self.engine.gradients.push_sum(step, unit, offset, number, total)) is Push.WAIT:
+                await self._waiters.wait(unit)
+        except (StepAborted, SliceMoved):
+            return False
+        if done is Push.DUPLICATE:
+            return False
+        self._report_ready()
         return True
 
     async def push_absent(self, step: int, unit: int, offset: int, numel: int, replica: int) -> int:
         """Record that a replica has no gradient for elements [offset, offset + numel); returns how many were new."""
-        chunks = self.engine.slices.of(unit).chunks
+        chunks = self.engine.slices.of(unit, offset).chunks
         first, last = chunks.range_of(offset, offset + numel)
         dtype = self.engine.gradients.dtype
         return sum([await self.push(step, unit, begin, replica, dtype, None) for begin, _ in chunks.bounds[first:last]])
 
-    async def available(self, unit: int, epoch: int, min_version: int, generation: int) -> None:
-        """Wait until the unit can be served at `min_version` of `epoch` or later.
+    async def available(self, unit: int, begin: int, epoch: int, min_version: int, generation: int) -> None:
+        """Wait until the slice with an element can be served at `min_version` of `epoch` or later.
 
         Versions grow within an epoch only. The caller may know of a restore before this server does, or after it.
 
         Raises:
             GenerationChanged: while it waited.
             StepAborted: the parameters are of a later epoch.
+            SliceMoved: the slice is not here, or no longer.
         """
         while True:
             if epoch < self.values.served:
                 raise StepAborted(
                     f"the model was restored: the parameters are of epoch {self.values.served}, no longer {epoch}"
                 )
-            if epoch == self.values.served and self.engine.parameters.available(unit, min_version):
+            if epoch == self.values.served and self.engine.parameters.available(unit, begin, min_version):
                 return
             await self._waiters.wait(unit)
             self.check_generation(generation)
 
-    async def prepared(self, step: int, unit: int, index: int, hypers: tuple[Hyper, ...], generation: int) -> bytes:
+    async def prepared(
+        self, step: int, owned: OwnedSlice, index: int, hypers: tuple[Hyper, ...], generation: int
+    ) -> bytes:
         """The speculative frame of one chunk, once it can be made. See `ShardEngine.prepare_chunk`.
 
         Raises:
             GenerationChanged: while it waited.
+            SliceMoved: the slice is not here any more.
         """
         engine = self.engine
         scratch = engine.scratch()
-        while (frame := engine.prepare_chunk(step, unit, index, hypers, scratch)) is None:
-            await self._waiters.wait(
-                unit, engine.slices.of(unit).chunks.bounds[index][0], engine.gradients.num_replicas
-            )
+        offset = owned.chunks.bounds[index][0]
+        while (frame := engine.prepare_chunk(step, owned, index, hypers, scratch)) is None:
+            await self._waiters.wait(owned.chunks.unit, offset, engine.gradients.num_replicas)
             self.check_generation(generation)
+            engine.slices.of(owned.chunks.unit, offset)
         return frame
 
-    async def unchanging(self, unit: int, generation: int) -> None:
-        """Wait until the unit has values and no step is being applied to it; frames may be served before.
+    async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
+        """Wait until a slice has values, at a version or later, and no step is being applied to it; frames may be served
+        before.
 
         Raises:
             GenerationChanged: while it waited.
+            SliceMoved: the slice is not here, or no longer.
         """
-        while self.engine.slices[unit].applying or not self.engine.parameters.available(unit, 0):
+        while (owned := self.engine.slices.of(unit, begin)).applying or not self.engine.parameters.available(
+            unit, begin, version
+        ):
             await self._waiters.wait(unit)
             self.check_generation(generation)
+        return owned
+
+    async def copy_of(self, number: int, version: int, epoch: int, generation: int) -> OwnedSlice:
+        """The slice of a number once it is at the version that another server wants a copy of.
+
+        Raises:
+            InvalidRequest: there is no such slice.
+            SliceMoved: it is not here.
+            StepAborted: it is not of that version and epoch any more.
+        """
+        spec, placement = self.engine.spec, self.engine.placement
+        assert spec is not None and placement is not None
+        slices = spec.plan(placement.num_cuts).numbered
+        if number >= len(slices):
+            raise InvalidRequest(f"there is no slice {number}; the model has {len(slices)}")
+        wanted = slices[number]
+        await self.available(wanted.unit, wanted.begin, epoch, 0, generation)
+        frozen = not spec.layout.units[wanted.unit].trainable
+        owned = await self.unchanging(wanted.unit, wanted.begin, generation, 0 if frozen else version)
+        if owned.reached != version and not frozen:
+            raise StepAborted(f"slice {number} is at version {owned.reached}; version {version} was asked for")
+        return owned

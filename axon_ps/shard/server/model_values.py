@@ -112,6 +112,6 @@ class ModelValues:
             self._replaced()
         elif complete and not before:
             self._report_initialized()
-        if complete or parameters.available(unit, 0):
+        if complete or parameters.available(unit, offset, 0):
             self._waiters.wake_unit(unit)
         return complete

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from axon_ps.coordinator.core.events import SnapshotFile
+from axon_ps.coordinator.core.events import Copied, Ready, SnapshotFile
 from axon_ps.errors import AxonError
+from axon_ps.shard.server.links import Links
 
 
 class Reports(Protocol):
@@ -14,16 +15,15 @@ class Reports(Protocol):
 
     Attributes:
         rank: our number among the shard servers.
-        num_shards: shard servers of the job.
     """
 
     rank: int
-    num_shards: int
 
-    def ready(
-        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
-    ) -> None:
+    def ready(self, ready: Ready, replica: int | None = None) -> None:
         """Every slice has every replica's gradients, or those of `replica` where replicas step asynchronously."""
+
+    def copied(self, copied: Copied) -> None:
+        """We have got slices that we were to copy."""
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         """Every slice of a model has its values."""
@@ -40,9 +40,11 @@ class ServerShell(Protocol):
 
     Attributes:
         reports: the way to the coordinator.
+        links: the way to the other shard servers; None where there are none.
     """
 
     reports: Reports | None
+    links: Links | None
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run something; if it raises, the server ends."""

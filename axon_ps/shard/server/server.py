@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.events import KnownNames
+from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
@@ -19,6 +21,7 @@ from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
+from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import Role
@@ -83,12 +86,15 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
     session: CoordinatorClient | None = None
     try:
         port = await server.start()
+        incarnation, node = uuid.uuid4().hex, config.node or socket.gethostname()
+        shell.links = Links(config.security, node, config.job, incarnation)
         session = shell.reports = CoordinatorClient(
             config.coordinator,
             job=config.job,
             role=Role.SHARD,
-            node=config.node or socket.gethostname(),
+            node=node,
             security=config.security,
+            incarnation=incarnation,
             listen_address=_advertised(config, port),
             requested_rank=config.rank,
             known=_known_names(config.host),
@@ -98,7 +104,10 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         ready(port)
-        await _first_of(stop, shell.failure)
+        try:
+            await _first_of(stop, shell.failure)
+        except Drained as drained:
+            _logger.info("%s", drained)
     finally:
         servicer.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on

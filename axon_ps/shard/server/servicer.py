@@ -29,6 +29,7 @@ from axon_ps.shard.same_host.access import (
     MAX_LEASED_BYTES,
     MIN_LEASED_BYTES,
 )
+from axon_ps.shard.server import copying
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
@@ -64,7 +65,8 @@ class ShardServicer:
         if request.expected:
             await self._gather_speculative(shell, request, context)
             return
-        await shell.available(request.unit, request.epoch, request.min_version, request.context.generation)
+        generation = request.context.generation
+        await shell.available(request.unit, request.begin, request.epoch, request.min_version, generation)
         engine.counters["gathers"] += 1
         precision = engine.precision
         if request.compressed and precision.param_compression is None:
@@ -75,11 +77,13 @@ class ShardServicer:
         if dtype is precision.param and request.compressed == (precision.param_compression is not None):
             frames = engine.parameters.frames(request.unit, request.begin, request.end)
             for some in _leased_together(frames) if request.accept_leases and not request.compressed else zip(frames):
-                await self._serve(engine, context, request, some, engine.slices.of(request.unit).wire.leases)
+                leases = engine.slices.of(request.unit, request.begin).wire.leases
+                await self._serve(engine, context, request, some, leases)
         else:
-            for index in range(*engine.slices.of(request.unit).chunks.range_of(request.begin, request.end)):
-                await shell.unchanging(request.unit, request.context.generation)
-                frame = engine.parameters.encode(request.unit, index, dtype)
+            chunks = engine.slices.of(request.unit, request.begin).chunks
+            for index in range(*chunks.range_of(request.begin, request.end)):
+                owned = await shell.unchanging(request.unit, request.begin, generation)
+                frame = engine.parameters.encode(owned, index, dtype)
                 await context.write(frame)
                 _count(engine, "out", len(frame))
 
@@ -88,9 +92,8 @@ class ShardServicer:
     ) -> None:
         """Send where the caller can map the unit; without a mapping, if it must gather a copy."""
         engine = shell.engine
-        owned = engine.slices.of(request.unit)
-        await shell.unchanging(request.unit, request.context.generation)
-        memory = map_unit(engine, request.unit) if dtype is engine.precision.param else None
+        owned = await shell.unchanging(request.unit, request.begin, request.context.generation)
+        memory = map_unit(engine, owned) if dtype is engine.precision.param else None
         header = common_pb2.Chunk(unit=request.unit, version=owned.changed, numel=owned.chunks.numel)
         if memory is not None:
             header.mapping = memory.mapping
@@ -108,9 +111,10 @@ class ShardServicer:
             raise InvalidRequest(f"a speculative gather takes parameters only as this job sends them: {how}")
         hypers = hypers_from_proto(request.expected)
         engine.counters["gathers"] += 1
-        for index in range(*engine.slices.of(request.unit).chunks.range_of(request.begin, request.end)):
-            frame = await shell.prepared(request.step, request.unit, index, hypers, request.context.generation)
-            leases = engine.slices.of(request.unit).leases_of(index, frame)
+        owned = engine.slices.of(request.unit, request.begin)
+        for index in range(*owned.chunks.range_of(request.begin, request.end)):
+            frame = await shell.prepared(request.step, owned, index, hypers, request.context.generation)
+            leases = owned.leases_of(index, frame)
             await self._serve(engine, context, request, (frame,), leases)
 
     async def _serve(
@@ -196,13 +200,45 @@ class ShardServicer:
             message = None
         return shard_pb2.UploadReply(complete=complete)
 
+    async def replicate(self, context: ServerStream) -> None:
+        """Sums of gradients, from the primary of the slices."""
+        message = await self._idle.next(context.read())
+        if message is EOF:
+            return
+        header, payload = _first(message)
+        shell, member = await self._shell.fence_server(header.context)
+        async with shell.pushing(header.context.generation):
+            while message is not EOF:
+                dtype, total = DType.F32, None
+                if header.leases:
+                    total = self._leased_sum(shell.engine, member, header)
+                elif not header.absent:
+                    dtype, total = _total(header, payload)
+                if dtype is not DType.F32:
+                    raise InvalidRequest(f"sums are forwarded as f32, not {dtype.value}")
+                shell.engine.counters["bytes_followed"] += 0 if total is None else total.nbytes
+                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total)
+                message = await self._idle.next(context.read())
+                if message is not EOF:
+                    header, payload = decode_chunk(message)
+
+    async def copy(self, context: ServerStream) -> None:
+        """Everything of a slice, for a server that is to hold it, too."""
+        while (request := await self._idle.next(context.read())) is not EOF:
+            shell, _ = await self._shell.fence_server(request.context)
+            generation = request.context.generation
+            owned = await shell.copy_of(request.slice, request.version, request.epoch, generation)
+            async for chunk in copying.chunks(shell.engine, owned):
+                shell.check_generation(generation)
+                await context.write(chunk)
+
     async def collective(self, context: ServerStream) -> None:
         """A worker's part in collectives and messages of its groups, one after the other."""
         await servicer.serve(self._shell.collectives, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
-        """Whether this server and a worker of its host can read each other's memory."""
-        _, member = await self._shell.fence(request.context)
+        """Whether this server and a worker or server of its host can read each other's memory."""
+        member = await self._shell.fence_member(request.context)
         return self._shell.same_host.handshake(member.id, request.handshake)
 
     async def stats(self, request: shard_pb2.StatsRequest, context: Any) -> shard_pb2.StatsReply:
@@ -210,6 +246,22 @@ class ShardServicer:
         if request.context.job != self._shell.job:
             raise PermissionDenied(f"this server serves job {self._shell.job!r}, not {request.context.job!r}")
         return shard_pb2.StatsReply(values=self._shell.statistics() | self._shell.collectives.engine.statistics())
+
+    def _leased_sum(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Array:
+        """A sum from the memory of the primary; one that was revoked meanwhile belongs to a step that is over.
+
+        Raises:
+            InvalidRequest: it is no chunk of ours.
+            Broken: the lease was revoked, or the primary is gone.
+        """
+        assert engine.spec is not None
+        if not 0 < header.numel <= engine.spec.options.chunk_numel:
+            raise InvalidRequest(
+                f"a sum of {header.numel} elements was leased; a chunk has at most {engine.spec.options}"
+            )
+        total = np.empty(header.numel, np.float32)
+        self._shell.same_host.reader(member.id).read([ReadLease.unpack(header.leases[0])], total)
+        return total
 
     def _leased_payloads(self, engine: ShardEngine, member: Member, header: common_pb2.Chunk) -> Iterator[memoryview]:
         """Payloads of the chunks of a leased gradient, from its sender's memory; `header` becomes that of each."""
@@ -242,7 +294,7 @@ class ShardServicer:
 
 def _range_of(engine: ShardEngine, header: common_pb2.Chunk) -> tuple[int, int]:
     """What a push or an upload is of: first element, and one past the last."""
-    owned = engine.slices.of(header.unit).chunks
+    owned = engine.slices.of(header.unit, header.offset).chunks
     owned.index_of(header.offset)
     if not header.offset < header.end <= owned.end:
         raise InvalidRequest(
@@ -265,6 +317,11 @@ def _gradient(engine: ShardEngine, header: common_pb2.Chunk, payload: memoryview
 def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> bytes:
     engine.counters["leased_bytes_out"] += payload.nbytes
     return grant(leases, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
+
+
+def _total(header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
+    """A forwarded sum's element type and elements."""
+    return dtype_from_proto(header.dtype), payload_array(header, payload, header.numel)
 
 
 def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:

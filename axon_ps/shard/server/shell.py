@@ -16,11 +16,12 @@ from typing import Any
 
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.errors import AxonError, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.shard.core.engine import ShardEngine
-from axon_ps.shard.same_host.access import SameHostWorkers
+from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
-from axon_ps.shard.server.model_shell import Copying, ModelShell
+from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.model_shell import Averaging, ModelShell
 from axon_ps.shard.server.reports import Reports
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
@@ -44,6 +45,7 @@ class ShardShell:
         collectives: what workers do together here; nothing of it concerns the parameters.
         same_host: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
+        links: the way to the other shard servers; set before the first event, if there can be any.
         failure: set when this server cannot go on; the server ends with it.
     """
 
@@ -51,11 +53,13 @@ class ShardShell:
         self.job = job
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
+        self.links: Links | None = None
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.same_host = SameHostWorkers()
+        self.same_host = SameHostCallers()
         self._threads = threads
         self._generation = 0
         self._membership: Membership | None = None
+        self._servers: dict[str, Member] = {}
         self._models: dict[int, ModelShell] = {}
         self._released: dict[int, str] = {}
         self._waiters = Waiters()
@@ -75,6 +79,8 @@ class ShardShell:
             model.stop()
         for model in self._models.values():
             await model.close()
+        if self.links is not None:
+            await self.links.close()
         await asyncio.to_thread(self._files.shutdown)
 
     # ------------------------------------------------------------------ the models
@@ -113,6 +119,9 @@ class ShardShell:
             self._generation = event.generation
             self.collectives.on_membership(event)
             self.same_host.set_members(event)
+            self._servers = {m.incarnation: m for m in event.shards}
+            if self.links is not None:
+                self.links.set_members(event)
             for model in self._models.values():
                 model.on_event(event)
             self.wake()
@@ -134,7 +143,7 @@ class ShardShell:
         source, version = self.model(decision.copy.source), decision.copy.version
         pinned: asyncio.Future[Pin] = asyncio.get_running_loop().create_future()
         source.in_order(lambda: pinned.set_result(source.pin_for_copy(version)))
-        self.model(decision.model).on_event(Copying(decision, source, pinned))
+        self.model(decision.model).on_event(Averaging(decision, source, pinned))
 
     def _release(self, event: JobState) -> None:
         model = self._models.pop(event.model, None)
@@ -211,7 +220,8 @@ class ShardShell:
     def fail(self, error: BaseException) -> None:
         """This server cannot go on."""
         if not self.failure.done():
-            _logger.critical("this shard server cannot go on: %s", error)
+            if not isinstance(error, Drained):
+                _logger.critical("this shard server cannot go on: %s", error)
             self.failure.set_exception(error)
 
     def wake(self) -> None:
@@ -228,6 +238,37 @@ class ShardShell:
             GenerationChanged: the caller's generation is over.
             Misuse: the model was released.
         """
+        model = await self._fence(context)
+        member = model.members.get(context.incarnation)
+        if member is None:
+            raise PermissionDenied(
+                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
+            )
+        return model, member
+
+    async def fence_server(self, context: CallContext) -> tuple[ModelShell, Member]:
+        """As `fence`, for a call of another shard server.
+
+        Raises:
+            PermissionDenied: another job, or not a shard server of the generation it names.
+            GenerationChanged: the caller's generation is over.
+            Misuse: the model was released.
+        """
+        model = await self._fence(context)
+        member = self._servers.get(context.incarnation)
+        if member is None:
+            raise PermissionDenied(
+                f"incarnation {context.incarnation[:32]!r} is not a shard server of generation {self._generation}"
+            )
+        return model, member
+
+    async def fence_member(self, context: CallContext) -> Member:
+        """As `fence`, for a call of a worker or a shard server; returns which."""
+        await self._fence(context)
+        server = self._servers.get(context.incarnation)
+        return server if server is not None else (await self.fence(context))[1]
+
+    async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
         while not self._can_answer(context):
@@ -241,12 +282,7 @@ class ShardShell:
             )
         model = self._models[context.model]
         model.check_generation(context.generation)
-        member = model.members.get(context.incarnation)
-        if member is None:
-            raise PermissionDenied(
-                f"incarnation {context.incarnation[:32]!r} is not a worker of generation {self._generation}"
-            )
-        return model, member
+        return model
 
     def _can_answer(self, context: CallContext) -> bool:
         """Whether this server knows enough to serve or to refuse a call."""

@@ -1,8 +1,9 @@
 """The slices of a shard server in a checkpoint: written from live arrays, read back at any server count.
 
-A server writes one safetensors file. Per slice, in unit order, it holds `{unit}.param` f32[n], each moment as
-`{unit}.{name}` f32[n], and `{unit}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first
-alone. Where a slice lies in its unit follows from the manifest: layout, server count and plan options.
+A server writes one safetensors file, of the slices of which it is the primary. Per slice, which begins at element
+`begin` of its unit, it holds `{unit}.{begin}.param` f32[n], each moment as `{unit}.{begin}.{name}` f32[n], and
+`{unit}.{begin}.updates` i64[parameters of the unit], torch's `step`; for frozen units the first alone. Which file has a
+slice is in the manifest.
 
 Reading goes by parameter name (`sharding.plan.moves_into`), so the job that restores may have another number of servers
 and other units. Everything that can be wrong with a checkpoint is found in `prepare`, before `load` overwrites values.
@@ -47,7 +48,7 @@ PARAM, UPDATES = "param", "updates"
 def write(
     engine: ShardEngine, uri: str, version: int, server: int, num_servers: int, pins: VersionPins, pin: Pin
 ) -> FileEntry:
-    """Write this server's slices as they are at `version`. Runs in a thread of its own; see `shard.server.apply`.
+    """Write the slices of which this server is the primary, as they are at `version`. Runs in a thread of its own; see `shard.server.apply`.
 
     Args:
         engine: whose slices.
@@ -55,7 +56,7 @@ def write(
         version: the version to write, which `pin` preserves.
         server: our number.
         num_servers: shard servers of the job.
-        pins: what makes applies wait for us, unit by unit.
+        pins: what makes applies wait for us, slice by slice.
         pin: ours.
 
     Raises:
@@ -66,33 +67,42 @@ def write(
     """
     if not engine.parameters.initialized:
         raise Misuse("this shard server holds no parameters yet; there is nothing to save")
-    states = {unit: owned.master.state for unit, owned in engine.slices.items()}
-    tensors = [t for unit, owned in engine.slices.items() for t in _tensors(unit, owned, list(states[unit]))]
+    slices = engine.slices.primaries
+    states = {owned.number: list(owned.master.state) for owned in slices}
+    tensors = [t for owned in slices for t in _tensors(owned, states[owned.number])]
     name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
     with create_file(open_store(uri), name, tensors, metadata) as writer:
-        for unit, owned in engine.slices.items():
+        for owned in slices:
             if not pins.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")
-            _write_slice(writer, unit, owned, list(states[unit]))
+            _write_slice(writer, owned, states[owned.number])
             reached(Moment.CHECKPOINT, version)
-            pins.advance(pin, unit)
+            pins.advance(pin, owned.number)
     return writer.entry(name)
 
 
-def _tensors(unit: int, owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
+def tensor_name(unit: int, begin: int, name: str = PARAM) -> str:
+    """What a tensor of the slice that begins at an element of a unit is called in a file."""
+    return f"{unit}.{begin}.{name}"
+
+
+def _tensors(owned: OwnedSlice, states: list[str]) -> Iterator[TensorSpec]:
+    unit, begin = owned.chunks.unit, owned.chunks.begin
     for name in (PARAM, *states):
-        yield TensorSpec(name=f"{unit}.{name}", dtype=DType.F32, shape=(owned.chunks.numel,))
+        yield TensorSpec(name=tensor_name(unit, begin, name), dtype=DType.F32, shape=(owned.chunks.numel,))
     if owned.trainable:
-        yield TensorSpec(name=f"{unit}.{UPDATES}", dtype=DType.I64, shape=(len(owned.master.parameter_updates()),))
+        shape = (len(owned.master.parameter_updates()),)
+        yield TensorSpec(name=tensor_name(unit, begin, UPDATES), dtype=DType.I64, shape=shape)
 
 
-def _write_slice(writer: SafetensorsWriter, unit: int, owned: OwnedSlice, states: list[str]) -> None:
-    writer.write(f"{unit}.{PARAM}", owned.master.values)
+def _write_slice(writer: SafetensorsWriter, owned: OwnedSlice, states: list[str]) -> None:
+    unit, begin = owned.chunks.unit, owned.chunks.begin
+    writer.write(tensor_name(unit, begin), owned.master.values)
     for name in states:
-        writer.write(f"{unit}.{name}", owned.master.state[name])
+        writer.write(tensor_name(unit, begin, name), owned.master.state[name])
     if owned.trainable:
-        writer.write(f"{unit}.{UPDATES}", np.array(owned.master.parameter_updates(), np.int64))
+        writer.write(tensor_name(unit, begin, UPDATES), np.array(owned.master.parameter_updates(), np.int64))
 
 
 # ---------------------------------------------------------------------- reading
@@ -104,13 +114,13 @@ class Restore:
 
     Attributes:
         manifest: of the checkpoint.
-        moves: per owned unit, where its values come from.
-        servers: the servers of the checkpoint whose files are needed.
+        moves: by the number of a slice, where its values come from.
+        files: the files of the checkpoint that are needed, by their place in the manifest.
     """
 
     manifest: Manifest
     moves: Mapping[int, tuple[Move, ...]]
-    servers: tuple[int, ...]
+    files: tuple[int, ...]
 
     @property
     def optimizer(self) -> str:
@@ -143,14 +153,21 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
         )
     layout = engine.spec.layout
     moves = {
-        unit: moves_into(Slice(unit=unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout)
-        for unit, s in engine.slices.items()
+        number: moves_into(
+            Slice(unit=s.chunks.unit, server=0, begin=s.chunks.begin, end=s.chunks.end), layout, manifest.layout
+        )
+        for number, s in engine.slices.items()
     }
     slices = manifest.plan.slices
-    servers = {s.server for m in moves.values() for move in m for s, _, _ in _overlaps(move, slices[move.source_unit])}
-    for server in sorted(servers):
-        check_file(open_store(manifest.uri), manifest.file_of(server))
-    return Restore(manifest=manifest, moves=moves, servers=tuple(sorted(servers)))
+    files = {
+        manifest.file_of(s)
+        for m in moves.values()
+        for move in m
+        for s, _, _ in _overlaps(move, slices[move.source_unit])
+    }
+    for file in sorted(files):
+        check_file(open_store(manifest.uri), manifest.files[file])
+    return Restore(manifest=manifest, moves=moves, files=tuple(sorted(files)))
 
 
 def load(engine: ShardEngine, restore: Restore) -> None:
@@ -162,10 +179,11 @@ def load(engine: ShardEngine, restore: Restore) -> None:
     assert engine.spec is not None
     store = open_store(restore.manifest.uri)
     with ExitStack() as files:
-        readers = {s: files.enter_context(open_file(store, restore.manifest.file_of(s).name)) for s in restore.servers}
+        names = {file: restore.manifest.files[file].name for file in restore.files}
+        readers = {file: files.enter_context(open_file(store, name)) for file, name in names.items()}
         loader = _Loader(readers, restore.manifest, engine.spec.layout)
-        for unit, owned in engine.slices.items():
-            loader.fill(owned, restore.moves[unit])
+        for number, owned in engine.slices.items():
+            loader.fill(owned, restore.moves[number])
             owned.publish(restore.manifest.version)
 
 
@@ -173,7 +191,7 @@ class _Loader:
     """Fills slices from the files of a checkpoint.
 
     Args:
-        readers: per server of the checkpoint, its file.
+        readers: by their place in the manifest, its files.
         manifest: of the checkpoint.
         layout: of the job that restores.
     """
@@ -181,6 +199,7 @@ class _Loader:
     def __init__(self, readers: Mapping[int, SafetensorsReader], manifest: Manifest, layout: Layout) -> None:
         self._readers = readers
         self._layout = layout
+        self._manifest = manifest
         self._old = manifest.layout
         self._old_slices = manifest.plan.slices
         self._home: dict[str, tuple[int, int, Parameter]] = {}
@@ -205,14 +224,14 @@ class _Loader:
 
     def _copy(self, owned: OwnedSlice, move: Move, old: Slice, begin: int, end: int) -> None:
         """Copy elements [begin, end) of the old unit, which lie in its slice `old`."""
-        reader = self._readers[old.server]
+        reader = self._readers[self._manifest.file_of(old)]
         first = move.begin + begin - move.source_begin - owned.chunks.begin
         target = slice(first, first + end - begin)
-        reader.read_into(f"{old.unit}.{PARAM}", begin - old.begin, owned.master.values[target])
+        reader.read_into(tensor_name(old.unit, old.begin), begin - old.begin, owned.master.values[target])
         if owned.trainable and self._old.units[old.unit].trainable:
             for name, array in owned.master.state.items():
-                if f"{old.unit}.{name}" in reader.tensors:
-                    reader.read_into(f"{old.unit}.{name}", begin - old.begin, array[target])
+                if (tensor := tensor_name(old.unit, old.begin, name)) in reader.tensors:
+                    reader.read_into(tensor, begin - old.begin, array[target])
 
     def _updates(self, owned: OwnedSlice) -> list[int]:
         """Per parameter of the slice's unit, its update count; 0 for those that lie outside the slice."""
@@ -224,9 +243,9 @@ class _Loader:
                 updates.append(0)
                 continue
             element = q.offset + begin - p.offset
-            server = next(s.server for s in self._old_slices[u] if s.begin <= element < s.end)
+            old = next(s for s in self._old_slices[u] if s.begin <= element < s.end)
             count = np.zeros(1, np.int64)
-            self._readers[server].read_into(f"{u}.{UPDATES}", index, count)
+            self._readers[self._manifest.file_of(old)].read_into(tensor_name(u, old.begin, UPDATES), index, count)
             updates.append(int(count[0]))
         return updates
 

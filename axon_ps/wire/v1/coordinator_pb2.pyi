@@ -156,6 +156,20 @@ class CheckpointReply(_message.Message):
     versions: _containers.ScalarMap[str, int]
     def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("context", "rank")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    rank: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: int
+    def __init__(self, slices: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("context",)
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -163,7 +177,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +197,8 @@ class StatusReply(_message.Message):
     PENDING_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     job: str
     membership: _membership_pb2.MembershipEvent
     version: int
@@ -195,10 +211,12 @@ class StatusReply(_message.Message):
     pending: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ...) -> None: ...
+    replication: int
+    draining: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters")
+    __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters", "slices", "lacking")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +224,8 @@ class ModelStatus(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
     model: int
     name: str
     version: int
@@ -213,4 +233,6 @@ class ModelStatus(_message.Message):
     epoch: int
     initialized: bool
     parameters: int
-    def __init__(self, model: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., initialized: bool = ..., parameters: _Optional[int] = ...) -> None: ...
+    slices: int
+    lacking: int
+    def __init__(self, model: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., initialized: bool = ..., parameters: _Optional[int] = ..., slices: _Optional[int] = ..., lacking: _Optional[int] = ...) -> None: ...

@@ -22,7 +22,7 @@ OUTCOME_SKIP: Outcome
 OUTCOME_ABORT: Outcome
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived")
+    __slots__ = ("join", "heartbeat", "vote", "ready", "initialized", "snapshot", "restore", "leave", "arrived", "copied")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class SessionRequest(_message.Message):
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     join: Join
     heartbeat: Heartbeat
     vote: Vote
@@ -41,7 +42,8 @@ class SessionRequest(_message.Message):
     restore: _checkpoint_pb2.RestoreReport
     leave: Leave
     arrived: Arrived
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ...) -> None: ...
+    copied: Copied
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors")
@@ -113,18 +115,42 @@ class Arrived(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., model: _Optional[int] = ..., blocked: bool = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("generation", "step", "sum_of_squares", "replica", "model")
+    __slots__ = ("generation", "step", "sums_of_squares", "replica", "model", "placement", "digests")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    SUM_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
+    SUMS_OF_SQUARES_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     step: int
-    sum_of_squares: float
+    sums_of_squares: _containers.RepeatedScalarFieldContainer[float]
     replica: int
     model: int
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sum_of_squares: _Optional[float] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
+    placement: int
+    digests: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sums_of_squares: _Optional[_Iterable[float]] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+
+class Digest(_message.Message):
+    __slots__ = ("slice", "value")
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    slice: int
+    value: int
+    def __init__(self, slice: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+
+class Copied(_message.Message):
+    __slots__ = ("model", "epoch", "slices", "placement")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    model: int
+    epoch: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    placement: int
+    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., placement: _Optional[int] = ...) -> None: ...
 
 class Initialized(_message.Message):
     __slots__ = ("version", "epoch", "model")
@@ -177,7 +203,7 @@ class Welcome(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., lease_s: _Optional[float] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ..., state_id: _Optional[str] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released")
+    __slots__ = ("spec", "optimizer", "initialized", "version", "epoch", "model", "name", "copied", "released", "placement")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +213,7 @@ class JobEvent(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     spec: _common_pb2.JobSpec
     optimizer: _common_pb2.OptimizerSpec
     initialized: bool
@@ -196,7 +223,8 @@ class JobEvent(_message.Message):
     name: str
     copied: int
     released: bool
-    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ...) -> None: ...
+    placement: _membership_pb2.Placement
+    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_membership_pb2.Placement, _Mapping]] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
     __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy")

@@ -46,6 +46,40 @@ class ReduceScatterReply(_message.Message):
     missing: int
     def __init__(self, step: _Optional[int] = ..., chunks: _Optional[int] = ..., missing: _Optional[int] = ...) -> None: ...
 
+class ReplicateReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CopyRequest(_message.Message):
+    __slots__ = ("context", "slice", "version", "epoch")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    slice: int
+    version: int
+    epoch: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., slice: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SliceChunk(_message.Message):
+    __slots__ = ("tensor", "begin", "changed", "copied", "updates", "complete", "payload")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    begin: int
+    changed: int
+    copied: int
+    updates: _containers.RepeatedScalarFieldContainer[int]
+    complete: bool
+    payload: bytes
+    def __init__(self, tensor: _Optional[str] = ..., begin: _Optional[int] = ..., changed: _Optional[int] = ..., copied: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., complete: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
+
 class UploadReply(_message.Message):
     __slots__ = ("complete",)
     COMPLETE_FIELD_NUMBER: _ClassVar[int]

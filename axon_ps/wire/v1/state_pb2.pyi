@@ -3,7 +3,7 @@ from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -21,14 +21,18 @@ class JobRecord(_message.Message):
     def __init__(self, state_id: _Optional[str] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., num_shards: _Optional[int] = ...) -> None: ...
 
 class MembersRecord(_message.Message):
-    __slots__ = ("membership", "was_complete", "vacant")
+    __slots__ = ("membership", "was_complete", "vacant", "draining", "needed_shards")
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     WAS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     VACANT_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_SHARDS_FIELD_NUMBER: _ClassVar[int]
     membership: _membership_pb2.MembershipEvent
     was_complete: bool
     vacant: int
-    def __init__(self, membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., was_complete: bool = ..., vacant: _Optional[int] = ...) -> None: ...
+    draining: _containers.RepeatedScalarFieldContainer[int]
+    needed_shards: int
+    def __init__(self, membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., was_complete: bool = ..., vacant: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., needed_shards: _Optional[int] = ...) -> None: ...
 
 class ModelsRecord(_message.Message):
     __slots__ = ("names", "next")
@@ -46,7 +50,7 @@ class ModelsRecord(_message.Message):
     def __init__(self, names: _Optional[_Mapping[int, str]] = ..., next: _Optional[int] = ...) -> None: ...
 
 class ParametersRecord(_message.Message):
-    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "copied")
+    __slots__ = ("epoch", "initialized", "holders", "uploader", "restore", "failure", "placement", "copied")
     class HoldersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +64,7 @@ class ParametersRecord(_message.Message):
     UPLOADER_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     initialized: bool
@@ -67,5 +72,6 @@ class ParametersRecord(_message.Message):
     uploader: str
     restore: _checkpoint_pb2.RestoreOrder
     failure: str
+    placement: _membership_pb2.Placement
     copied: int
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., copied: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_membership_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ...) -> None: ...

@@ -80,6 +80,8 @@ class StepClient:
                     self._shards.release()
                 if event.spec is not None:
                     self._shards.set_spec(event.spec)
+                if event.placement is not None:
+                    self._shards.set_placement(event.placement)
             self._calls.end_stale()
             view.job.changed.notify_all()
 

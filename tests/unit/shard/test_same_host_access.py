@@ -9,7 +9,7 @@ from axon_ps.errors import Broken
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
 from axon_ps.host.process_memory import Handshake, grant, own_handshake
 from axon_ps.host.shared_arrays import shared_arrays
-from axon_ps.shard.same_host.access import SameHostWorkers
+from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.types import Member, Membership, Role
 
 WORKER = Member(role=Role.WORKER, rank=0, incarnation="a" * 32, node="here")
@@ -22,7 +22,7 @@ def membership(*workers: Member) -> Membership:
 
 
 def test_a_worker_is_read_and_mapped_until_it_is_no_member_any_more() -> None:
-    server, gradient = SameHostWorkers(), shared_arrays.buffer(4096)
+    server, gradient = SameHostCallers(), shared_arrays.buffer(4096)
     gradient[:] = 3
     reply = server.handshake(WORKER.id, own_handshake().pack())
     assert reply.readable
@@ -41,7 +41,7 @@ def test_a_worker_is_read_and_mapped_until_it_is_no_member_any_more() -> None:
 
 @pytest.mark.parametrize("handshake", [b"", bytes(32), b"x" * 33])
 def test_who_cannot_be_read_sends_payloads(handshake: bytes) -> None:
-    server = SameHostWorkers()
+    server = SameHostCallers()
     assert not server.handshake(WORKER.id, handshake).readable
     with pytest.raises(Broken, match="send the payload"):
         server.reader(WORKER.id)

@@ -47,9 +47,19 @@ class Restores:
         members: joins, leaves and losses.
         snapshots: the checkpoint being written.
         out: gets the records to write and the events to send.
+        replication: how many shard servers hold each slice.
     """
 
-    def __init__(self, assembly: Assembly, models: Models, members: Members, snapshots: Snapshots, out: Outbox) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        models: Models,
+        members: Members,
+        snapshots: Snapshots,
+        out: Outbox,
+        replication: int,
+    ) -> None:
+        self._replication = replication
         self._assembly = assembly
         self._models = models
         self._members = members
@@ -74,7 +84,9 @@ class Restores:
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
         for model, resume in found:
-            order = model.registration.begin_restore(resume.uri, resume.version, resume.section)
+            order = model.registration.begin_restore(
+                resume.uri, resume.version, a.servers(), self._replication, resume.section
+            )
             model.version = resume.version
             a.announce(model)
             self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)

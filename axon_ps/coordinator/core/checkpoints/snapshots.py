@@ -13,6 +13,7 @@ from axon_ps.coordinator.core.events import SnapshotFile, SnapshotOrder, Snapsho
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import AxonError, Busy, MemberLost
 from axon_ps.sharding.job import JobSpec
+from axon_ps.sharding.placement import Placement
 from axon_ps.types import ModelProgress, OptimizerSpec
 
 
@@ -26,6 +27,7 @@ class SavedModel:
         version: the version written.
         spec: its layout.
         optimizer: its optimizer, if it has one.
+        placement: whose primaries write it.
     """
 
     number: int
@@ -33,6 +35,7 @@ class SavedModel:
     version: int
     spec: JobSpec
     optimizer: OptimizerSpec | None
+    placement: Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +45,15 @@ class Snapshot:
     Attributes:
         uri: where.
         files: of all shard servers, in rank order.
+        ranks: per file, the shard server that wrote it.
         models: what is in it, by number.
-        num_servers: how many shard servers wrote it.
         error: why it is incomplete; then `files` are to be removed.
     """
 
     uri: str
     files: tuple[SnapshotFile, ...]
+    ranks: tuple[int, ...]
     models: tuple[SavedModel, ...]
-    num_servers: int
     error: AxonError | None = None
 
 
@@ -121,8 +124,8 @@ class Snapshots:
                 Snapshot(
                     uri=save.order.uri,
                     files=tuple(f for r in sorted(save.files) for f in save.files[r]),
+                    ranks=tuple(r for r in sorted(save.files) for _ in save.files[r]),
                     models=save.models,
-                    num_servers=len(save.files),
                     error=save.error,
                 ),
             )
@@ -144,6 +147,11 @@ class Snapshots:
         """The caller does not wait any more; the files written get no manifest."""
         if self._save is not None and self._save.call == call:
             self._save = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one is being written."""
+        return self._save is not None
 
     def pending(self) -> list[str]:
         """What a checkpoint waits for, as text."""

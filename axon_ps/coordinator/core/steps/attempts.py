@@ -146,6 +146,16 @@ class Attempts:
         self._clocks_moved()
         return Turn(replica=attempt, clock=clock, slowest_clock=self.slowest)
 
+    def forget_reports(self) -> None:
+        """Drop the reports of shard servers: they report anew."""
+        for tally in self._tallies:
+            tally.forget_reports()
+
+    @property
+    def damage(self) -> str:
+        """Which copies of a slice differ, as text; empty when none do."""
+        return next((tally.damage for tally in self._tallies if tally.damage), "")
+
     def clear(self) -> None:
         """Drop all votes and reports."""
         for tally in self._tallies:

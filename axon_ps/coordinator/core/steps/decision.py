@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.errors import AxonError
@@ -30,7 +31,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.votes: dict[int, Vote] = {}
-        self.sums: dict[int, float] = {}
+        self.sums: dict[int, tuple[float, ...]] = {}
+        self._digests: dict[int, dict[int, list[int]]] = {}  # by slice and value, the servers that have it
         self.arrived: set[int] = set()
         self.blocked: set[int] = set()
 
@@ -39,7 +41,12 @@ class Tally:
         self.arrived.clear()
         self.blocked.clear()
         self.votes.clear()
+        self.forget_reports()
+
+    def forget_reports(self) -> None:
+        """Shard servers report anew: slices are elsewhere now."""
         self.sums.clear()
+        self._digests.clear()
 
     def vote(self, rank: int, vote: Vote) -> bool:
         """Count a vote; False for a repeated one, of which the first counts."""
@@ -56,8 +63,19 @@ class Tally:
         """Count a shard server's sum; False for a repeated one, of which the first counts."""
         if rank in self.sums:
             return False
-        self.sums[rank] = ready.sum_of_squares
+        self.sums[rank] = ready.sums_of_squares
+        for number, value in ready.digests.items():
+            self._digests.setdefault(number, {}).setdefault(value, []).append(rank)
         return True
+
+    @property
+    def damage(self) -> str:
+        """Which copies of a slice differ, as text; empty when none do. All apply the same sums, in the same way."""
+        for number, ranks_by_value in sorted(self._digests.items()):
+            if len(ranks_by_value) > 1:
+                servers = " and ".join(format_ranks(ranks) for ranks in ranks_by_value.values())
+                return f"slice {number} differs between shard servers {servers}: the memory of one of them is damaged"
+        return ""
 
     def is_complete(self, workers: Iterable[int], owners: Iterable[int]) -> bool:
         """Whether every worker has voted and every owner is ready.
@@ -112,9 +130,9 @@ class Tally:
             return Decision(
                 step=step, generation=generation, outcome=Outcome.COMMIT, version=version + 1, copy=vote.copy
             )
-        norm = _norm(self.sums[rank] for rank in sorted(self.sums))
+        norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, whoever has which slice
         if not math.isfinite(norm):
-            guilty = [rank for rank, s in self.sums.items() if not math.isfinite(s)] or list(self.sums)
+            guilty = [rank for rank, s in self.sums.items() if not all(map(math.isfinite, s))] or list(self.sums)
             where = f"shard server {format_ranks(guilty)}"
             return ended(Outcome.SKIP, norm=norm, reason=f"the gradients are not finite (seen at {where})")
         try:

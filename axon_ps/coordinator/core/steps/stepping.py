@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import Roster
-from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.coordinator.core.steps.decision import Tally, format_ranks
 from axon_ps.types import CopyFrom, Decision, Membership, Outcome, Role
 
 _COUNTER = {Outcome.COMMIT: "steps_committed", Outcome.SKIP: "steps_skipped", Outcome.ABORT: "steps_aborted"}
@@ -46,6 +46,9 @@ class Stepping:
     Attributes:
         counters: steps by outcome, copies, staleness.
         membership: that of the current generation.
+        ending: called before a decision on a step of all replicas is sent; returns the generation that is to begin with
+            the next step, 0 for none. See `core.members`, Note: [Between two steps].
+        damaged: the models whose copies differ, and where.
     """
 
     def __init__(self, models: Models, roster: Roster, out: Outbox, membership: Membership, *, disturbed: bool) -> None:
@@ -55,6 +58,8 @@ class Stepping:
         self._disturbed = disturbed
         self.counters: Counter[str] = Counter()
         self.membership = membership
+        self.ending: Callable[[Model], int] = lambda model: 0
+        self.damaged: list[tuple[Model, str]] = []
         for model in models:
             self.begin_model(model)
             model.attempts.resume(model.decisions, membership.generation)
@@ -113,8 +118,13 @@ class Stepping:
     def ready(self, rank: int, ready: Ready) -> None:
         """A shard server has every gradient of an attempt; one of another attempt, or a second, is ignored."""
         model = self._attempting(ready.model, ready.generation)
-        if model is not None and model.attempts.ready(rank, ready, model.step):
-            self._decide_complete(model)
+        if model is None or ready.placement != model.registration.placement_number:
+            return
+        if model.attempts.ready(rank, ready, model.step):
+            if damage := model.attempts.damage:
+                self.damaged.append((model, damage))
+            else:
+                self._decide_complete(model)
 
     def recheck_copies(self) -> None:
         """A shard server has a stream again: decide the copies that waited for it."""
@@ -147,7 +157,7 @@ class Stepping:
         while (attempt := attempts.next_complete(model.registration.owners)) is not None:
             tally = attempts.tally(attempt)
             copies = tally.copies
-            if copies and not self._all_connected():
+            if copies and not (self._all_connected() and self._together(model, tally)):
                 return
             decision = tally.decide(
                 step=model.step,
@@ -163,12 +173,25 @@ class Stepping:
             model.version = decision.version
             if decision.outcome is Outcome.COMMIT and decision.copy is None:
                 model.last_norm = decision.grad_norm
-            self._decided(model, dataclasses.replace(decision, turn=attempts.end(attempt), model=model.number))
+            decision = dataclasses.replace(decision, turn=attempts.end(attempt), model=model.number)
             if not attempts.asynchronous:
+                next_generation = self.ending(model)
+                model.open = not next_generation
+                self._decided(model, dataclasses.replace(decision, next_generation=next_generation))
                 return
+            self._decided(model, decision)
 
     def _all_connected(self) -> bool:
         return all(entry.session is not None for entry in self._roster.of_role(Role.SHARD))
+
+    def _together(self, model: Model, tally: Tally) -> bool:
+        """Whether every server that holds a slice of a model has the one that it is to copy; they will be, if not."""
+        copy = next(vote.copy for vote in tally.votes.values() if vote.copy is not None)
+        source = self._models.get(copy.source)
+        if source is None or self._problem(model, source):
+            return True  # it cannot be decided otherwise later
+        pairs = zip(model.registration.placement.holders, source.registration.placement.holders, strict=True)
+        return all(not h.copying and set(h.complete) <= set(theirs.complete) for h, theirs in pairs)
 
     def _copied(self, model: Model, decision: Decision) -> Decision:
         """The decision on a copy that all voted for, with the source's version; an abort if it is impossible."""

@@ -127,7 +127,7 @@ def save(
     engine = ShardEngine()
     engine.configure(spec, 0, 1)
     for flat in flats:
-        owned = engine.slices.of(flat.index)
+        owned = engine.slices.of(flat.index, 0)
         owned.master.values[:] = flat.master.detach().to("cpu", torch.float32).numpy()
         owned.publish(version)
         if flat.trainable and moments.spec is not None:
@@ -167,7 +167,7 @@ def load(uri: str, spec: JobSpec, flats: Sequence[ReplicatedUnit], moments: Mome
     snapshot.load(engine, restore)
     ours = moments.spec is not None and moments.spec.name == restore.optimizer
     for flat in flats:
-        owned = engine.slices.of(flat.index)
+        owned = engine.slices.of(flat.index, 0)
         with torch.no_grad():
             flat.master.copy_(torch.from_numpy(owned.master.values))
         if flat.trainable and ours:

@@ -1,0 +1,192 @@
+"""Where the slices of every model are: copies are made, primaries swapped, servers emptied, while training goes on. Pure.
+
+`rebalance.plan_moves` says what is to be done; here is when, and what follows from it: the placement changes, members
+learn of it, and reports that shard servers made under the one before count no more.
+
+Note: [When a placement may change]
+    Members see a placement at the same place among the decisions. A copy may begin at any time, since the step under way
+    then waits for it (`shard.server.copying`), and a backup may be dropped at any time. Workers push to primaries, so
+    these are swapped only between two steps: the placement is sent just before the decision that ends a step, when
+    every worker has voted. Where replicas step asynchronously there is no such moment, and primaries are only swapped
+    when a server dies.
+
+Note: [Copies and steps]
+    A step that is ready before a copy is complete waits for it. So that a job spends little of its time in that, no
+    copies are begun for `REST` times as long as the last ones took.
+
+Note: [Models that are cut alike]
+    A model may take the values of another one that is cut alike, on each server (`CopyFrom`). So what holds slices of
+    the first of such models holds those of the others, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core.actions import Outbox
+from axon_ps.coordinator.core.assembly import Assembly
+from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
+from axon_ps.coordinator.core.events import Copied
+from axon_ps.coordinator.core.models import Model, Models
+from axon_ps.coordinator.core.rebalance import Copy, Drop, Move, Promote, plan_moves
+from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.types import Member
+
+REST = 4.0
+"""No copies are begun for so many times as long as the last ones took."""
+
+BUDGET_NUMEL = 1 << 22
+"""Elements of the slices of a model that may be copied at a time; one slice always may."""
+
+
+class Placements:
+    """The placements of all models.
+
+    Args:
+        replication: how many shard servers shall hold each slice.
+        assembly: the members.
+        models: the models of the job.
+        snapshots: the checkpoint being written.
+        out: gets the records to write and the events to send.
+    """
+
+    def __init__(self, replication: int, assembly: Assembly, models: Models, snapshots: Snapshots, out: Outbox) -> None:
+        self._replication = replication
+        self._assembly = assembly
+        self._models = models
+        self._snapshots = snapshots
+        self._out = out
+        self._settled: dict[int, object] = {}  # by model, under what there was nothing to do
+        self._began = math.inf  # when the copies under way were begun
+        self._rest_until = -math.inf
+
+    # ------------------------------------------------------------------ events
+
+    def copied(self, entry: RosterEntry, report: Copied, now: float) -> None:
+        """A shard server has got slices."""
+        model = self._models.get(report.model)
+        if model is not None and model.registration.copied(entry.member, report):
+            self._assembly.counters["slices_copied"] += len(report.slices)
+            self._changed(model)
+            if not self._under_way() and now > self._began:
+                self._rest_until, self._began = now + REST * (now - self._began), math.inf
+            self.plan(now)
+
+    def cancel_copies(self, member: Member) -> None:
+        """The session of a shard server was broken."""
+        for model in self._models:
+            if model.registration.cancel_copies(member.rank):
+                self._changed(model)
+
+    def plan(self, now: float, *, ending: Model | None = None) -> None:
+        """Do what is to be done and can be done now.
+
+        Args:
+            now: the time.
+            ending: the model whose step has been decided, while nobody knows: primaries are swapped in its placement
+                alone, and no copy is begun, since the step does not wait for it.
+        """
+        if not self._assembly.membership.complete:
+            return
+        for model in self._models:
+            r = model.registration
+            if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
+                continue
+            given = r.placement_number, self._assembly.generation, self._assembly.draining
+            if self._settled.get(model.number) == given and model is not self._follows(model):
+                continue
+            moves = self._moves(model)
+            if not moves:
+                self._settled[model.number] = given
+            before = r.placement_number
+            for move in moves:
+                if isinstance(move, Promote):
+                    if model is ending and not self._snapshots.under_way:
+                        r.place(r.placement.promoted(move.index, move.rank))
+                elif isinstance(move, Drop):
+                    r.place(r.placement.dropped(move.index, move.rank))
+                elif ending is None and now >= self._rest_until:
+                    r.begin_copy(move.index, move.rank)
+                    self._began = min(self._began, now)
+            if r.placement_number != before:
+                self._changed(model)
+
+    def next_deadline(self) -> float:
+        """When `plan` may have something to do; inf when nothing is waited for."""
+        waits = self._rest_until > -math.inf and not self._under_way()
+        return self._rest_until if waits else math.inf
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if now >= self._rest_until and self._rest_until > -math.inf and not self._under_way():
+            self._rest_until = -math.inf
+            self.plan(now)
+
+    def emptied(self) -> list[RosterEntry]:
+        """The draining shard servers that hold nothing any more."""
+        held = {rank for model in self._models.registered for rank in model.registration.placement.servers}
+        a = self._assembly
+        return [e for e in (a.shard(rank) for rank in sorted(a.draining - held)) if e is not None]
+
+    def pending(self) -> list[str]:
+        """What is being done, as text."""
+        found = []
+        for model in self._models.registered:
+            lacking = sum(len(h.complete) < self._wanted for h in model.registration.placement.holders)
+            if lacking and model.registration.parameters.initialized:
+                of = len(model.registration.placement.holders)
+                found.append(f"{self._models.message_prefix(model)}{lacking} of {of} slices have too few copies")
+        return found
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _wanted(self) -> int:
+        a = self._assembly
+        return min(self._replication, sum(s.rank not in a.draining for s in a.shards()))
+
+    def _under_way(self) -> bool:
+        return any(h.copying for m in self._models.registered for h in m.registration.placement.holders)
+
+    def _changed(self, model: Model) -> None:
+        """A model has another placement."""
+        model.attempts.forget_reports()
+        self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
+        self._assembly.announce(model, full=False)
+        self._assembly.stepping.recheck_copies()
+
+    def _moves(self, model: Model) -> list[Move]:
+        a, r = self._assembly, model.registration
+        lead = self._follows(model)
+        if lead is not model:
+            return list(self._follow(model, lead))
+        return plan_moves(r.placement, r.slice_numels, a.servers(), a.draining, self._replication, BUDGET_NUMEL)
+
+    def _follows(self, model: Model) -> Model:
+        """The first model that is cut alike."""
+        spec = model.registration.spec
+        assert spec is not None
+        for other in self._models.registered:
+            theirs = other.registration.spec
+            if other is model or (theirs is not None and spec.is_cut_like(theirs)):
+                return other
+        return model
+
+    def _follow(self, model: Model, lead: Model) -> Iterator[Move]:
+        """The moves that bring a model's slices to where those of another are."""
+        for index, (h, theirs) in enumerate(
+            zip(model.registration.placement.holders, lead.registration.placement.holders, strict=True)
+        ):
+            missing = [rank for rank in theirs.servers if rank not in h.servers]
+            stay = [rank for rank in h.complete if rank in theirs.servers]
+            if missing:
+                yield Copy(index, missing[0])
+            elif h.primary not in theirs.servers:
+                if stay:
+                    yield Promote(index, stay[0])
+            elif surplus := [rank for rank in h.servers if rank not in theirs.servers]:
+                yield Drop(index, surplus[0])
+            elif h.primary != theirs.primary and theirs.primary in h.complete:
+                yield Promote(index, theirs.primary)

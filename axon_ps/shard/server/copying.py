@@ -1,0 +1,146 @@
+"""Makes another copy of a slice: a server asks the primary for all of it, at one version, while training goes on.
+
+Note: [A copy misses no step]
+    The server that gets a copy is a holder of the slice from the moment of the placement on: the primary forwards it
+    the sums of the step under way, and that step cannot commit before it is `ready`, which it is not before it has the
+    values. So the slice does not change while it is copied, and from its first step on the copy takes part like any
+    backup. All members see the placement at the same place among the decisions, so both mean the same version.
+    A slice takes as long as its bytes do at `BANDWIDTH_FRACTION` of what the connection carries; the coordinator has
+    only a few copied at a time, so that a step hardly waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.rpc.stream import EOF
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.links import Links
+from axon_ps.types import Array
+from axon_ps.wire.v1 import shard_pb2
+
+BANDWIDTH_FRACTION = 0.5
+"""How much of the time that a copy takes it sends; the rest of the time is left to training."""
+
+BLOCK_NUMEL = 1 << 18
+"""Elements in a message."""
+
+PARAM, RESIDUAL, FRAME = "param", "residual", "frame"
+_RETRY_S = 0.05
+_logger = logging.getLogger(__name__)
+
+
+async def chunks(engine: ShardEngine, owned: OwnedSlice) -> AsyncIterator[shard_pb2.SliceChunk]:
+    """Everything of a slice, in messages; the slice must not change meanwhile."""
+    blocks = [
+        (name, begin, array[begin : begin + BLOCK_NUMEL])
+        for name, array in _tensors(owned).items()
+        for begin in range(0, array.size, BLOCK_NUMEL)
+    ]
+    if owned.wire.compressed:
+        blocks += [(FRAME, index, np.frombuffer(frame, np.uint8)) for index, frame in enumerate(owned.wire.frames)]
+    for name, begin, block in blocks:
+        began = time.perf_counter()
+        yield shard_pb2.SliceChunk(tensor=name, begin=begin, payload=block.tobytes())
+        engine.counters["bytes_copied_out"] += block.nbytes
+        spent_s = time.perf_counter() - began
+        await asyncio.sleep(spent_s * (1 / BANDWIDTH_FRACTION - 1))
+    yield shard_pb2.SliceChunk(
+        complete=True, changed=owned.changed, copied=owned.copied, updates=owned.master.parameter_updates()
+    )
+
+
+def _tensors(owned: OwnedSlice) -> dict[str, Array]:
+    residual = owned.wire.residual
+    return {PARAM: owned.master.values, **({} if residual is None else {RESIDUAL: residual}), **owned.master.state}
+
+
+class Copying:
+    """The copies of one model's slices that this server is getting, one after the other.
+
+    Args:
+        model: its number.
+        engine: gets them.
+        links: to the other servers.
+        epoch: how often the model was restored.
+        copied: called when a slice has come.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        engine: ShardEngine,
+        links: Links,
+        epoch: Callable[[], int],
+        copied: Callable[[OwnedSlice], None],
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._links = links
+        self._epoch = epoch
+        self._copied = copied
+        self._task: asyncio.Task[None] | None = None
+
+    def place(self) -> None:
+        """The placement has changed: get what this server is to hold and does not have yet."""
+        if self._task is None and self._next() is not None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def restart(self) -> None:
+        """Another generation: what is under way begins anew."""
+        self.close()
+        self.place()
+
+    def close(self) -> None:
+        """Get nothing more."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def _next(self) -> OwnedSlice | None:
+        return next((s for s in self._engine.slices.values() if s.copying), None)
+
+    async def _run(self) -> None:
+        while (owned := self._next()) is not None:
+            try:
+                await self._copy(owned)
+            except AxonError as error:
+                _logger.info("copying slice %d from its primary: %s; trying again", owned.number, error)
+                await asyncio.sleep(_RETRY_S)
+        self._task = None
+
+    async def _copy(self, owned: OwnedSlice) -> None:
+        engine, placement, epoch = self._engine, self._engine.placement, self._epoch()
+        assert placement is not None
+        stub = await self._links.stub(placement.holders[owned.number].primary)
+        request = shard_pb2.CopyRequest(
+            context=self._links.context(self._model), slice=owned.number, version=engine.version, epoch=epoch
+        )
+        arrays, frames = _tensors(owned), []
+        async with stub.open("Copy") as stream:
+            await stream.write(request)
+            while (chunk := await stream.read()) is not EOF and not chunk.complete:
+                engine.counters["bytes_copied_in"] += len(chunk.payload)
+                if chunk.tensor == FRAME:
+                    frames.append(chunk.payload)
+                    continue
+                values = np.frombuffer(chunk.payload, np.float32)
+                array = arrays.setdefault(chunk.tensor, np.zeros(0, np.float32))
+                if not array.size:  # a moment that the hyperparameters have asked for since
+                    array = arrays[chunk.tensor] = np.zeros(owned.chunks.numel, np.float32)
+                if chunk.begin + values.size > array.size:
+                    raise InvalidRequest(f"a slice of {array.size} elements was sent elements behind its end")
+                array[chunk.begin : chunk.begin + values.size] = values
+        if chunk is EOF:
+            raise Broken("the primary ended the stream before the slice was complete")
+        if engine.slices.get(owned.number) is owned and owned.copying and epoch == self._epoch():
+            moments = {name: array for name, array in arrays.items() if name not in (PARAM, RESIDUAL)}
+            engine.copied(owned, moments, chunk.updates, chunk.changed, chunk.copied, frames)
+            self._copied(owned)

@@ -1,0 +1,57 @@
+"""A shard server's connections to the other shard servers of its job. One event loop."""
+
+from __future__ import annotations
+
+from axon_ps.aggregation.client.peers import Peers
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.shard.same_host.access import SameHostServers
+from axon_ps.types import Membership
+from axon_ps.wire.v1.common_pb2 import CallContext
+
+
+class Links:
+    """The other servers: how to reach them, and whose memory can be read.
+
+    Args:
+        security: TLS and token.
+        node: name of this host; "" = nobody's memory is read.
+        job: name of the job.
+        incarnation: ours.
+    """
+
+    def __init__(self, security: Security, node: str, job: str, incarnation: str) -> None:
+        self._peers = Peers(security, connections=1)
+        self._same_host = SameHostServers(node)
+        self._job = job
+        self._incarnation = incarnation
+        self._generation = 0
+
+    def set_members(self, membership: Membership) -> None:
+        """Set the current members."""
+        self._generation = membership.generation
+        me = next((m.id for m in membership.shards if m.incarnation == self._incarnation), "")
+        self._peers.set_members(membership)
+        self._same_host.set_members(membership, me)
+
+    def context(self, model: int) -> CallContext:
+        """Who calls."""
+        return CallContext(job=self._job, generation=self._generation, incarnation=self._incarnation, model=model)
+
+    async def stub(self, rank: int) -> Stub:
+        """How to reach a server, once it is a member; whoever waits is cancelled when the generation ends."""
+        return await self._peers.stub(rank, 0, Deadline(None))
+
+    async def reads_us(self, rank: int, stub: Stub, model: int) -> bool:
+        """Whether a server can read our memory."""
+        return (await self._same_host.access(rank, stub, lambda: self.context(model))).readable
+
+    def forget(self, rank: int) -> None:
+        """After a failure: what is known of a server's memory is asked again."""
+        self._same_host.forget(rank)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._same_host.close()
+        await self._peers.close()
