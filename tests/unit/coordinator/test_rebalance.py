@@ -35,7 +35,9 @@ def plan(
     budget: int = ANY,
 ) -> list[Move]:
     numels = numels or [10] * len(holders)
-    return plan_moves(Placement(tuple(holders)), numels, servers(nodes), frozenset(draining), replication, budget)
+    return plan_moves(
+        Placement(tuple(holders), num_cuts=4), numels, servers(nodes), frozenset(draining), replication, budget
+    )
 
 
 def apply(placement: Placement, move: Move) -> Placement:
@@ -68,7 +70,7 @@ class World:
         units = [build_unit(f"u{i}", [(f"w{i}", (size,), DType.F32)]) for i, size in enumerate(sizes)]
         cut = make_plan(Layout(units=tuple(units)), len(self.servers), PlanOptions(min_slice_numel=rng.randint(1, 300)))
         self.numels = [s.numel for s in cut.numbered][:40]
-        self.placement = Placement(place(cut, self.servers, self.replication).holders[:40])
+        self.placement = Placement(place(cut, self.servers, self.replication).holders[:40], cut.num_servers)
         self.budget = rng.choice([0, largest, 5 * largest, ANY])
 
     @property
@@ -237,7 +239,7 @@ def test_of_a_slice_with_one_holder_too_many_the_most_loaded_server_gives_it_up(
     primary = [Holders((0, 1, 2)), Holders((0, 1)), Holders((2, 0))]
     moves = plan(primary, "aaa", numels=[10, 5, 3])
     assert moves == [Promote(0, 1)], "the primary has the most"
-    placement = apply(Placement(tuple(primary)), moves[0])
+    placement = apply(Placement(tuple(primary), num_cuts=4), moves[0])
     assert plan(placement.holders, "aaa", numels=[10, 5, 3])[0] == Drop(0, 0)
 
 
@@ -262,7 +264,7 @@ def test_slices_move_to_a_server_that_was_added() -> None:
     def next_moves() -> list[Move]:
         return plan(placement.holders, "aaa", replication=1)
 
-    placement = Placement(tuple(holders))
+    placement = Placement(tuple(holders), num_cuts=4)
     assert next_moves() == [Copy(0, 2), Copy(1, 2)], "one of every server at a time"
     placement = placement.copying(0, 2).copying(1, 2)
     assert next_moves() == []
