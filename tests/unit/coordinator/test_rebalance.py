@@ -35,7 +35,9 @@ def plan(
     budget: int = ANY,
 ) -> list[Move]:
     numels = numels or [10] * len(holders)
-    return plan_moves(Placement(tuple(holders)), numels, servers(nodes), frozenset(draining), replication, budget)
+    return plan_moves(
+        Placement(tuple(holders), num_cuts=4), numels, servers(nodes), frozenset(draining), replication, budget
+    )
 
 
 def apply(placement: Placement, move: Move) -> Placement:
@@ -68,7 +70,7 @@ class World:
         units = [build_unit(f"u{i}", [(f"w{i}", (size,), DType.F32)]) for i, size in enumerate(sizes)]
         cut = make_plan(Layout(units=tuple(units)), len(self.servers), PlanOptions(min_slice_numel=rng.randint(1, 300)))
         self.numels = [s.numel for s in cut.numbered][:40]
-        self.placement = Placement(place(cut, self.servers, self.replication).holders[:40])
+        self.placement = Placement(place(cut, self.servers, self.replication).holders[:40], cut.num_servers)
         self.budget = rng.choice([0, largest, 5 * largest, ANY])
 
     @property
@@ -237,8 +239,12 @@ def test_of_a_slice_with_one_holder_too_many_the_most_loaded_server_gives_it_up(
     primary = [Holders((0, 1, 2)), Holders((0, 1)), Holders((2, 0))]
     moves = plan(primary, "aaa", numels=[10, 5, 3])
     assert moves == [Promote(0, 1)], "the primary has the most"
-    placement = apply(Placement(tuple(primary)), moves[0])
+    placement = apply(Placement(tuple(primary), num_cuts=4), moves[0])
     assert plan(placement.holders, "aaa", numels=[10, 5, 3])[0] == Drop(0, 0)
+
+
+def test_slices_given_up_in_one_call_are_those_of_different_servers() -> None:
+    assert plan([Holders((0, 1, 2)), Holders((0, 1, 2))], "aaa") == [Drop(0, 2), Drop(1, 1)]
 
 
 def test_a_slice_stays_on_two_nodes_when_a_holder_gives_it_up() -> None:
@@ -258,7 +264,7 @@ def test_slices_move_to_a_server_that_was_added() -> None:
     def next_moves() -> list[Move]:
         return plan(placement.holders, "aaa", replication=1)
 
-    placement = Placement(tuple(holders))
+    placement = Placement(tuple(holders), num_cuts=4)
     assert next_moves() == [Copy(0, 2), Copy(1, 2)], "one of every server at a time"
     placement = placement.copying(0, 2).copying(1, 2)
     assert next_moves() == []
@@ -270,6 +276,11 @@ def test_slices_move_to_a_server_that_was_added() -> None:
     assert next_moves() == [], "no other moves before these have"
     placement = placement.copied([1], 2).promoted(1, 2).dropped(1, 1)
     assert next_moves() == [Copy(2, 2), Copy(3, 2)]
+
+
+def test_the_slice_that_evens_out_two_servers_best_moves() -> None:
+    assert plan([Holders((0,))] * 3, "aa", numels=[1, 5, 4], replication=1) == [Copy(1, 1)]
+    assert plan([Holders((0,))] * 3, "aa", numels=[1, 12, 9], replication=1) == [Copy(1, 1)]
 
 
 def test_copies_move_to_a_node_that_was_added() -> None:
