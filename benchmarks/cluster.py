@@ -58,13 +58,14 @@ Place = Loopback | Network
 
 @contextmanager
 def axon_cluster(
-    place: Place, servers: Sequence[str], *, workers: int
+    place: Place, servers: Sequence[str], *, workers: int, replication: int = 1
 ) -> Iterator[tuple[list[subprocess.Popen[Any]], str]]:
     """A coordinator, on the first host of `servers`, and a shard server on each; yields them and its address."""
     port = free_port()
     coordinator = f"{place.address(servers[0])}:{port}"
     listen = ["--insecure", "--log-level", "warning", "--host"]
-    size = ["--world-size", str(workers), "--shards", str(len(servers)), "--state", "memory", "--port", str(port)]
+    size = ["--world-size", str(workers), "--shards", str(len(servers)), "--replication", str(replication)]
+    size += ["--state", "memory", "--port", str(port)]
     command = [*CLI, "coordinator", *size, *listen, place.address(servers[0])]
     processes = [place.popen(servers[0], command)]
     for host in servers:
@@ -81,6 +82,11 @@ def cpu_s(pid: int) -> float:
     """CPU seconds of a live process, user and system, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a live process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def free_port() -> int:

@@ -27,12 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import _report
-from cluster import Loopback, Place, axon_cluster, cpu_s, free_port
+from cluster import Loopback, Place, axon_cluster, cpu_s, free_port, rss_mib
 from netns import CONGESTION, Network, NetworkUnavailable
 
 HERE = Path(__file__).parent
-SIDES = {"fsdp2": ["fsdp2"], "axon": ["axon"], "axon-int8": ["axon", "--wire", "int8"]}
-"""Per side, what step_worker.py is told."""
+SIDES = {
+    "fsdp2": ["fsdp2"],
+    "axon": ["axon"],
+    "axon-r2": ["axon"],
+    "axon-int8": ["axon", "--wire", "int8"],
+    "axon-int8-r2": ["axon", "--wire", "int8"],
+}
+"""Per side, what step_worker.py is told. Of sides that end with -r2 two shard servers hold each slice, else one."""
 RUN_TIMEOUT_S = 180.0
 MIB = 1 << 20
 
@@ -64,6 +70,7 @@ class Figures:
     cpu_s: list[float] = field(default_factory=list)
     worker_mib: tuple[float, float] = (0.0, 0.0)
     server_mib: tuple[float, float] = (0.0, 0.0)
+    server_rss_mib: float = 0.0
     losses: list[float] = field(default_factory=list)
     trace: dict[str, float] = field(default_factory=dict)
 
@@ -135,8 +142,8 @@ def go_on(worker: subprocess.Popen[str]) -> None:
     worker.stdin.flush()
 
 
-def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: Figures, *, served: bool) -> None:
-    """Run one side's worker command for the whole team once, with a cluster if it is `served`; add its figures."""
+def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: Figures, *, replication: int) -> None:
+    """Run one side's worker command for the whole team once, with a cluster unless `replication` is 0."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(team.size),
@@ -147,8 +154,8 @@ def one_run(place: Place, team: Team, command: Sequence[str], steps: int, into: 
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
     }
-    if served:
-        with axon_cluster(place, team.servers, workers=team.size) as (servers, coordinator):
+    if replication:
+        with axon_cluster(place, team.servers, workers=team.size, replication=replication) as (servers, coordinator):
             measure(place, team, command, steps, environment | {"AXON_PS_COORDINATOR": coordinator}, servers, into)
     else:
         measure(place, team, command, steps, environment, [], into)
@@ -171,6 +178,7 @@ def measure(
     go_on(workers[0])
     expect(workers[0], "DONE")
     after = Sample.take(place, processes, hosts)
+    into.server_rss_mib = statistics.mean(rss_mib(server.pid) for server in servers[1:]) if servers else 0.0
     go_on(workers[0])
     results = []
     for worker in workers:
@@ -225,6 +233,7 @@ def row(
         "worker_tx_mib": round(figures.worker_mib[1], 1),
         "server_rx_mib": round(figures.server_mib[0], 1),
         "server_tx_mib": round(figures.server_mib[1], 1),
+        "server_rss_mib": round(figures.server_rss_mib),
         "steps": len(figures.times_s),
         "last_loss": figures.losses[-1],
         "trace": figures.trace,
@@ -246,10 +255,11 @@ def bench(name: str, place: Place, options: argparse.Namespace) -> list[dict[str
                 if side != "fsdp2":
                     trace = re.sub("[^a-z0-9]+", "-", f"{name}-{workers}-{strategy}-{dtype}-{side}".lower())
                     command += ["--trace", f"{options.traces}/{trace}.json"]
-                one_run(place, team, command, options.steps, into, served=side != "fsdp2")
+                replication = 0 if side == "fsdp2" else 2 if side.endswith("-r2") else 1
+                one_run(place, team, command, options.steps, into, replication=replication)
                 say = f"{name} {workers} {dtype} {strategy} {side}: {into.median_s:.3f} s a step"
                 print(f"{say} ({time.perf_counter() - begin_s:.0f} s)", file=sys.stderr, flush=True)
-        peer = figures.get("fsdp2")
+        peer = figures[options.sides[0]]
         rows += [row(name, team, dtype, strategy, side, into, peer) for side, into in figures.items()]
     return rows
 
@@ -268,7 +278,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[4])
     parser.add_argument("--servers", type=int, default=4, help="shard servers; on hosts of their own but on loopback")
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host; 2 with --strategies hybrid_shard")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["fsdp2", "axon", "axon-int8"])
     parser.add_argument("--rounds", type=int, default=2, help="times each side runs under each setting")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--warmup", type=int, default=3)
@@ -282,7 +292,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--one-host", action="store_true", help="2 and 4 workers beside one shard server, FULL_SHARD; writes one_host"
     )
+    parser.add_argument("--replication", action="store_true", help="what a second copy costs; writes replication")
     options = parser.parse_args()
+    if options.replication:
+        options.places, options.strategies, options.write = ["loopback", "500"], ["full_shard"], "replication"
+        options.sides, options.rounds = ["axon", "axon-r2"], 3
     if options.quick:
         options.places, options.rounds, options.steps, options.warmup = ["500"], 1, 3, 2
     if options.one_host:  # short steps vary more, and the first ones map memory
@@ -295,7 +309,7 @@ def parse() -> argparse.Namespace:
 
 COLUMNS = (
     *("place", "workers", "servers", "dtype", "strategy", "side", "step_s", "ratio", "cpu_s_per_step", "cards"),
-    *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib"),
+    *("worker_rx_mib", "worker_tx_mib", "server_rx_mib", "server_tx_mib", "server_rss_mib"),
 )
 
 

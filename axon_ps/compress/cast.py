@@ -115,14 +115,15 @@ def warm_up(dtype: DType) -> None:
     wire = np.empty(0, dtype.numpy)
     encode(acc, wire, dtype)
     decode(wire, acc, dtype)
-    for chunk in (wire, _unaligned(dtype)):
+    for chunk in (wire, _received(dtype, offset=0), _received(dtype, offset=1)):
         accumulate(acc, chunk, dtype, True)
         accumulate_last(acc, chunk, dtype, True)
     sum_of_squares(acc)
 
 
-def _unaligned(dtype: DType) -> Array:
-    return np.frombuffer(bytes(1 + dtype.itemsize), dtype.numpy, count=1, offset=1)[:0]
+def _received(dtype: DType, offset: int) -> Array:
+    """An empty array as it is in a message: read-only, and aligned or not. Loops are compiled for each."""
+    return np.frombuffer(bytes(offset + dtype.itemsize), dtype.numpy, count=1, offset=offset)[:0]
 
 
 def _checked(name: str, array: Array, dtype: DType, numel: int) -> Array:

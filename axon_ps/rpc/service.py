@@ -37,7 +37,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from axon_ps.errors import AxonError, Broken, InternalError, InvalidRequest
+from axon_ps.errors import AxonError, Broken, Closed, InternalError, InvalidRequest
 from axon_ps.rpc import channels
 from axon_ps.rpc.security import token_metadata
 from axon_ps.rpc.shielded import Shielded
@@ -113,6 +113,12 @@ class Stub:
             return await self._calls[method](request, timeout=_timeout(timeout_s), metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self.peer, method, timeout_s=timeout_s) from None
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise self._closed(method) from None
+        except grpc.aio.UsageError:
+            raise self._closed(method) from None
 
     def open(self, method: str, *, timeout_s: float | None = None) -> Stream:
         """Open a streaming call; the first failure shows at the first read or write.
@@ -120,9 +126,18 @@ class Stub:
         Args:
             method: name of the RPC, as the schema spells it.
             timeout_s: seconds the whole call may take; None = no deadline.
+
+        Raises:
+            Closed: the channel was closed.
         """
-        call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
+        try:
+            call = self._calls[method](timeout=_timeout(timeout_s), metadata=self._metadata)
+        except grpc.aio.UsageError:
+            raise self._closed(method) from None
         return Stream(call, self.peer, method, timeout_s)
+
+    def _closed(self, method: str) -> Closed:
+        return Closed(f"the connection to {self.peer} was closed before {method} was done")
 
 
 class ServerStream:

@@ -136,18 +136,18 @@ def place(plan: Plan, servers: Sequence[Server], replication: int, number: int =
     """
     if not servers:
         raise InvalidRequest("slices cannot be placed: the job has no shard server")
+    slices = [(s.numel, [servers[s.server % len(servers)]]) for s in plan.numbered]
     load: Counter[int] = Counter()
+    for numel, holders in slices:
+        load[holders[0].rank] += numel
     between: Counter[tuple[int, int]] = Counter()
-    holders: list[Holders] = []
-    for s in plan.numbered:
-        complete = [servers[s.server % len(servers)]]
-        while len(complete) < min(replication, len(servers)):
-            backup = choose_backup(complete, servers, load, between)
-            complete.append(backup)
-            load[backup.rank] += s.numel
-            between[complete[0].rank, backup.rank] += s.numel
-        holders.append(Holders(tuple(server.rank for server in complete)))
-    return Placement(tuple(holders), plan.num_servers, number)
+    for numel, holders in sorted(slices, key=lambda s: -s[0]):  # small ones even out what large ones leave uneven
+        while len(holders) < min(replication, len(servers)):
+            backup = choose_backup(holders, servers, load, between)
+            holders.append(backup)
+            load[backup.rank] += numel
+            between[holders[0].rank, backup.rank] += numel
+    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number)
 
 
 def choose_backup(
@@ -159,7 +159,7 @@ def choose_backup(
     """The server for another copy of a slice. See Note: [Declustered backups].
 
     Args:
-        holders: those that hold it, the primary first.
+        holders: those that hold it, the primary first; none if the copy is to become the primary.
         servers: the candidates; one at least is no holder.
         load: elements that each server holds, by rank.
         between: elements whose (primary, backup) are these, by ranks.
@@ -167,5 +167,5 @@ def choose_backup(
     nodes, ranks = {h.node for h in holders}, {h.rank for h in holders}
     return min(
         (s for s in servers if s.rank not in ranks),
-        key=lambda s: (s.node in nodes, between[holders[0].rank, s.rank], load[s.rank], s.rank),
+        key=lambda s: (s.node in nodes, between[holders[0].rank, s.rank] if holders else 0, load[s.rank], s.rank),
     )

@@ -7,16 +7,17 @@ its log is shown.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
@@ -24,6 +25,9 @@ from axon_ps.rpc.security import Security
 from axon_ps.storage.files import absolute
 from axon_ps.testing.workers import WorkerProcess, WorkerResult, fork_server, results_of
 from axon_ps.types import Role
+
+if TYPE_CHECKING:
+    from axon_ps.coordinator.core.events import Status
 
 _DRAIN_S = 10.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -113,6 +117,8 @@ class LocalCluster:
         self._coordinator: Child | None = None
         self._address = ""
         self._shards: list[Child] = []
+        self._addresses: dict[int, str] = {}  # of services, by process id
+        self._drained: set[Child] = set()
         self._workers: list[WorkerProcess] = []
         self._started = 0
 
@@ -160,7 +166,7 @@ class LocalCluster:
         for worker in self._workers:
             worker.process.end()
         coordinator = [self._coordinator] if self._coordinator else []
-        troubles = [trouble for group in (self._shards, coordinator) for trouble in _end_services(group)]
+        troubles = [t for group in (self._shards, coordinator) for t in _end_services(group, self._drained)]
         logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*coordinator, *self._shards))
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -316,6 +322,45 @@ class LocalCluster:
         self._listening(self._spawn_shard(index, self._address, rank=-1), time.monotonic() + self._start_timeout_s)
         return index
 
+    def drain(self, index: int, timeout_s: float = 60.0) -> None:
+        """Take a shard server out of the running job; returns when it has ended.
+
+        Args:
+            index: which of them, in the order they were started.
+            timeout_s: how long it may take: slices move while the job trains.
+
+        Raises:
+            AxonError: the coordinator refused, or it took longer.
+        """
+        process = self.process(Role.SHARD, index)
+        self._drained.add(process)
+
+        async def ask() -> None:
+            from axon_ps.coordinator.client.operator import OperatorClient
+
+            async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
+                members = (await operator.status()).membership.shards
+                await operator.drain(next(m.rank for m in members if m.address == self._addresses[process.pid]))
+
+        asyncio.run(ask())
+        if process.wait(timeout_s) is None:
+            raise AxonError(f"{process.name} had not been drained after {timeout_s:g} s:\n{process.output}")
+
+    def status(self) -> Status:
+        """What the coordinator says of the job.
+
+        Raises:
+            AxonError: it does not answer.
+        """
+
+        async def ask() -> Status:
+            from axon_ps.coordinator.client.operator import OperatorClient
+
+            async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
+                return await operator.status()
+
+        return asyncio.run(ask())
+
     def log(self, role: Role | str, index: int = 0) -> str:
         """The end of the output of a process."""
         return self.process(role, index).output
@@ -353,6 +398,7 @@ class LocalCluster:
         if not (address := process.ready_line(deadline)):
             exit_code = process.end()
             raise AxonError(f"{process.name} did not start (exit code {exit_code}):\n{process.output}")
+        self._addresses[process.pid] = address
         return address
 
     def _common_environment(self) -> dict[str, str]:
@@ -387,10 +433,10 @@ class LocalCluster:
         return self.directory / f"{self._started:02d}-{name}.log"
 
 
-def _end_services(services: Sequence[Child]) -> list[str]:
-    """Ask all to drain, wait, reap; returns what was wrong, as text."""
+def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list[str]:
+    """Ask all to drain, wait, reap; returns what was wrong, as text. Some may have been drained before."""
     troubles = []
-    disturbed = {process for process in services if process.was_signalled}
+    disturbed = {process for process in services if process.was_signalled or process in drained}
     for process in services:
         if process.exit_code is None:
             process.send_signal(signal.SIGTERM)

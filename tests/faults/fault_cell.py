@@ -89,6 +89,7 @@ def _cluster(cell: Cell) -> FaultyCluster:
         lease_s=LEASE_S,
         environment={} if cell.direct else {"AXON_PS_DIRECT_MEMORY": "0"},
         shard_nodes=("a", "b") if cell.hybrid else (),
+        replication=cell.replication,
     )
 
 
@@ -159,7 +160,7 @@ class Scene:
         return hit
 
     def _keep_a_checkpoint(self) -> None:
-        if self._cell.target is Target.SHARD and self._cell.fault is Fault.SIGKILL and not self._outcome.problems:
+        if self._cell.restores and not self._outcome.problems:
             self._cluster.command("checkpoint", "save", self._kept)
 
     # ------------------------------------------------------------------ the fault
@@ -201,6 +202,7 @@ class Scene:
             self._cluster.restart("coordinator")
         if self._cell.target is Target.SHARD:
             self._cluster.restart("shard", 0)
+        if self._cell.restores:
             self._cluster.command("checkpoint", "restore", self._kept, "--timeout-s", "30")
         for node in {self._node(rank) for rank in self._cell.victims}:
             self._replace(node)
@@ -264,6 +266,9 @@ class Scene:
             self._outcome.waited_s[str(rank)] = round(waited_s, 3)
             if waited_s > PATIENCE_S:
                 problems.append(f"late: worker {rank} waited {waited_s:.1f} s after the fault had healed")
+            failed = [a.reason for r, a in attempts if r == rank and not a.committed]
+            if self._cell.most_aborts is not None and len(failed) > self._cell.most_aborts:
+                problems.append(f"lost: {len(failed)} attempts of worker {rank} did not commit: {'; '.join(failed)}")
         if len(values) == len(self._workers):
             problems += wrong_bits(attempts, values)
         self._judge_checkpoint()

@@ -61,13 +61,14 @@ class Cell:
     moment: Moment
     strategy: str
     direct: bool
+    replication: int
 
     @property
     def name(self) -> str:
-        """What it is called: "worker*sigkill*forward*FULL_SHARD*direct"."""
+        """What it is called: "worker*sigkill*forward*FULL_SHARD*direct*r2"."""
         direct = "direct" if self.direct else "sent"
         moment = self.moment.name.lower().replace("_", "-")
-        return "*".join((self.target.value, self.fault.value, moment, self.strategy, direct))
+        return "*".join((self.target.value, self.fault.value, moment, self.strategy, direct, f"r{self.replication}"))
 
     @property
     def hybrid(self) -> bool:
@@ -82,8 +83,21 @@ class Cell:
         return (1,) if self.target in (Target.WORKER, Target.BOTH) else ()
 
     @property
+    def restores(self) -> bool:
+        """Whether parameters are lost, and an operator restores them."""
+        return self.target is Target.SHARD and self.fault is Fault.SIGKILL and self.replication == 1
+
+    @property
+    def most_aborts(self) -> int | None:
+        """How many attempts of a worker may end without a commit; None = any number."""
+        only_a_server_dies = self.target is Target.SHARD and self.fault in (Fault.SIGKILL, *STOPS_S)
+        return 1 if only_a_server_dies and self.replication > 1 else None
+
+    @property
     def promise(self) -> str:
         """What is to happen, beside what every cell promises: nobody waits longer than `PATIENCE_S`, right bits."""
+        if self.most_aborts is not None:
+            return "its backup goes on at once, at most one attempt does not commit; another server gets a second copy"
         if self.target is Target.SHARD and self.fault is Fault.SIGKILL:
             return "another server takes its place, an operator restores the last checkpoint, the workers go on"
         if self.hybrid and self.victims:
@@ -101,9 +115,11 @@ def cannot_occur(cell: Cell) -> str:
 def all_cells() -> tuple[Cell, ...]:
     """Every combination, those that cannot occur too."""
     return tuple(
-        Cell(target=target, fault=fault, moment=moment, strategy=strategy, direct=direct)
-        for strategy, direct, moment, fault, target in itertools.product(
-            STRATEGIES, (True, False), Moment, Fault, Target
+        Cell(
+            target=target, fault=fault, moment=moment, strategy=strategy, direct=direct, replication=replication
+        )
+        for replication, strategy, direct, moment, fault, target in itertools.product(
+            (1, 2), STRATEGIES, (True, False), Moment, Fault, Target
         )
     )
 
@@ -136,5 +152,6 @@ def _pairs(cell: Cell) -> frozenset[tuple[object, object]]:
         ("moment", cell.moment),
         ("strategy", cell.strategy),
         ("direct", cell.direct),
+        ("replication", cell.replication),
     )
     return frozenset(itertools.combinations(values, 2))

@@ -136,15 +136,17 @@ class Assembly:
     def greet(self, entry: RosterEntry) -> None:
         """Send a member that has just opened a stream everything but the membership, which comes last.
 
-        The decisions that it may have missed come first, then the models' states, which are newer. A new member ignores
-        the decisions (see `client.delivery`).
+        The decisions that it may have missed come first, then the models' states, which are newer. A new process ignores
+        the decisions (see `client.delivery`); a shard server gets none of a model of which it holds nothing any more,
+        since others have gone on without it.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
         self._out.push(to, self.welcome(entry))
         for model in self._models:
-            for decision in model.decisions:
-                self._out.push(to, decision)
+            if not is_shard or model.registration.is_holder(entry.member):
+                for decision in model.decisions:
+                    self._out.push(to, decision)
         for model in self._models:
             self._out.push(to, model.state(self.shards(), full=is_shard))
             order = model.registration.parameters.restore

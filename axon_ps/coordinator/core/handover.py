@@ -2,8 +2,8 @@
 
 A change of members makes a new generation, which ends the steps under way. A shard server that wants to join a job
 that is training, and one that was drained, can wait: the decision on the next step names the generation that begins
-with the step after it, so every worker takes its next ticket in that. A job in which no step ends for `PATIENCE_S` is
-not made to wait longer.
+with the step after it, so every worker takes its next ticket in that. When the members change for another reason, they
+come and go with that change; and when no step ends for much longer than steps take, they do so all the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from axon_ps.coordinator.core.events import JoinRequest
 
-PATIENCE_S = 30.0
-"""How long a change of shard servers waits for the end of a step."""
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 5.0, 45.0
+"""How long, at least and at most, a change of shard servers waits for the end of a step; a joiner waits a minute."""
+
+STEPS_OF_PATIENCE = 3.0
+"""In between: so many times as long as the last step took."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ class Handover:
     def __init__(self) -> None:
         self.joining: dict[int, Joining] = {}
         self.leaving: dict[int, float] = {}
+        self._patience_s = LEAST_PATIENCE_S
+        self._step_ended = math.inf
+
+    def step_ends(self, now: float) -> None:
+        """A step ends."""
+        step_s, self._step_ended = max(0.0, now - self._step_ended), now
+        self._patience_s = min(max(LEAST_PATIENCE_S, STEPS_OF_PATIENCE * step_s), MOST_PATIENCE_S)
 
     def __len__(self) -> int:
         """How many generations it takes to let all of them come and go."""
@@ -49,7 +59,7 @@ class Handover:
     def next_deadline(self) -> float:
         """When one of them will have; inf when there is none."""
         since = [joining.since for joining in self.joining.values()] + list(self.leaving.values())
-        return min(since, default=math.inf) + PATIENCE_S
+        return min(since, default=math.inf) + self._patience_s
 
     def pending(self) -> list[str]:
         """What is waited for, as text."""

@@ -150,6 +150,8 @@ class Members:
         workers = [s.member.rank for s in lost if s.member.role is Role.WORKER]
         self._barriers.generation_changed(a.membership, workers, reason, finished=finished)
         self.watch_barriers(now)
+        if not self._ending:
+            self._hand_over(now)
 
     # ------------------------------------------------------------------ shard servers that come and go
 
@@ -188,6 +190,8 @@ class Members:
         if self._ending:
             self._ending = False
             self._hand_over(now)
+        else:
+            self.placements.plan(now)
 
     def forget(self, session: int) -> None:
         """The stream of a process that is no member is over."""
@@ -205,6 +209,7 @@ class Members:
 
     def _step_ends(self, model: Model) -> int:
         """A step of a model is about to be decided; returns the generation that is to begin with the next, or 0."""
+        self._handover.step_ends(self._now)
         self.placements.plan(self._now, ending=model)
         self._find_empty(self._now)
         others = [m for m in self._models if m is not model and m.open and m.attempts.has_waiters]

@@ -85,7 +85,8 @@ class Placements:
 
         Args:
             now: the time.
-            ending: the model whose step is about to be decided; primaries are swapped in its placement alone.
+            ending: the model whose step has been decided, while nobody knows: primaries are swapped in its placement
+                alone, and no copy is begun, since the step does not wait for it.
         """
         if not self._assembly.membership.complete:
             return
@@ -101,7 +102,14 @@ class Placements:
                 self._settled[model.number] = given
             before = r.placement_number
             for move in moves:
-                self._do(model, move, now, swaps=model is ending and not self._snapshots.under_way)
+                if isinstance(move, Promote):
+                    if model is ending and not self._snapshots.under_way:
+                        r.place(r.placement.promoted(move.index, move.rank))
+                elif isinstance(move, Drop):
+                    r.place(r.placement.dropped(move.index, move.rank))
+                elif ending is None and now >= self._rest_until:
+                    r.begin_copy(move.index, move.rank)
+                    self._began = min(self._began, now)
             if r.placement_number != before:
                 self._changed(model)
 
@@ -141,17 +149,6 @@ class Placements:
 
     def _under_way(self) -> bool:
         return any(h.copying for m in self._models.registered for h in m.registration.placement.holders)
-
-    def _do(self, model: Model, move: Move, now: float, *, swaps: bool) -> None:
-        r = model.registration
-        if isinstance(move, Drop):
-            r.place(r.placement.dropped(move.index, move.rank))
-        elif isinstance(move, Promote):
-            if swaps:
-                r.place(r.placement.promoted(move.index, move.rank))
-        elif now >= self._rest_until:
-            r.begin_copy(move.index, move.rank)
-            self._began = min(self._began, now)
 
     def _changed(self, model: Model) -> None:
         """A model has another placement."""

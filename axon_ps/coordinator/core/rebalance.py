@@ -218,7 +218,7 @@ class _Planner:
 
     def _even_loads(self) -> None:
         load, tolerance = self._load, self._tolerance(self._load)
-        givers: set[int] = set()  # holders of slices that move
+        givers: set[int] = set()  # holders of slices that move; they give nothing else, and get nothing
         targets: set[int] = set()
         for source in sorted(self.usable, key=lambda r: (-load[r], r)):
             if load[source] - min(load[rank] for rank in self.usable) <= tolerance:
@@ -229,11 +229,10 @@ class _Planner:
                 givers.update(self._holders[index].complete)
                 targets.add(target)
                 self._copy(index, target)
-                load[source] -= self._numels[index]
 
     def _best_move(self, source: int, tolerance: int, givers: Set[int], targets: Set[int]) -> tuple[int, int] | None:
-        """A slice of a server, and the least loaded server that it may move to."""
-        load, numels, between = self._load, self._numels, self._between
+        """A slice of a server, and the least loaded server that it may move to: it evens the two out best."""
+        load, numels = self._load, self._numels
         busy = givers | targets
         mine = [
             (i, h)
@@ -245,7 +244,7 @@ class _Planner:
             if apart <= tolerance:
                 return None
             candidates = [
-                (abs(apart - 2 * numels[i]), between[h.primary, target] - between[h.primary, source], i)
+                (abs(apart - 2 * numels[i]), self._between[h.primary, target] - self._between[h.primary, source], i)
                 for i, h in mine
                 if numels[i] < apart and target not in h.complete and self._may(h, source, target)
             ]

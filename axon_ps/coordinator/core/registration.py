@@ -173,6 +173,11 @@ class Registration:
         """Whether a shard server has its parameters."""
         return self.parameters.holders.get(shard.rank) == shard.incarnation
 
+    def is_holder(self, shard: Member) -> bool:
+        """Whether a shard server has values of slices that the placement gives to it."""
+        placement = self.parameters.placement
+        return placement is not None and shard.rank in placement.servers and self.is_loaded(shard)
+
     def initialized_by(self, shard: Member, version: int, epoch: int, now_version: int) -> bool:
         """A shard server reports that it holds its parameters; returns whether that is new.
 

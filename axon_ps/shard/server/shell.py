@@ -16,7 +16,7 @@ from typing import Any
 
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.errors import AxonError, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
@@ -220,7 +220,8 @@ class ShardShell:
     def fail(self, error: BaseException) -> None:
         """This server cannot go on."""
         if not self.failure.done():
-            _logger.critical("this shard server cannot go on: %s", error)
+            if not isinstance(error, Drained):
+                _logger.critical("this shard server cannot go on: %s", error)
             self.failure.set_exception(error)
 
     def wake(self) -> None:

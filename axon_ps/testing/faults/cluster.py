@@ -59,9 +59,16 @@ class FaultyCluster(LocalCluster):
         lease_s: float = 1.0,
         environment: Mapping[str, str] | None = None,
         shard_nodes: Sequence[str] = (),
+        replication: int = 0,
     ) -> None:
         super().__init__(
-            shards, world_size, min_workers=min_workers, lease_s=lease_s, environment=environment, durable=True
+            shards,
+            world_size,
+            min_workers=min_workers,
+            lease_s=lease_s,
+            environment=environment,
+            durable=True,
+            replication=replication,
         )
         self._nodes = [{"AXON_PS_NODE": node} for node in shard_nodes] or [{}] * shards
         self._slots: dict[int, int] = {}  # by process id

@@ -1,0 +1,209 @@
+"""Shard servers die, freeze, come and go while a job trains: nothing is lost, and at most one step a death.
+
+The oracle is the same job with nobody dying: every bit of every parameter is to be the same, whoever summed it.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import axon_ps
+from axon_ps import parallel
+from axon_ps.sharding.plan import PlanOptions
+from axon_ps.testing import LocalCluster
+from axon_ps.testing.workers import WorkerProcess
+from axon_ps.types import Role
+from parity_model import Block, Values, batch, build
+
+SOON_S = 40.0
+MORE = 10
+"""Steps that are made after everything that a test does."""
+
+
+@dataclass
+class Trained:
+    """What came of a worker: at which versions steps were aborted, and why; the last version; and the values."""
+
+    aborted: list[str] = field(default_factory=list)
+    version: int = 0
+    values: Values = field(default_factory=dict)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP-bf16": {
+        "sharding_strategy": parallel.ShardingStrategy.SHARD_GRAD_OP,
+        "mixed_precision": parallel.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    },
+    "int8": {"mixed_precision": parallel.MixedPrecision(wire_dtype="int8")},
+}
+
+
+def train(kind: str, end: Path) -> Trained:
+    """Train until the version in the file `end`, once there is one."""
+    torch.set_num_threads(1)
+    trained = Trained()
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        model = parallel.FSDP(
+            build(),
+            world.default_group,
+            unit_types={Block},
+            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
+            **KINDS[kind],
+        )
+        optimizer = parallel.AdamW(model, lr=0.01)
+        last = 0
+        while not last or world.version < last:
+            model(batch(world.version, world.replica)).backward()
+            model.clip_grad_norm(0.5)
+            result = optimizer.step()
+            optimizer.zero_grad()
+            if not result.committed:
+                trained.aborted.append(result.reason)
+            if not last and end.exists():
+                last = int(end.read_text() or 0)
+        trained.version = world.version
+        trained.values = {name: value.float().numpy().copy() for name, value in model.state_dict().items()}
+    return trained
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Wait for what other processes do."""
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, f"it has not happened: {what}"
+        time.sleep(0.01)
+
+
+class Job:
+    """A cluster on which two workers train."""
+
+    def __init__(self, cluster: LocalCluster, kind: str, end: Path) -> None:
+        self.cluster, self._end = cluster, end
+        self._workers: Sequence[WorkerProcess] = cluster.start_workers(train, args=(kind, end))
+        self.go_on()
+
+    @property
+    def version(self) -> int:
+        return self.cluster.status().version
+
+    @property
+    def servers(self) -> list[int]:
+        return [m.rank for m in self.cluster.status().membership.shards]
+
+    def go_on(self) -> None:
+        """Wait for some steps."""
+        version = self.version
+        until(lambda: self.version > version + 3, "the job goes on")
+
+    def settle(self, servers: int) -> None:
+        """Wait until there are so many shard servers, and every slice has its copies."""
+
+        def settled() -> bool:
+            status = self.cluster.status()
+            lacking = sum(model.lacking for model in status.models)
+            return len(status.membership.shards) == servers and status.membership.complete and not lacking
+
+        until(settled, "every slice has its copies")
+
+    def finish(self) -> list[Trained]:
+        """Have the workers end some steps later, and return what came of them."""
+        aside = self._end.with_suffix(".new")
+        aside.write_text(str(self.version + MORE))
+        aside.rename(self._end)
+        results = []
+        for worker in self._workers:
+            result: Any = worker.result()
+            assert not result.error, result.error
+            results.append(result.value)
+        return results
+
+
+def assert_same_bits(found: list[Trained], kind: str, directory: Path) -> None:
+    """Compare with the same job, undisturbed and without copies."""
+    end = directory / "undisturbed"
+    end.write_text(str(found[0].version))
+    with LocalCluster(shards=2, world_size=2, replication=1) as cluster:
+        right: Any = cluster.run_workers(train, args=(kind, end))[0].value
+    assert not right.aborted
+    for trained in found:
+        assert trained.version == right.version
+        for name, values in right.values.items():
+            differ = int(np.count_nonzero(trained.values[name].view(np.uint32) != values.view(np.uint32)))
+            assert not differ, f"{differ} of {values.size} values of {name} differ after {right.version} steps"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_die_one_after_the_other(kind: str, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        job = Job(cluster, kind, tmp_path / "end")
+        for index in (0, 1, 0):
+            cluster.kill(Role.SHARD, index)
+            job.go_on()
+            cluster.restart(Role.SHARD, index)
+            job.settle(2)
+            job.go_on()
+        found = job.finish()
+    for trained in found:
+        assert len(trained.aborted) <= 3, trained.aborted
+        assert all("was lost" in reason for reason in trained.aborted)
+    assert_same_bits(found, kind, tmp_path)
+
+
+def test_a_frozen_server_is_replaced_by_its_backup_and_comes_back_as_if_new(tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2, lease_s=1.0) as cluster:
+        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        cluster.kill(Role.SHARD, 0, signal.SIGSTOP)
+        until(lambda: job.servers == [1], "its lease is over")
+        job.go_on()
+        cluster.kill(Role.SHARD, 0, signal.SIGCONT)
+        job.settle(2)
+        cluster.kill(Role.SHARD, 1)
+        job.go_on()
+        found = job.finish()
+    assert all(len(trained.aborted) <= 2 for trained in found), found
+    assert_same_bits(found, "FULL_SHARD", tmp_path)
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+def test_servers_come_and_go_and_no_step_is_aborted(replication: int, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2, replication=replication) as cluster:
+        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        assert cluster.status().replication == replication
+        added = cluster.add_shard()
+        until(lambda: cluster.status().counters.get("slices_copied", 0) > 0, "slices move to the new server")
+        job.go_on()
+        cluster.drain(0)
+        assert job.servers == [1, 2]
+        job.settle(2)
+        job.go_on()
+        cluster.add_shard()
+        cluster.drain(added)
+        job.settle(2)
+        assert job.servers == [0, 1], "a rank that is free is given again"
+        job.go_on()
+        found = job.finish()
+        assert cluster.process(Role.SHARD, 0).exit_code == 0
+    assert [trained.aborted for trained in found] == [[], []]
+    assert_same_bits(found, "FULL_SHARD", tmp_path)
+
+
+def test_four_servers_survive_the_death_of_one_after_the_other_until_two_are_left(tmp_path: Path) -> None:
+    with LocalCluster(shards=4, world_size=2) as cluster:
+        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        for index in (2, 0):
+            left = len(job.servers) - 1
+            cluster.kill(Role.SHARD, index)
+            job.settle(left)
+            job.go_on()
+        found = job.finish()
+    assert all(len(trained.aborted) <= 2 for trained in found), found
