@@ -37,13 +37,13 @@ def drain(
     async def wait() -> None:
         deadline = time.monotonic() + timeout_s
         async with client(settings) as operator:
-            left, shown = await operator.drain(server), -1
+            left, printed = await operator.drain(server), -1
             members = (await operator.status()).membership.shards
             incarnation = next(m.incarnation for m in members if m.rank == server)
             while any(m.incarnation == incarnation for m in members):
-                if left != shown:
+                if left != printed:
                     print(f"shard server {server} holds {left} slices" if left else "it leaves after this step")
-                    shown = left
+                    printed = left
                 if time.monotonic() >= deadline:
                     raise Timeout(
                         f"shard server {server} still holds {left} slices after {timeout_s:g} s; it goes on giving "
