@@ -33,6 +33,7 @@ from axon_ps.errors import (
 from axon_ps.optim.registry import create
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding.placement import Server, place
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Outcome
 from coordinator_driver import LAYOUT, OPTIMIZER, SPEC, Driver, Peer
@@ -55,8 +56,11 @@ def test_the_first_gives_and_uploads_the_others_agree() -> None:
     assert (first.first, first.upload, first.initialized, first.version) == (True, True, False, 0)
     second = d.register(b)
     assert (second.first, second.upload) == (False, False)
-    assert shard.last(JobState) == JobState(name="model 0", spec=SPEC, optimizer=registered_optimizer(d))
-    assert a.last(JobState) == JobState(name="model 0"), "a worker knows its layout"
+    placement = place(SPEC.plan(1), [Server(0, "s")], 1)
+    assert shard.last(JobState) == JobState(
+        name="model 0", spec=SPEC, optimizer=registered_optimizer(d), placement=placement
+    )
+    assert a.last(JobState) == JobState(name="model 0", placement=placement), "a worker knows its layout"
     shard.initialized()
     assert a.last(JobState).initialized
     assert shard.last(JobState).initialized
@@ -310,7 +314,7 @@ def test_a_failed_checkpoint_names_what_others_wrote_so_that_it_can_be_removed()
 
 
 def test_a_server_that_dies_fails_the_checkpoint() -> None:
-    d = Driver(num_shards=2)
+    d = Driver(num_shards=2, replication=1)
     (a, _), shards = d.assembled(shards=2)
     call = save(d)
     a.lose()
@@ -346,7 +350,8 @@ def test_a_restore_ends_the_step_and_makes_a_generation_at_the_version_restored(
     assert [type(e) for e in shard.inbox] == [Decision, JobState, RestoreOrder, Membership]
     assert [type(e) for e in a.inbox] == [Decision, JobState, Membership]
     assert a.last(Decision).outcome is Outcome.ABORT
-    assert a.last(JobState) == JobState(name="model 0", initialized=False, version=7, epoch=1)
+    placement = place(SPEC.plan(1), [Server(0, "s")], 1, number=2)
+    assert a.last(JobState) == JobState(name="model 0", initialized=False, version=7, epoch=1, placement=placement)
     assert shard.last(RestoreOrder) == RestoreOrder(epoch=1, uri="/ckpt", version=7)
     assert (a.membership.generation, a.membership.version, a.membership.step) == (generation + 1, 7, 2)
     assert d.state.status().pending == ("the restore of /ckpt waits for the shard servers",)
@@ -376,7 +381,8 @@ def test_a_restore_goes_on_after_restarts_of_the_coordinator_and_of_a_server() -
         Membership,
     ]
     reborn.initialized(version=7, epoch=1)
-    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1)
+    placement = place(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 2, number=2)
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1, placement=placement)
     assert a.membership.complete
 
 
@@ -398,7 +404,8 @@ def test_a_failed_restore_breaks_the_job_until_another_succeeds() -> None:
         p.join()
     restore(d, "/older", 3)
     shard.initialized(version=3, epoch=2)
-    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=3, epoch=2)
+    placement = place(SPEC.plan(1), [Server(0, "s")], 1, number=3)
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=3, epoch=2, placement=placement)
 
 
 def test_a_newer_restore_takes_the_place_of_an_older_one_and_of_a_save() -> None:
@@ -414,7 +421,7 @@ def test_a_newer_restore_takes_the_place_of_an_older_one_and_of_a_save() -> None
 
 
 def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None:
-    d = Driver(num_shards=2)
+    d = Driver(num_shards=2, replication=1)
     (a, _), shards = d.assembled(shards=2)
     shards[1].lose()
     assert a.membership.waiting_for == "shard server 1 of 2"
@@ -432,7 +439,8 @@ def test_a_server_reborn_empty_breaks_the_job_until_a_restore_heals_it() -> None
     assert a.membership.complete
     for s in (shards[0], reborn):
         s.initialized(version=7, epoch=1)
-    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1)
+    placement = place(SPEC.plan(2), [Server(0, "s"), Server(1, "s")], 1, number=a.placement_number())
+    assert a.last(JobState) == JobState(name="model 0", initialized=True, version=7, epoch=1, placement=placement)
 
 
 def test_a_job_that_resumes_is_restored_by_its_first_registration() -> None:

@@ -11,6 +11,7 @@ import pytest
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError
+from axon_ps.sharding.placement import Holders, Placement
 from axon_ps.types import CopyFrom, Decision, Member, Membership, ModelProgress, Outcome, Role, Turn
 from axon_ps.wire.v1 import membership_pb2, session_pb2, state_pb2
 from coordinator_driver import OPTIMIZER, SPEC
@@ -34,6 +35,7 @@ PARAMETERS = records.ParameterState(
     restore=RestoreOrder(epoch=2, uri="s3://there", version=4, model=3, section="policy"),
     failure="no space left",
     copied=4,
+    placement=Placement(holders=(Holders((1, 0), (2,)), Holders((0,))), num_cuts=2, number=9),
 )
 DECISIONS = (
     Decision(step=28, generation=6, outcome=Outcome.SKIP, version=27, grad_norm=math.inf, reason="inf", model=3),
@@ -71,6 +73,8 @@ def test_everything_comes_back() -> None:
         was_complete=True,
         membership=MEMBERSHIP,
         vacant=1,
+        draining=frozenset({1, 4}),
+        needed_shards=3,
         models={
             0: records.DurableModel(name="first", step=30, version=28),
             3: records.DurableModel(

@@ -86,7 +86,7 @@ def test_the_norm_is_over_all_servers_and_unclipped_without_max_norm() -> None:
 
 
 def test_a_server_without_trainable_slices_is_not_waited_for() -> None:
-    d = Driver(num_shards=2)
+    d = Driver(num_shards=2, replication=1)
     shards = [d.shard(), d.shard()]
     workers = [d.worker(), d.worker()]
     spec = JobSpec(layout=Layout(units=(build_unit("small", [("w", (8,), DType.F32)]),)))
@@ -176,7 +176,7 @@ def test_only_workers_vote_and_only_shard_servers_are_ready() -> None:
         shards[0].vote()
     with pytest.raises(InvalidRequest, match="only a shard may"):
         workers[0].ready()
-    with pytest.raises(InvalidRequest, match="a sum of squares is 0 or more"):
+    with pytest.raises(InvalidRequest, match="a sum of squares is -1.0; it is 0 or more"):
         ready_from_proto(session_pb2.Ready(generation=1, step=1, sums_of_squares=[-1.0]))
 
 

@@ -30,7 +30,7 @@ def stored(*written: records.Record) -> records.DurableModel:
     membership = Membership(generation=1, step=1, version=0, workers=(), shards=(), num_replicas=0, complete=False)
     needed = (
         records.job_record("id", "test", 1, 1),
-        records.members_record(membership, was_complete=False, vacant=0),
+        records.members_record(membership, was_complete=False, vacant=0, draining=(), needed_shards=1),
         records.progress_record(ModelProgress(model=0, step=1, version=0)),
     )
     durable = records.load({r.key: r.value for r in (*needed, *written) if r.value is not None})

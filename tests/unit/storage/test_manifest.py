@@ -16,6 +16,7 @@ from axon_ps.sharding.plan import PlanOptions
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.files import open_store
 from axon_ps.storage.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     Manifest,
     file_prefix,
@@ -43,6 +44,9 @@ def put_file(uri: str, server: int = 0, content: bytes = b"content", token: str 
     return FileEntry(name=name, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
 
 
+FILE = FileEntry(name="shard-a", sha256="0" * 64, bytes=1)
+
+
 def manifest(version: int = 5, **changes: Any) -> Manifest:
     made = Manifest(
         job="j",
@@ -51,7 +55,7 @@ def manifest(version: int = 5, **changes: Any) -> Manifest:
         optimizer=OptimizerSpec(name="adamw", groups=({"lr": 0.1},), group_of=(0, 0, -1)),
         num_servers=1,
         options=PlanOptions(chunk_numel=100, min_slice_numel=3),
-        files=(),
+        files=(FILE,),
         extra={"sampler": {"epoch": 3}, "lr": [1, 2.5, None]},
         created="2026-01-02T03:04:05+00:00",
     )
@@ -140,8 +144,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.update(format_version=4), "format 4; this program reads format 3"),
-        (lambda v: v.update(format_version=2), "format 2; this program reads format 3"),
+        (lambda v: v.update(format_version=5), "format 5; this program reads format 4"),
+        (lambda v: v.update(format_version=3), "format 3; this program reads format 4"),
         (lambda v: v.pop("format_version"), "damaged"),
         (lambda v: v.pop("models"), "damaged"),
         (lambda v: v.pop("extra_json"), "damaged"),
@@ -157,6 +161,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         (lambda v: v["models"][0]["files"].append({"name": "x"}), "damaged"),
         (lambda v: v["models"][0].update(version="five"), "damaged"),
         (lambda v: v["models"][0].update(chunk_numel=-1), "damaged"),
+        (lambda v: v["models"][0].update(file_of=[0]), "damaged"),
+        (lambda v: v["models"][0].update(file_of=[0, 1]), "damaged"),
         (lambda v: v["models"][0]["optimizer"].update(groups=3), "damaged"),
     ],
 )
@@ -171,7 +177,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, words: str) 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"\xff", b'"text"', b"null", b'{"format_version": 3', b'{"format_version": 3}']
+    "content", [b"", b"[]", b"\xff", b'"text"', b"null", b'{"format_version": 4', b'{"format_version": 4}']
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
@@ -192,10 +198,38 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_without_a_file_is_damage(tmp_path: Path) -> None:
-    write_manifest(str(tmp_path), manifest())
-    with pytest.raises(CheckpointCorrupt, match="names no file of shard server 0 of 1"):
-        read_manifest(str(tmp_path)).file_of(0)
+def test_each_slice_is_in_the_file_that_the_manifest_says(tmp_path: Path) -> None:
+    files = (FILE, replace(FILE, name="shard-b"))
+    cut = manifest(files=files, num_servers=2)
+    slices = cut.plan.numbered
+    assert {cut.file_of(s) for s in slices} == {0, 1}
+    assert [cut.file_of(s) for s in slices] == [s.server for s in slices]
+    places = tuple(1 - s.server for s in slices)
+    write_manifest(str(tmp_path), replace(cut, slices_in=places))
+    read = read_manifest(str(tmp_path))
+    assert read.slices_in == places
+    assert [read.file_of(s) for s in slices] == list(places)
+
+
+def test_a_slice_without_a_file_is_damage(tmp_path: Path) -> None:
+    uri, files = str(tmp_path), (FILE, replace(FILE, name="shard-b"))
+    cut = manifest(files=files, num_servers=2)
+    count = len(cut.plan.numbered)
+    wrong = "1 files are named, which do not have all slices"
+    for made, words in (
+        (replace(cut, files=files[:1]), wrong),
+        (replace(cut, files=files[:1], slices_in=(1,) * count), wrong),
+        (replace(cut, slices_in=(0,)), f"{count} slices are in 1 places"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            write_manifest(uri, made)
+    assert list(tmp_path.iterdir()) == []
+    write_manifest(uri, cut)
+    written = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    written["models"][0]["files"].pop()
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
+    with pytest.raises(CheckpointCorrupt, match=wrong):
+        read_manifest(uri)
 
 
 def several() -> Manifest:
@@ -212,7 +246,7 @@ def test_a_manifest_of_several_models_has_a_section_of_each(tmp_path: Path) -> N
     ]
     assert read.section("critic", only=False).version == read.section("critic").version == 8
     assert read.extra == manifest().extra
-    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == 3
+    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["format_version"] == FORMAT_VERSION == 4
     with pytest.raises(InvalidRequest, match="has no model 'nobody': it has 'policy', 'critic'"):
         read.section("nobody")
     with pytest.raises(InvalidRequest, match="has several models; name one"):
@@ -222,7 +256,7 @@ def test_a_manifest_of_several_models_has_a_section_of_each(tmp_path: Path) -> N
 def test_a_checkpoint_of_a_model_without_a_name(tmp_path: Path) -> None:
     write_manifest(str(tmp_path), manifest())
     written = json.loads((tmp_path / MANIFEST_NAME).read_text())
-    assert written["format_version"] == 3
+    assert written["format_version"] == FORMAT_VERSION == 4
     del written["models"][0]["name"]  # it is empty
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
     read = read_manifest(str(tmp_path))
