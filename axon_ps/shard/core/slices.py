@@ -359,7 +359,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
         Raises:
             Misuse: the layout is not known yet.
-            InvalidRequest: there is no such unit.
+            InvalidRequest: there is no such unit or element.
             SliceMoved: that slice is not here.
         """
         if self.num_units is None:
@@ -367,6 +367,8 @@ class OwnedSlices(dict[int, OwnedSlice]):
         if not 0 <= unit < self.num_units:
             raise InvalidRequest(f"there is no unit {unit}; the layout has {self.num_units}")
         first, ends = self._plan.first_of[unit], self._plan.ends_of[unit]
+        if not 0 <= offset < ends[-1]:
+            raise InvalidRequest(f"no chunk of unit {unit} begins at element {offset}: the unit has {ends[-1]}")
         owned = self.get(first + bisect_right(ends, offset))
         if owned is None or owned.chunks.unit != unit:
             raise SliceMoved(
