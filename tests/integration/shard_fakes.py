@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from axon_ps.coordinator.core.events import Event, JobState, SnapshotFile
+from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, SnapshotFile
 from axon_ps.errors import AxonError
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
@@ -20,6 +21,7 @@ from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
+from axon_ps.sharding import placement as placements
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (
@@ -54,18 +56,18 @@ def spec_of(*numels: int, frozen: Sequence[int] = (), param: DType = DType.F32, 
 class FakeReports:
     """What a shard server reports, kept; and its rank."""
 
-    def __init__(self, rank: int, num_shards: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.num_shards = num_shards
         self.ready_for: list[tuple[int, int, float]] = []
         self.initialized_at: list[tuple[int, int]] = []
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
-    def ready(
-        self, *, generation: int, step: int, sum_of_squares: float, replica: int | None = None, model: int = 0
-    ) -> None:
-        self.ready_for.append((generation, step, sum_of_squares))
+    def ready(self, ready: Ready, replica: int | None = None) -> None:
+        self.ready_for.append((ready.generation, ready.step, math.fsum(ready.sums_of_squares)))
+
+    def copied(self, copied: Copied) -> None:
+        raise AssertionError("nothing is to be copied here")
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         self.initialized_at.append((version, epoch))
@@ -174,11 +176,12 @@ async def job(
 ) -> AsyncIterator[Job]:
     """A running job, configured, with no values yet."""
     made = Job(spec, workers)
+    placement = placements.place(spec.plan(servers), [placements.Server(rank) for rank in range(servers)], 1)
     try:
         for rank in range(servers):
             shell = ShardShell("j", threads=2)
             made.shells.append(shell)
-            reports = FakeReports(rank, servers)
+            reports = FakeReports(rank)
             made.reports.append(reports)
             shell.reports = reports
             server = Server(
@@ -190,10 +193,11 @@ async def job(
         for rank in range(workers):
             made.groups[rank] = ShardGroup(Security(), node=WORKERS_NODE)
             made.groups[rank].set_spec(spec)
+            made.groups[rank].set_placement(placement)
         groups = tuple(0 if spec.layout.units[u].trainable else -1 for u, _ in spec.layout.parameters())
         chosen = optimizer or OptimizerSpec(name="sgd", groups=({"lr": 1.0},), group_of=groups)
         made.tell(made.membership)
-        made.tell(JobState(spec=spec, optimizer=chosen))
+        made.tell(JobState(spec=spec, optimizer=chosen, placement=placement))
         yield made
         for shell in made.shells:
             assert not shell.failure.done(), shell.failure.exception()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import JoinRequest
+from axon_ps.coordinator.core.events import JoinRequest, Ready
 from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
@@ -96,6 +97,20 @@ class RawSession:
         await self._channel.close()
 
 
+def ready(shard: Member, generation: int, step: int, sum_of_squares: float) -> Ready:
+    """The report of a shard server that holds all slices."""
+    assert shard.job_state is not None
+    assert shard.job_state.placement is not None
+    number = shard.job_state.placement.number
+    return Ready(generation=generation, step=step, sums_of_squares=(sum_of_squares,), placement=number)
+
+
+def state_of(member: Member) -> JobState | None:
+    """What a member knows of the first model, but for where its slices are."""
+    state = member.job_state
+    return None if state is None else dataclasses.replace(state, placement=None)
+
+
 # ---------------------------------------------------------------------- sessions
 
 
@@ -108,7 +123,7 @@ def test_members_join_and_get_the_membership(tmp_path: Path) -> None:
         assert [(w.rank, w.world_size, w.num_shards, w.lease_s) for w in workers] == [(0, 2, 1, 5.0), (1, 2, 1, 5.0)]
         assert shard.job_state is not None
         assert shard.job_state.spec == SPEC
-        assert workers[0].job_state == JobState(name="model 0", initialized=True)
+        assert state_of(workers[0]) == JobState(name="model 0", initialized=True)
         context = workers[0].context()
         assert (context.job, context.generation, context.incarnation) == ("job", 3, workers[0].incarnation)
 
@@ -303,7 +318,7 @@ def test_votes_and_sums_become_decisions(tmp_path: Path) -> None:
         workers, shard = await c.assembled()
         generation = shard.context().generation
         for step in (1, 2, 3):
-            shard.ready(generation=generation, step=step, sum_of_squares=16.0)
+            shard.ready(ready(shard, generation, step, 16.0))
             for w in workers:
                 w.vote(generation=generation, step=step, max_norm=2.0, hyper=({"lr": 0.1 / step},))
             for p in (*workers, shard):
@@ -322,7 +337,7 @@ def test_a_vote_from_another_thread(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         workers, shard = await c.assembled()
         generation = shard.context().generation
-        await asyncio.to_thread(shard.ready, generation=generation, step=1, sum_of_squares=1.0)
+        await asyncio.to_thread(shard.ready, ready(shard, generation, 1, 1.0))
         for w in workers:
             await asyncio.to_thread(w.vote, generation=generation, step=1)
         assert (await workers[0].wait_for(Decision)).version == 1
@@ -482,7 +497,7 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
     async def test(c: Coordinator) -> None:
         workers, shard = await c.assembled()
         operator = c.operator()
-        shard.ready(generation=3, step=1, sum_of_squares=1.0)
+        shard.ready(ready(shard, 3, 1, 1.0))
         for w in workers:
             w.vote(generation=3, step=1)
         await workers[0].wait_for(Decision)
@@ -505,7 +520,7 @@ def test_saving_and_restoring(tmp_path: Path) -> None:
         assert (restored.version, json.loads(restored.extra_json)) == (1, {"epoch": 3})
         assert restored.uri.endswith("v1")
         await workers[0].until(
-            lambda: workers[0].job_state == JobState(name="model 0", initialized=True, version=1, epoch=1)
+            lambda: state_of(workers[0]) == JobState(name="model 0", initialized=True, version=1, epoch=1)
         )
         assert (await workers[0].wait_for(Decision, after=1)).outcome is Outcome.ABORT
         await workers[0].until(lambda: workers[0].context().generation == 4)
@@ -530,7 +545,7 @@ def test_a_job_that_resumes_is_restored_by_the_first_registration(tmp_path: Path
         order = await shard.wait_for(RestoreOrder)
         assert (order.epoch, order.version) == (1, 0)
         shard.initialized(version=0, epoch=1)
-        await worker.until(lambda: worker.job_state == JobState(name="model 0", initialized=True, version=0, epoch=1))
+        await worker.until(lambda: state_of(worker) == JobState(name="model 0", initialized=True, version=0, epoch=1))
 
     async def lost(c: Coordinator) -> None:
         worker = await c.join(Role.WORKER)
@@ -549,12 +564,12 @@ def test_members_come_back_to_a_restarted_coordinator_and_no_step_is_lost(tmp_pa
     async def test(c: Coordinator) -> None:
         workers, shard = await c.assembled()
         generation = shard.context().generation
-        shard.ready(generation=generation, step=1, sum_of_squares=1.0)
+        shard.ready(ready(shard, generation, 1, 1.0))
         for w in workers:
             w.vote(generation=generation, step=1)
         await workers[0].wait_for(Decision)
         await workers[0].kv_put("k", b"v")
-        shard.ready(generation=generation, step=2, sum_of_squares=1.0)
+        shard.ready(ready(shard, generation, 2, 1.0))
         workers[0].vote(generation=generation, step=2)
         await _until_pending(c, "votes of worker 1")
         await c.stop()
@@ -697,13 +712,13 @@ def test_a_coordinator_that_is_killed_comes_back_where_it_was(tmp_path: Path) ->
             workers, shard = await c.assembled()
             generation = shard.context().generation
             for step in (1, 2):
-                shard.ready(generation=generation, step=step, sum_of_squares=1.0)
+                shard.ready(ready(shard, generation, step, 1.0))
                 for w in workers:
                     w.vote(generation=generation, step=step)
                 await workers[0].wait_for(Decision, after=step - 1)
             process.send_signal(signal.SIGKILL)
             await process.wait()
-            shard.ready(generation=generation, step=3, sum_of_squares=1.0)
+            shard.ready(ready(shard, generation, 3, 1.0))
             for w in workers:
                 await w.wait_for(SessionLost)
                 w.vote(generation=generation, step=3)

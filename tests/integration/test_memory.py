@@ -76,8 +76,11 @@ def train(strategy: str, precision: dict[str, torch.dtype], blocks: int = BLOCKS
     ],
     ids=["f32", "bf16", "bf16 wire"],
 )
-def test_full_shard_memory(precision: dict[str, torch.dtype], compute: int, wire: int) -> None:
-    with LocalCluster(shards=2, world_size=2) as cluster:
+@pytest.mark.parametrize("replication", [1, 2])
+def test_full_shard_memory_and_traffic(
+    precision: dict[str, torch.dtype], compute: int, wire: int, replication: int
+) -> None:
+    with LocalCluster(shards=2, world_size=2, replication=replication) as cluster:
         results = cluster.run_workers(train, args=("FULL_SHARD", precision))
     for result in results:
         worker, servers = result.value["worker"], result.value["servers"]
@@ -87,11 +90,14 @@ def test_full_shard_memory(precision: dict[str, torch.dtype], compute: int, wire
         assert unit < worker["peak_param_memory_bytes"] <= root + 2 * unit
         # worker: gradients on their way = at most two units as they travel
         assert 0 < worker["peak_grad_buffer_bytes"] <= 2 * wire * BLOCK_NUMEL
-        # servers: master 4 + two moments 8 + accumulator 4 = 16 bytes per parameter, plus one wire copy and its headers
+        # servers: master 4 + two moments 8 + accumulator 4 = 16 bytes per parameter on each that holds it, plus one wire
+        # copy, the primary's, and its headers
         owned = BLOCKS * BLOCK_NUMEL + ROOT_NUMEL
         total = {k: sum(s[k] for s in servers) for k in servers[0]}
         kept = total["master_bytes"] + total["state_bytes"] + total["accumulator_bytes"]
-        assert kept == 16 * owned
+        assert kept == replication * 16 * owned
+        # what a backup costs in traffic: the sum, f32, once a step, from the primary; with Adam's state it would be 3 x
+        assert total["bytes_forwarded"] == total["bytes_followed"] == STEPS * (replication - 1) * 4 * owned
         # (the root lies on one server and is mapped, in whole pages, if it travels as what it computes in; as f32 it
         # is the master itself)
         copies = total["frame_bytes"] + total["shared_bytes"]

@@ -88,6 +88,8 @@ class Worker:
         self.news.set()
         if isinstance(event, Membership):
             self.shards.set_members(event)
+        elif isinstance(event, JobState) and event.placement is not None:
+            self.shards.set_placement(event.placement)
 
     async def until(self, kind: type[Any], wanted: Callable[[Any], bool]) -> Any:
         while True:

@@ -34,6 +34,7 @@ from axon_ps.shard.client import transfers
 from axon_ps.shard.server import servicer
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
+from axon_ps.sharding.placement import Server, place
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2
@@ -285,7 +286,7 @@ def test_owners_that_disagree_are_asked_again_for_the_later_version() -> None:
             await j.push(0, 0, GRADS[0][0])
             await j.push(0, 1, GRADS[0][1])
             j.decide(servers=[0])
-            await until(lambda: j.shells[0].engine.parameters.available(0, 1))
+            await until(lambda: j.shells[0].engine.parameters.available(0, 0, 1))
             gathering = asyncio.create_task(j.gather(0, 0))
             await until(lambda: j.groups[0].statistics()["retries"] > 0)
             j.decide(servers=[1])
@@ -424,7 +425,7 @@ def test_a_new_generation_ends_waits_for_values() -> None:
     async def run() -> None:
         async with job(SPEC) as j:
             shell = j.shells[0].model()
-            waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 1), shell.wait_withdrawn(1, 1))]
+            waits = [asyncio.create_task(w) for w in (shell.unchanging(0, 0, 1), shell.wait_withdrawn(1, 1))]
             await asyncio.sleep(0)
             j.regenerate()
             for wait in waits:
@@ -865,8 +866,9 @@ def test_a_client_that_knows_no_members_times_out() -> None:
         with pytest.raises(Timeout, match="layout did not become known"):
             await group.gather(0, np.zeros(1, np.float32), **call)
         group.set_spec(SPEC)
-        with pytest.raises(Timeout, match="shard servers did not become known"):
-            await group.gather(0, np.zeros(1, np.float32), **call)
+        group.set_placement(place(SPEC.plan(1), [Server(0)], 1))
+        with pytest.raises(Timeout, match="shard server 0 was not there"):
+            await group.gather(0, np.zeros(SPEC.layout.units[0].numel, np.float32), **call)
         await group.close()
 
     run(scenario())

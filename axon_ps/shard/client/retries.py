@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from axon_ps.aggregation.client.peers import Peers
-from axon_ps.errors import Broken, Closed, GenerationChanged, SliceMoved, Timeout
+from axon_ps.errors import Broken, Closed, GenerationChanged, SliceMoved, StepAborted, Timeout
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client.transfers import Transfer
 from axon_ps.shard.same_host.access import SameHostServers
@@ -82,6 +82,8 @@ class Retries:
             except (Broken, Closed, GenerationChanged, SliceMoved) as error:
                 another_generation = isinstance(error, (GenerationChanged, SliceMoved))
                 if another_generation and not repeatable:
+                    if isinstance(error, SliceMoved):  # the members have changed, which we are about to learn
+                        raise StepAborted(f"the step is lost: {error}") from error
                     raise
                 if transfer.deadline.remaining() <= pause_s:
                     what = f"gave up after {transfer.deadline.timeout_s:g} s; the last attempt failed: {error}"

@@ -356,8 +356,9 @@ class ShardEngine:
     def statistics(self) -> dict[str, float]:
         """Counters and sizes by name.
 
-        Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; memory by kind (see
-        `shard.core.slices`); generation, step, version and what is missing.
+        Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums forwarded to
+        backups and got from primaries, and of slices copied; memory by kind (see `shard.core.slices`); generation, step,
+        version and what is missing.
         """
         memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
         values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))
@@ -377,6 +378,10 @@ class ShardEngine:
 
 
 _COUNTERS = (
+    "bytes_copied_in",
+    "bytes_copied_out",
+    "bytes_followed",
+    "bytes_forwarded",
     "bytes_in",
     "bytes_out",
     "chunks_in",
