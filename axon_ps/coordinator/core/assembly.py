@@ -117,7 +117,7 @@ class Assembly:
         if joined is not None:
             member = dataclasses.replace(joined, joined=self.generation + 1)
             entry = self.roster.add(member, session, now + self._config.lease_s)
-            self.greet(entry)
+            self.greet(entry, joined=True)
         self._vacant = max(0, min(self._vacant, self.world_size - len(self.roster.of_role(Role.WORKER))))
         self.generation += 1
         self.membership = self._describe({model.number: (model.step, model.version) for model in self._models})
@@ -133,18 +133,18 @@ class Assembly:
                 self.announce(model, full=not moved)
         self._out.push(self.roster.sessions(), self.membership)
 
-    def greet(self, entry: RosterEntry) -> None:
+    def greet(self, entry: RosterEntry, *, joined: bool) -> None:
         """Send a member that has just opened a stream everything but the membership, which comes last.
 
         The decisions that it may have missed come first, then the models' states, which are newer. A new process ignores
-        the decisions (see `client.delivery`); a shard server gets none of a model of which it holds nothing any more,
-        since others have gone on without it.
+        the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets none of a model of
+        which it holds nothing any more, since others have gone on without it.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD
         self._out.push(to, self.welcome(entry))
         for model in self._models:
-            if not is_shard or model.registration.is_holder(entry.member):
+            if not (joined and is_shard) or model.registration.is_holder(entry.member):
                 for decision in model.decisions:
                     self._out.push(to, decision)
         for model in self._models:

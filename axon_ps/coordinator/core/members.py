@@ -110,7 +110,7 @@ class Members:
             if role is Role.SHARD:  # an order may have been lost with the old stream
                 self._snapshots.lost([entry.member.rank], f"the stream of {entry.name} was replaced")
                 self.placements.cancel_copies(entry.member)
-            a.greet(entry)
+            a.greet(entry, joined=False)
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
         entry.known = request.known
