@@ -94,8 +94,9 @@ class Placements:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
                 continue
-            given = r.placement_number, self._assembly.generation, self._assembly.draining
-            if self._settled.get(model.number) == given and model is not self._follows(model):
+            followed = self._follows(model).registration.placement_number
+            given = r.placement_number, followed, self._assembly.generation, self._assembly.draining
+            if self._settled.get(model.number) == given:
                 continue
             moves = self._moves(model)
             if not moves:

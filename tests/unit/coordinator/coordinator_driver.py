@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.config import CoordinatorConfig
-from axon_ps.coordinator.core.events import Copied, JobState, JoinRequest, KnownNames, Ready, Vote
+from axon_ps.coordinator.core.events import Copied, JobState, JoinRequest, KnownNames, Ready, Vote, Welcome
 from axon_ps.coordinator.core.state import Caller, CoordinatorState
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
@@ -46,9 +46,12 @@ class Peer:
         self.open = False
         self.known: KnownNames | None = None
         self.placements: dict[int, Placement] = {}  # the newest one received, by model
+        self.given_rank = -1  # in the newest Welcome
 
     def receive(self, event: Any) -> None:
         self.inbox.append(event)
+        if isinstance(event, Welcome):
+            self.given_rank = event.rank
         if isinstance(event, JobState) and event.placement is not None:
             self.placements[event.model] = event.placement
 
@@ -116,10 +119,14 @@ class Peer:
         fields = {**self._attempt(changes), "sums_of_squares": sums, "placement": placement, **changes}
         self.driver.perform(self.driver.state.ready(self.session, Ready(**fields), self.driver.clock()))
 
+    def copying(self, model: int = 0) -> tuple[int, ...]:
+        """The slices that it is to copy, as far as it knows."""
+        holders = self.placements[model].holders if model in self.placements else ()
+        return tuple(i for i, h in enumerate(holders) if self.given_rank in h.copying)
+
     def copied(self, *slices: int, model: int = 0, **changes: Any) -> None:
         """It has got slices, all that it is to copy unless some are named."""
-        holders = self.placements[model].holders
-        got = slices or tuple(i for i, h in enumerate(holders) if self.rank in h.copying)
+        got = slices or self.copying(model)
         placement = self.placement_number(model)
         report = Copied(**{"model": model, "epoch": 0, "slices": got, "placement": placement, **changes})
         self.driver.perform(self.driver.state.copied(self.session, report, self.driver.clock()))
@@ -236,6 +243,12 @@ class Driver:
                 peer = self.peers.pop(action.session, None)
                 if peer is not None and peer.session == action.session:
                     peer.open, peer.error = False, action.error
+
+    def store_only(self, actions: list[Action]) -> None:
+        """The coordinator dies when it has written and before it says anything."""
+        for action in actions:
+            if isinstance(action, Persist):
+                self.store.apply(action.records)
 
     def _check_durable(self, event: Any) -> None:
         stored = self.store.load()

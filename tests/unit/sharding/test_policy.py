@@ -87,7 +87,7 @@ def test_turns_survive_records_and_messages() -> None:
     assert stored(record).decisions == (decision,)
     vote = Vote(generation=4, step=9, version=21)
     assert vote_from_proto(vote_to_proto(vote).vote) == vote
-    ready = Ready(generation=4, step=9, sum_of_squares=2.0, replica=2)
+    ready = Ready(generation=4, step=9, sums_of_squares=(2.0,), replica=2)
     assert ready_from_proto(ready_to_proto(ready).ready) == ready
 
 
