@@ -102,6 +102,8 @@ class Placements:
             if not moves:
                 self._settled[model.number] = given
             before = r.placement_number
+            if not self._under_way():  # those of before may have been given up
+                self._began = math.inf
             for move in moves:
                 if isinstance(move, Promote):
                     if model is ending and not self._snapshots.under_way:
