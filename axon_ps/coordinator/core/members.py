@@ -113,6 +113,7 @@ class Members:
             a.greet(entry, joined=False)
             self._out.push([session], a.membership)
             a.stepping.recheck_copies()
+            self.placements.plan(now)
         entry.known = request.known
 
     def leave(self, entry: RosterEntry, reason: str, now: float, *, finished: bool) -> None:
