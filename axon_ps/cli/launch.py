@@ -223,20 +223,29 @@ class _Launcher:
             await asyncio.wait((working, *services))
 
     async def _watch_service(self, at: int) -> None:
-        """Return when a service has ended for good: a shard server is replaced where checkpoints are restored."""
+        """Return when a service has ended for good: a shard server is replaced where the job goes on without it.
+
+        It does where others hold its slices, or checkpoints are restored. One that was drained is not missed.
+        """
         first_shard = len(self._services) - self._launch.shards_here
+        replicated = self._launch.shards > 1 and self._launch.replication != 1
+        goes_on = "the others go on, and it gets copies" if replicated else "the job restores its newest checkpoint"
         restarts = 0
         while True:
             began_s, process = time.monotonic(), self._services[at]
             await process.wait()
             if time.monotonic() - began_s > STEADY_S:
                 restarts = 0
-            if at < first_shard or not (self._launch.checkpoint_every and process.failed) or restarts == SHARD_RESTARTS:
+            if at >= first_shard and not process.failed:
+                self._console.print(f"axon-ps: {process.source.name} was drained")
+                await asyncio.get_running_loop().create_future()  # cancelled when the workers have ended
+            replaced = at >= first_shard and (replicated or self._launch.checkpoint_every)
+            if not replaced or restarts == SHARD_RESTARTS:
                 return
             restarts += 1
             self._console.print(
-                f"axon-ps: {process.source.name} {process.child.ending}; it is started again, and the job restores its "
-                f"newest checkpoint (restart {restarts} of {SHARD_RESTARTS})"
+                f"axon-ps: {process.source.name} {process.child.ending}; it is started again: {goes_on} "
+                f"(restart {restarts} of {SHARD_RESTARTS})"
             )
             self._services[at] = self._start_shard(at - first_shard, self._address)
 

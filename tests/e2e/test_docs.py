@@ -91,6 +91,8 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 begin = next(i for i, w in enumerate(arguments) if w.startswith("axon-ps-"))
                 service = arguments[begin].removeprefix("axon-ps-")
                 understood([*entry_point(service), *arguments[begin + 1 :]])
+            case ["pkill", "-9", "-o", "-f", what]:
+                assert what == "axon_ps.cli.main shard", "what `axon-ps run` starts is called so"
             case ["export", *variables]:
                 assert all(re.match(r"AXON_PS_TOKEN=", v) for v in variables)
             case _:

@@ -60,7 +60,7 @@ def train(pipes: Path | None, follow: Path | None = None) -> tuple[int, Values]:
 
 
 def cluster_of(directory: Path, **options: Any) -> LocalCluster:
-    chosen = {"checkpoint_every": "2", "lease_s": 3.0} | options
+    chosen = {"checkpoint_every": "2", "lease_s": 3.0, "replication": 1} | options
     return LocalCluster(shards=2, world_size=1, checkpoint_dir=directory, **chosen)
 
 
@@ -207,3 +207,20 @@ def test_where_there_is_none_it_is_said_and_the_job_waits_for_one(tmp_path: Path
             cluster.restart(Role.SHARD)
             until(lambda: "has no checkpoint that can be restored" in cluster.log(COORDINATOR))
         worker.kill()
+
+
+def test_two_servers_that_die_at_once_take_both_copies_with_them_and_the_newest_is_restored(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    with cluster_of(checkpoints, replication=2) as cluster:
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
+        with paused(tmp_path):
+            until(lambda: 6 in versions(checkpoints))
+            for rank in range(2):
+                cluster.kill(Role.SHARD, rank)
+            for rank in range(2):
+                cluster.restart(Role.SHARD, rank)
+        _, values = value_of(worker)
+        log = cluster.log(COORDINATOR)
+    assert_close(values, plain([1] * STEPS))
+    assert "the job goes on from" in log
