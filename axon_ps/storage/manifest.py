@@ -52,7 +52,7 @@ class Manifest:
         num_servers: over how many shard servers units were cut.
         options: how units were cut.
         files: the files that the servers wrote.
-        slices_in: by the number of a slice, which of `files` has it; empty = file p has what the plan gives to server p.
+        slices_in: by the number of a slice, which of `files` has it; empty = file p has what the plan gives server p.
         extra: values of the caller (sampler, schedule), as JSON.
         created: time of writing, ISO 8601 in UTC.
         uri: the URI it was read from; not part of the file.

@@ -115,9 +115,7 @@ def cannot_occur(cell: Cell) -> str:
 def all_cells() -> tuple[Cell, ...]:
     """Every combination, those that cannot occur too."""
     return tuple(
-        Cell(
-            target=target, fault=fault, moment=moment, strategy=strategy, direct=direct, replication=replication
-        )
+        Cell(target=target, fault=fault, moment=moment, strategy=strategy, direct=direct, replication=replication)
         for replication, strategy, direct, moment, fault, target in itertools.product(
             (1, 2), STRATEGIES, (True, False), Moment, Fault, Target
         )

@@ -19,9 +19,9 @@ from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
+from axon_ps.sharding import placement as placements
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.sharding import placement as placements
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.sharding.precision import WirePrecision
 from axon_ps.types import (

@@ -241,8 +241,8 @@ def test_memory_is_what_was_estimated(results: dict[str, list[list[Any]]], recor
         params = BLOCKS * (BLOCK + (ADAPTER if adapter else 0)) + ROOT
         trainable = BLOCKS * ADAPTER if adapter else params
         on_servers = case.strategy != "NO_SHARD"
-        # master 4, and of what is trained the sum 4 and two moments 8, on every server that holds it; and one copy as it
-        # travels
+        # master 4, and of what is trained the sum 4 and two moments 8, on every server that holds it; and one copy as
+        # it travels
         each = 4 * params + 12 * trainable
         server = min(2, case.servers) * each + BYTES[case.precision][0] * params if on_servers else 0
         _, _, estimate, measured, servers = workers[0]

@@ -90,8 +90,8 @@ def test_full_shard_memory_and_traffic(
         assert unit < worker["peak_param_memory_bytes"] <= root + 2 * unit
         # worker: gradients on their way = at most two units as they travel
         assert 0 < worker["peak_grad_buffer_bytes"] <= 2 * wire * BLOCK_NUMEL
-        # servers: master 4 + two moments 8 + accumulator 4 = 16 bytes per parameter on each that holds it, plus one wire
-        # copy, the primary's, and its headers
+        # servers: master 4 + two moments 8 + accumulator 4 = 16 bytes per parameter on each that holds it, plus one
+        # wire copy, the primary's, and its headers
         owned = BLOCKS * BLOCK_NUMEL + ROOT_NUMEL
         total = {k: sum(s[k] for s in servers) for k in servers[0]}
         kept = total["master_bytes"] + total["state_bytes"] + total["accumulator_bytes"]

@@ -32,9 +32,9 @@ from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.service import Stub
 from axon_ps.shard.client import transfers
 from axon_ps.shard.server import servicer
+from axon_ps.sharding.placement import Server, place
 from axon_ps.storage.checkpoint import FileEntry
 from axon_ps.storage.manifest import Manifest, write_manifest
-from axon_ps.sharding.placement import Server, place
 from axon_ps.types import Array, DType, Outcome
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2, shard_pb2

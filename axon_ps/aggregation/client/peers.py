@@ -42,7 +42,7 @@ class Peers:
         self._closed = False
 
     def set_members(self, membership: Membership) -> None:
-        """Set the current shard servers; a server that is none any more, or has a new address, loses its connections."""
+        """Set the current shard servers; one that is none any more, or has a new address, loses its connections."""
         self._members = {m.rank: m for m in membership.shards}
         if membership.complete:
             self._ranks = tuple(sorted(self._members))

@@ -136,9 +136,9 @@ class Assembly:
     def greet(self, entry: RosterEntry, *, joined: bool) -> None:
         """Send a member that has just opened a stream everything but the membership, which comes last.
 
-        The decisions that it may have missed come first, then the models' states, which are newer. A new process ignores
-        the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets none of a model of
-        which it holds nothing any more, since others have gone on without it.
+        The decisions that it may have missed come first, then the models' states, which are newer. A new process
+        ignores the decisions (see `client.delivery`). A shard server that was lost and has `joined` again gets none of
+        a model of which it holds nothing any more, since others have gone on without it.
         """
         to = [entry.session]
         is_shard = entry.member.role is Role.SHARD

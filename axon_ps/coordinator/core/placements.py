@@ -1,12 +1,12 @@
-"""Where the slices of every model are: copies are made, primaries swapped, servers emptied, while training goes on. Pure.
+"""Where every model's slices are: copies are made, primaries swapped, servers emptied while training goes on. Pure.
 
 `rebalance.plan_moves` says what is to be done; here is when, and what follows from it: the placement changes, members
 learn of it, and reports that shard servers made under the one before count no more.
 
 Note: [When a placement may change]
-    Members see a placement at the same place among the decisions. A copy may begin at any time, since the step under way
-    then waits for it (`shard.server.copying`), and a backup may be dropped at any time. Workers push to primaries, so
-    these are swapped only between two steps: the placement is sent just before the decision that ends a step, when
+    Members see a placement at the same place among the decisions. A copy may begin at any time, since the step under
+    way then waits for it (`shard.server.copying`), and a backup may be dropped at any time. Workers push to primaries,
+    so these are swapped only between two steps: the placement is sent just before the decision that ends a step, when
     every worker has voted. Where replicas step asynchronously there is no such moment, and primaries are only swapped
     when a server dies.
 

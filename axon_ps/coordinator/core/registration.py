@@ -2,8 +2,8 @@
 
 The first worker defines them, every other must agree. The first values come from exactly one worker (the *uploader*),
 or from a checkpoint. From then on a shard server holds slices in the incarnation in which it got them. When it is lost,
-the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else holds it stays the holder:
-it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
+the other holders of a slice go on with it (`sharding.placement`). Of a slice that nobody else holds it stays the
+holder: it may come back; another incarnation has nothing, and the job waits until a checkpoint is restored.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Registration:
                 p.holders.pop(rank, None)
 
     def cancel_copies(self, rank: int) -> bool:
-        """The session of a server was broken: what it was getting is begun anew later. Returns whether there was any."""
+        """The session of a server was broken: what it was getting is begun anew later. Returns whether it was any."""
         placement = self.parameters.placement
         if placement is None or not any(rank in h.copying for h in placement.holders):
             return False

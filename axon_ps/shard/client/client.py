@@ -97,7 +97,8 @@ class ShardGroup:
 
     def _holder(self, s: Slice, index: int = 0) -> Slice:
         """A slice with the server that holds it now: the primary, or another holder; the last if there are fewer."""
-        assert self._spec is not None and self._placement is not None
+        assert self._spec is not None
+        assert self._placement is not None
         number = self._spec.plan(self._placement.num_cuts).number_of(s)
         holders = self._placement.holders[number].complete
         return dataclasses.replace(s, server=holders[min(index, len(holders) - 1)])

@@ -2,8 +2,8 @@
 
 A gather or an upload does no harm when repeated, so after a broken connection or a change of the generation it is
 attempted again from its start. A push belongs to one generation: after a broken connection it is resumed where the
-server replies, a change of the generation is the caller's to handle (the step is lost). Every attempt goes to the server that
-holds the slice at that time, so a gather that was under way when its server died ends at another.
+server replies, a change of the generation is the caller's to handle (the step is lost). Every attempt goes to the
+server that holds the slice at that time, so a gather that was under way when its server died ends at another.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ class ShardEngine:
             updates: per parameter of the unit, how many updates it has had.
             changed: the version that last changed it.
             copied: the version in which it last took another model's values.
-            frames: of the primary, where parameters travel compressed: they cannot be made again (`shard.core.wire_copy`).
+            frames: of the primary, where parameters travel compressed: they cannot be made again
+                (`shard.core.wire_copy`).
         """
         if owned.trainable:
             owned.master.state = dict(moments)
@@ -357,8 +358,8 @@ class ShardEngine:
         """Counters and sizes by name.
 
         Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums forwarded to
-        backups and got from primaries, and of slices copied; memory by kind (see `shard.core.slices`); generation, step,
-        version and what is missing.
+        backups and got from primaries, and of slices copied; memory by kind (see `shard.core.slices`); generation,
+        step, version and what is missing.
         """
         memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
         values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))

@@ -138,7 +138,8 @@ class GradientSums:
             return self._other_step(step, attempt)
         if not owned.primary:
             raise InvalidRequest(
-                f"this shard server is a backup of unit {unit} from element {owned.chunks.begin} on; push to the primary"
+                f"this shard server is a backup of unit {unit} from element {owned.chunks.begin} on; push to the "
+                "primary"
             )
         summed = accumulator.summed[index]
         if summed > turn:

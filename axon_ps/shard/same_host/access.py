@@ -1,22 +1,8 @@
 """Which workers and shard servers of one host read each other's memory, so that no chunk goes through a socket there.
 
-Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server). How memory is read
-and mapped is `host.process_memory`'s. Refuses: to decide what is leased; transfers and the servicer do.
-
-Invariants:
-- Where a handshake fails (another host, another container, a kernel that forbids it), everything goes through gRPC
-  as if nobody had asked.
-- Either side stores a handshake under the ids of *both* members, so it ends with either membership: a worker that
-  was lost and came back shakes hands again, though its process and the server's are the same as before.
-- What has failed is not tried the same way again: it is sent through the socket, and the next call shakes hands anew.
-
-Note: [When a gradient may be overwritten]
-    Gradients lie in shared arrays (`host.shared_arrays`), which servers map, and add up from where they lie. A server
-    adds a gradient while its stream is open, and looks at it only when its replica's turn has come. Once it has replied
-    it has added everything and never looks again: the array is free. When a stream ends in another way it may look
-    later still, and a sum with half of something else in it must not commit. So the worker then *detaches* the array:
-    its own pages become private copies as it writes to them (copy on write), and what the server has mapped stays as it
-    was sent.
+Owns: the handshake, on both sides (`SameHostServers` in a worker or another server, `SameHostCallers` in a server).
+Refuses: to decide what is leased; transfers and the servicer do. How memory is read and mapped is
+`host.process_memory`'s.
 """
 
 from __future__ import annotations

@@ -227,7 +227,8 @@ class ModelShell:
     def _on_copied(self, owned: OwnedSlice) -> None:
         """A slice has come from its primary."""
         reports, placement = self._server.reports, self.engine.placement
-        assert reports is not None and placement is not None
+        assert reports is not None
+        assert placement is not None
         reports.copied(
             Copied(model=self.number, epoch=self.values.served, slices=(owned.number,), placement=placement.number)
         )
@@ -305,7 +306,8 @@ class ModelShell:
             if self._reported.get(replica) == name or (sums := engine.gradients.ready(replica)) is None:
                 continue
             reports = self._server.reports
-            assert reports is not None and engine.placement is not None
+            assert reports is not None
+            assert engine.placement is not None
             self._reported[replica] = name
             of = replica if engine.gradients.asynchronous else None
             reports.ready(
@@ -469,8 +471,9 @@ class ModelShell:
         return frame
 
     async def unchanging(self, unit: int, begin: int, generation: int, version: int = 0) -> OwnedSlice:
-        """Wait until a slice has values, at a version or later, and no step is being applied to it; frames may be served
-        before.
+        """Wait until a slice has values, at a version or later, and no step is being applied to it.
+
+        Its frames may be served before.
 
         Raises:
             GenerationChanged: while it waited.
@@ -492,7 +495,8 @@ class ModelShell:
             StepAborted: it is not of that version and epoch any more.
         """
         spec, placement = self.engine.spec, self.engine.placement
-        assert spec is not None and placement is not None
+        assert spec is not None
+        assert placement is not None
         slices = spec.plan(placement.num_cuts).numbered
         if number >= len(slices):
             raise InvalidRequest(f"there is no slice {number}; the model has {len(slices)}")

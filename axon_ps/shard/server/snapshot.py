@@ -48,7 +48,9 @@ PARAM, UPDATES = "param", "updates"
 def write(
     engine: ShardEngine, uri: str, version: int, server: int, num_servers: int, pins: VersionPins, pin: Pin
 ) -> FileEntry:
-    """Write the slices of which this server is the primary, as they are at `version`. Runs in a thread of its own; see `shard.server.apply`.
+    """Write the slices of which this server is the primary, as they are at `version`.
+
+    Runs in a thread of its own; see `shard.server.apply`.
 
     Args:
         engine: whose slices.

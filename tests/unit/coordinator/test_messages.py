@@ -93,9 +93,7 @@ def test_what_goes_up() -> None:
         message = m.vote_to_proto(dataclasses.replace(copy, copy=CopyFrom(source=1, weight=weight))).vote
         with pytest.raises(InvalidRequest, match="weight of a copy"):
             m.vote_from_proto(message)
-    ready = Ready(
-        generation=1, step=2, sums_of_squares=(math.inf, 0.5), placement=7, digests={3: (1 << 64) - 1, 0: 0}
-    )
+    ready = Ready(generation=1, step=2, sums_of_squares=(math.inf, 0.5), placement=7, digests={3: (1 << 64) - 1, 0: 0})
     assert m.ready_from_proto(m.ready_to_proto(ready).ready) == ready
     nothing = Ready(generation=1, step=2, sums_of_squares=())
     assert m.ready_from_proto(m.ready_to_proto(nothing).ready) == nothing

@@ -39,7 +39,9 @@ def outcomes(peer: Peer) -> list[Outcome]:
 
 def placement(d: Driver, model: int = 0) -> Placement:
     """The present one; all members know it."""
-    known = {p.placement_number(model): p.placements[model] for p in d.peers.values() if p.open and model in p.placements}
+    known = {
+        p.placement_number(model): p.placements[model] for p in d.peers.values() if p.open and model in p.placements
+    }
     assert len(known) == 1
     return next(iter(known.values()))
 
@@ -93,7 +95,7 @@ def test_a_job_that_loses_a_server_goes_on_with_the_others_and_aborts_one_step()
 
 
 def test_a_report_of_an_older_placement_does_not_count() -> None:
-    d, workers, servers = job(2)
+    _d, workers, servers = job(2)
     old = servers[0].placement_number()
     servers[1].lose()
     for w in workers:
@@ -106,7 +108,7 @@ def test_a_report_of_an_older_placement_does_not_count() -> None:
 
 def test_a_server_that_was_not_needed_comes_back_as_one_that_has_nothing() -> None:
     """Others have gone on: what it has is old."""
-    d, workers, servers = job(2)
+    _d, workers, servers = job(2)
     lost = servers[1]
     lost.lose()
     assert step(workers, servers[:1]).version == 2
@@ -121,7 +123,7 @@ def test_a_server_that_was_not_needed_comes_back_as_one_that_has_nothing() -> No
 
 
 def test_the_last_holder_of_a_slice_is_waited_for_and_goes_on_with_what_it_has() -> None:
-    d, workers, servers = job(2)
+    _d, workers, servers = job(2)
     servers[1].lose()
     assert step(workers, servers[:1]).version == 2
     servers[0].lose()
@@ -153,7 +155,7 @@ def test_when_the_last_holder_of_a_slice_comes_back_empty_its_parameters_are_los
 
 
 def test_without_replication_nobody_goes_on_without_a_server() -> None:
-    d, workers, servers = job(2, replication=1)
+    _d, workers, servers = job(2, replication=1)
     servers[1].lose()
     assert workers[0].membership.waiting_for == "shard server 1 of 2"
     servers[1].join()
@@ -255,7 +257,7 @@ def test_a_server_that_is_lost_while_it_gets_copies_is_given_up() -> None:
 
 
 def test_the_source_of_copies_is_lost_and_waited_for() -> None:
-    d, workers, servers, reborn = replaced()
+    _d, workers, servers, reborn = replaced()
     servers[0].lose()
     assert workers[0].membership.waiting_for == "shard server 0 of 2"
     servers[0].join()
@@ -465,7 +467,7 @@ def test_copies_that_differ_stop_the_job_until_a_checkpoint_is_restored() -> Non
 
 
 def test_a_digest_that_one_server_lacks_is_no_damage() -> None:
-    d, workers, servers = job(2)
+    _d, workers, servers = job(2)
     servers[0].ready(digests={0: 5})
     servers[1].ready()
     for w in workers:

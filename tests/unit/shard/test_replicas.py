@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -507,7 +508,7 @@ def test_a_digest_is_of_all_bits_and_their_places_whatever_the_ranges() -> None:
     values = normals(777, 1)
     whole = digest(values, 0)
     cuts = [0, 1, 16, 300, 511, 777]
-    ranges = [digest(values[a:b], a) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    ranges = [digest(values[a:b], a) for a, b in pairwise(cuts)]
     for seed in range(5):
         random.Random(seed).shuffle(ranges)
         assert combined(ranges) == whole
