@@ -52,6 +52,10 @@ class Handover:
         """How many generations it takes to let all of them come and go."""
         return len(self.joining) + len(self.leaving)
 
+    def waiting(self, incarnation: str) -> list[int]:
+        """The sessions on which a process waits to join."""
+        return [session for session, joining in self.joining.items() if joining.request.incarnation == incarnation]
+
     def overdue(self, now: float) -> bool:
         """Whether one of them has waited long enough."""
         return now >= self.next_deadline()

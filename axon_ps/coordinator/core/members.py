@@ -93,6 +93,10 @@ class Members:
         for model in self._models:
             server, r = f"the shard server at {request.address} (node {request.node})", model.registration
             check_known(server, request.known, r.name, r.spec, r.optimizer)
+        replaced = Broken("a newer stream of the same process has replaced this one")
+        for old in self._handover.waiting(request.incarnation):
+            self._out.close(old, replaced)
+            self.forget(old)
         if entry is None and role is Role.SHARD and self._can_wait():
             admit(self._config, a, self._models, role, request, now)  # refused now, or let in later
             self._handover.joining[session] = Joining(session, request, now)
@@ -104,7 +108,6 @@ class Members:
                 f"incarnation {request.incarnation} is a member already, {entry.name}, of another role"
             )
         else:
-            replaced = Broken("a newer stream of the same process has replaced this one")
             self._out.close(a.roster.attach(entry, session), replaced)
             a.roster.renew(entry, now + self._config.lease_s)
             if role is Role.SHARD:  # an order may have been lost with the old stream
