@@ -185,7 +185,7 @@ class Registration:
             InvalidRequest: it holds another version than the job is at.
         """
         p = self.parameters
-        if p.initialized or epoch != p.epoch or self.is_loaded(shard):
+        if p.placement is None or p.initialized or epoch != p.epoch or self.is_loaded(shard):
             return False
         if version != now_version:
             raise InvalidRequest(
