@@ -29,7 +29,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, placement_pb2, session_pb2
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -145,7 +145,7 @@ def ready_to_proto(ready: Ready) -> session_pb2.SessionRequest:
             replica=ready.replica,
             model=ready.model,
             placement=ready.placement,
-            digests=[session_pb2.Digest(slice=number, value=value) for number, value in ready.digests.items()],
+            digests=[placement_pb2.Digest(slice=number, value=value) for number, value in ready.digests.items()],
         )
     )
 
@@ -178,13 +178,13 @@ def ready_from_proto(message: session_pb2.Ready) -> Ready:
 def copied_to_proto(copied: Copied) -> session_pb2.SessionRequest:
     """A shard server's report that it has got slices, as a message."""
     return session_pb2.SessionRequest(
-        copied=session_pb2.Copied(
+        copied=placement_pb2.Copied(
             model=copied.model, epoch=copied.epoch, slices=copied.slices, placement=copied.placement
         )
     )
 
 
-def copied_from_proto(message: session_pb2.Copied) -> Copied:
+def copied_from_proto(message: placement_pb2.Copied) -> Copied:
     """A shard server's report that it has got slices."""
     return Copied(model=message.model, epoch=message.epoch, slices=tuple(message.slices), placement=message.placement)
 

@@ -34,7 +34,7 @@ from axon_ps.types import (
     Role,
     Turn,
 )
-from axon_ps.wire.v1 import common_pb2, membership_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, membership_pb2, placement_pb2, session_pb2
 
 _T = TypeVar("_T")
 
@@ -210,16 +210,16 @@ def membership_from_proto(message: membership_pb2.MembershipEvent) -> Membership
     )
 
 
-def placement_to_proto(placement: Placement) -> membership_pb2.Placement:
+def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
     """Where a model's slices are, as a message."""
-    return membership_pb2.Placement(
+    return placement_pb2.Placement(
         number=placement.number,
         num_cuts=placement.num_cuts,
-        slices=[membership_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.holders],
+        slices=[placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.holders],
     )
 
 
-def placement_from_proto(message: membership_pb2.Placement) -> Placement:
+def placement_from_proto(message: placement_pb2.Placement) -> Placement:
     """Where a model's slices are.
 
     Raises:

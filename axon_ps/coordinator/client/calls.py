@@ -21,7 +21,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
@@ -242,7 +242,7 @@ class Calls(ABC):
             InvalidRequest: there is no such shard server, or no other that could take its slices.
             Misuse: parameters are being set or restored.
         """
-        request = coordinator_pb2.DrainRequest(context=self.context(), rank=rank)
+        request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
         reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return int(reply.slices)
 

@@ -33,7 +33,7 @@ from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, session_pb2
 
 JOIN_S: Final = 10.0
 """How long a stream may stay silent before its Join."""
@@ -220,11 +220,11 @@ class CoordinatorServicer:
         await self._shell.call(lambda call: state.restore(call, caller, found.resumes, self._shell.now()))
         return _checkpoint(found.info)
 
-    async def drain(self, request: coordinator_pb2.DrainRequest, context: Any) -> coordinator_pb2.DrainReply:
+    async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
         caller, state = _caller(request.context), self._shell.state
         slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
-        return coordinator_pb2.DrainReply(slices=slices)
+        return placement_pb2.DrainReply(slices=slices)
 
     async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
         """The status of the job."""

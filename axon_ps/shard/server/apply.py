@@ -4,8 +4,8 @@ Note: [Apply and snapshot]
     A snapshot writes the live arrays of version v, without a copy, while training goes on. It pins that version, and
     goes through the slices in forward order, as applies do. The apply that leads from v to v+1 waits at each slice
     until the snapshot has written it, and the snapshot waits at each slice until the apply that led to v has finished.
-    Each waits only for the other's earlier version, so neither can wait in a circle. The pin of a snapshot that does not get
-    past a slice for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
+    Each waits only for the other's earlier version, so neither can wait in a circle. The pin of a snapshot that does
+    not get past a slice for `STALLED_S` while an apply waits for it expires: storage that hangs must not stop the job.
 
 Note: [Apply and copy]
     A step of another model that takes the values of version v reads the live arrays as a snapshot does, and pins the

@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -155,20 +156,6 @@ class CheckpointReply(_message.Message):
     extra_json: str
     versions: _containers.ScalarMap[str, int]
     def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., bytes: _Optional[int] = ..., extra_json: _Optional[str] = ..., versions: _Optional[_Mapping[str, int]] = ...) -> None: ...
-
-class DrainRequest(_message.Message):
-    __slots__ = ("context", "rank")
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    context: _common_pb2.CallContext
-    rank: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
-
-class DrainReply(_message.Message):
-    __slots__ = ("slices",)
-    SLICES_FIELD_NUMBER: _ClassVar[int]
-    slices: int
-    def __init__(self, slices: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("context",)

@@ -72,21 +72,3 @@ class CopyFrom(_message.Message):
     weight: float
     version: int
     def __init__(self, source: _Optional[int] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
-
-class SliceHolders(_message.Message):
-    __slots__ = ("complete", "copying")
-    COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    COPYING_FIELD_NUMBER: _ClassVar[int]
-    complete: _containers.RepeatedScalarFieldContainer[int]
-    copying: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, complete: _Optional[_Iterable[int]] = ..., copying: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Placement(_message.Message):
-    __slots__ = ("number", "slices", "num_cuts")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    SLICES_FIELD_NUMBER: _ClassVar[int]
-    NUM_CUTS_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    slices: _containers.RepeatedCompositeFieldContainer[SliceHolders]
-    num_cuts: int
-    def __init__(self, number: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[SliceHolders, _Mapping]]] = ..., num_cuts: _Optional[int] = ...) -> None: ...

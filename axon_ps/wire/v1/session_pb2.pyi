@@ -1,6 +1,7 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -42,8 +43,8 @@ class SessionRequest(_message.Message):
     restore: _checkpoint_pb2.RestoreReport
     leave: Leave
     arrived: Arrived
-    copied: Copied
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
+    copied: _placement_pb2.Copied
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., initialized: _Optional[_Union[Initialized, _Mapping]] = ..., snapshot: _Optional[_Union[_checkpoint_pb2.SnapshotReport, _Mapping]] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreReport, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., copied: _Optional[_Union[_placement_pb2.Copied, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("job", "role", "incarnation", "node", "address", "requested_rank", "world_size", "standby", "optimizers", "compressors")
@@ -129,28 +130,8 @@ class Ready(_message.Message):
     replica: int
     model: int
     placement: int
-    digests: _containers.RepeatedCompositeFieldContainer[Digest]
-    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sums_of_squares: _Optional[_Iterable[float]] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
-
-class Digest(_message.Message):
-    __slots__ = ("slice", "value")
-    SLICE_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
-    slice: int
-    value: int
-    def __init__(self, slice: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
-
-class Copied(_message.Message):
-    __slots__ = ("model", "epoch", "slices", "placement")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SLICES_FIELD_NUMBER: _ClassVar[int]
-    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
-    model: int
-    epoch: int
-    slices: _containers.RepeatedScalarFieldContainer[int]
-    placement: int
-    def __init__(self, model: _Optional[int] = ..., epoch: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., placement: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedCompositeFieldContainer[_placement_pb2.Digest]
+    def __init__(self, generation: _Optional[int] = ..., step: _Optional[int] = ..., sums_of_squares: _Optional[_Iterable[float]] = ..., replica: _Optional[int] = ..., model: _Optional[int] = ..., placement: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[_placement_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class Initialized(_message.Message):
     __slots__ = ("version", "epoch", "model")
@@ -223,8 +204,8 @@ class JobEvent(_message.Message):
     name: str
     copied: int
     released: bool
-    placement: _membership_pb2.Placement
-    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_membership_pb2.Placement, _Mapping]] = ...) -> None: ...
+    placement: _placement_pb2.Placement
+    def __init__(self, spec: _Optional[_Union[_common_pb2.JobSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., initialized: bool = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[int] = ..., name: _Optional[str] = ..., copied: _Optional[int] = ..., released: bool = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ...) -> None: ...
 
 class DecisionEvent(_message.Message):
     __slots__ = ("step", "generation", "outcome", "version", "grad_norm", "clip_factor", "hyper", "reason", "next_generation", "turn", "model", "copy")

@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
+from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -72,6 +73,6 @@ class ParametersRecord(_message.Message):
     uploader: str
     restore: _checkpoint_pb2.RestoreOrder
     failure: str
-    placement: _membership_pb2.Placement
+    placement: _placement_pb2.Placement
     copied: int
-    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_membership_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ...) -> None: ...
