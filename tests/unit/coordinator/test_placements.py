@@ -184,6 +184,35 @@ def test_a_server_joins_between_two_steps_and_nothing_is_aborted() -> None:
     assert step(workers, servers[:1]) == decision, "the new one is not ready"
 
 
+def test_a_server_that_waits_to_join_and_connects_again_joins_once() -> None:
+    d, workers, servers = job(2)
+    servers[1].lose()
+    reborn = d.shard()
+    old = reborn.session
+    reborn.join()
+    assert old not in d.peers, "its first stream was closed"
+    step(workers, servers[:1])
+    assert [m.incarnation for m in workers[0].membership.shards] == [servers[0].incarnation, reborn.incarnation]
+    assert reborn.open
+    reborn.lose()
+    again = d.shard()
+    again.lose()
+    step(workers, servers[:1])
+    assert [m.rank for m in workers[0].membership.shards] == [0], "who has gone does not join"
+
+
+def test_a_report_of_values_before_there_is_a_layout_is_ignored() -> None:
+    d = Driver(num_shards=2)
+    servers, workers = [d.shard(), d.shard()], [d.worker(), d.worker()]
+    for s in servers:
+        s.initialized()
+    d.register(workers[0])
+    assert not workers[0].last(JobState).initialized
+    for s in servers:
+        s.initialized()
+    assert workers[0].last(JobState).initialized
+
+
 def test_a_step_waits_for_the_copies_that_were_begun_in_it() -> None:
     d, workers, servers, reborn = replaced()
     count = len(placement(d).holders)

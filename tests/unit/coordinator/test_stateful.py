@@ -6,6 +6,7 @@ Members have the delivery state that `CoordinatorClient` has; what is simulated 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, Persist
-from axon_ps.coordinator.core.events import Ready, Vote, Welcome
+from axon_ps.coordinator.core.events import Copied, JobState, Ready, Vote, Welcome
+from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
-from axon_ps.errors import Busy, InvalidRequest
+from axon_ps.errors import Busy, Drained, InvalidRequest, Misuse
 from axon_ps.types import Decision, Membership, Outcome, Role
 from coordinator_driver import Driver, Peer
 
@@ -31,9 +33,11 @@ class Client:
         self.delivery = Delivery()
         self.deaf = True
         self.rank: int | None = None
-        self.acted: tuple[int, int] = (0, 0)
+        self.acted: tuple[int, ...] = (0, 0)
         self.votes: set[tuple[int, int]] = set()
         self.received_by_step: dict[int, list[Decision]] = {}
+        self.has: set[int] = set()  # a shard server: the slices that it has completely
+        self.placement = 0  # number of the newest
 
     @property
     def membership(self) -> Membership | None:
@@ -48,6 +52,18 @@ class Client:
             for news in self.delivery.receive(event):
                 if isinstance(news, Decision):
                     self.received_by_step.setdefault(news.step, []).append(news)
+                elif isinstance(news, JobState):
+                    self.placed(news)
+
+    def placed(self, job: JobState) -> None:
+        if job.placement is None or self.peer.role is not Role.SHARD:
+            return
+        assert job.placement.number >= self.placement, "placements are numbered upwards"
+        self.placement = job.placement.number
+        complete = {i for i, h in enumerate(job.placement.holders) if self.rank in h.complete}
+        if job.initialized:
+            assert complete <= self.has, "what a placement says of a server is so"
+            self.has = complete
 
     def next_step(self) -> tuple[int, int] | None:
         """Generation and step of the attempt this member is in; None when it has acted in it, or there is none."""
@@ -55,7 +71,11 @@ class Client:
         if m is None or not m.complete:
             return None
         name = (m.generation, max([m.step, *(s + 1 for s in self.received_by_step)]))
-        return None if name == self.acted else name
+        return None if self.full_name(name) == self.acted else name
+
+    def full_name(self, name: tuple[int, int]) -> tuple[int, ...]:
+        """A shard server reports anew under another placement."""
+        return (*name, self.placement) if self.peer.role is Role.SHARD else name
 
 
 class Coordinator(RuleBasedStateMachine):
@@ -126,6 +146,9 @@ class Coordinator(RuleBasedStateMachine):
 
     def attach(self, client: Client) -> None:
         client.peer.inbox.clear()
+        if isinstance(client.peer.error, Drained):  # its process has ended
+            self.clients.remove(client)
+            return
         client.deaf = False
         try:
             client.peer.join()
@@ -152,8 +175,41 @@ class Coordinator(RuleBasedStateMachine):
         self.attach(client)
         if role is Role.WORKER and client in self.clients:
             self.d.register(client.peer)
-        if role is Role.SHARD and client in self.clients and not self.d.state.status().initialized:
-            client.peer.initialized(version=self.d.state.status().version)
+        self.upload()
+
+    def upload(self) -> None:
+        """Every shard server that is to have first values, and has its stream, gets them."""
+        status = self.d.state.status()
+        for client in self.clients:
+            if client.peer.role is Role.SHARD and client.peer.open and not client.deaf:
+                client.drain()
+                state = client.delivery.job_state
+                if state is None or state.placement is None or status.initialized or status.version:
+                    continue
+                if client.rank in state.placement.servers:
+                    client.has = set(state.placement.slices_of(client.rank))
+                    client.peer.initialized()
+
+    @rule(data=st.data())
+    def slices_are_copied(self, data: Any) -> None:
+        if (client := self.pick(data, Role.SHARD)) is not None:
+            self.copy(client)
+
+    def copy(self, client: Client) -> None:
+        client.drain()
+        state = client.delivery.job_state
+        if client.rank is None or state is None or state.placement is None or not state.initialized:
+            return
+        got = tuple(i for i, h in enumerate(state.placement.holders) if client.rank in h.copying)
+        if got:
+            client.has |= set(got)
+            report = Copied(model=0, epoch=state.epoch, slices=got, placement=state.placement.number)
+            self.d.perform(self.d.state.copied(client.peer.session, report, self.d.clock()))
+
+    @rule(rank=st.integers(0, 3))
+    def a_server_is_drained(self, rank: int) -> None:
+        with contextlib.suppress(InvalidRequest, Misuse):
+            self.d.call(lambda call: self.d.state.drain(call, Caller(job="job"), rank, self.d.clock()))
 
     @rule(data=st.data())
     def a_stream_resets(self, data: Any) -> None:
@@ -189,7 +245,8 @@ class Coordinator(RuleBasedStateMachine):
         name = client.next_step()
         if name is None:
             return
-        client.acted = (generation, step) = name
+        generation, step = name
+        client.acted = client.full_name(name)
         if client.peer.role is Role.WORKER:
             client.votes.add(name)
             message: Vote | Ready = Vote(generation=generation, step=step)
@@ -198,7 +255,7 @@ class Coordinator(RuleBasedStateMachine):
                 generation=generation,
                 step=step,
                 sums_of_squares=(sum_of_squares,),
-                placement=client.peer.placement_number(),
+                placement=client.placement,
             )
         assert client.delivery.record(message) == []
         self.record(client, message, perform)
@@ -213,6 +270,8 @@ class Coordinator(RuleBasedStateMachine):
         for _ in range(steps):
             for client in list(self.clients):
                 if not client.deaf and client.peer.open:
+                    if client.peer.role is Role.SHARD:
+                        self.copy(client)
                     client.drain()
                     self.act(client, sum_of_squares)
 
