@@ -20,6 +20,7 @@ from pathlib import Path
 
 import _report
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
+from axon_ps.coordinator.core.events import Ready
 from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
@@ -96,7 +97,13 @@ class Bench:
         self.news.clear()
         generation = self.members[0].context().generation
         for shard in self.shards:
-            shard.ready(generation=generation, step=number, sum_of_squares=1.0)
+            state = shard.job_state
+            assert state is not None
+            assert state.placement is not None
+            sums = (1.0,) * 2  # of two slices each
+            shard.ready(
+                Ready(generation=generation, step=number, sums_of_squares=sums, placement=state.placement.number)
+            )
         for worker in self.workers:
             worker.vote(generation=generation, step=number, max_norm=1.0, hyper=(HYPER,))
         began = time.perf_counter()

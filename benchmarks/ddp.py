@@ -59,7 +59,7 @@ def main() -> int:
                 for side, into in figures.items():
                     kind, hook = SIDES[side]
                     command = [sys.executable, str(WORKER), kind, "--hook", hook, *arguments]
-                    one_run(place, team, command, options.steps, into, served=kind == "axon")
+                    one_run(place, team, command, options.steps, into, replication=int(kind == "axon"))
     except NetworkUnavailable as error:
         print(f"skipped: {error}")
         return 0

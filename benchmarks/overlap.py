@@ -52,7 +52,7 @@ def traced(place: Network, options: argparse.Namespace, dtype: str, strategy: st
     arguments = ["--dtype", dtype, "--strategy", strategy, "--trace", str(trace)]
     into = whole_step.Figures()
     command = [*WORKER, "axon", *whole_step.shape(options), *arguments]
-    whole_step.one_run(place, TEAM, command, options.steps, into, served=True)
+    whole_step.one_run(place, TEAM, command, options.steps, into, replication=1)
     card_s = sum(into.worker_mib) * whole_step.MIB * HEADERS / (options.rate_mbit * 1e6 / 8)
     return into.trace | {"median_s": into.median_s, "card_s": card_s}
 
