@@ -110,7 +110,8 @@ def create_file(
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
     """
-    with store.create(name) as sink:
+    size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
+    with store.create(name, size_bytes) as sink:
         writer = SafetensorsWriter(sink, tensors, metadata)
         yield writer
         writer.entry(name)
