@@ -10,6 +10,7 @@ import math
 import re
 
 from axon_ps.coordinator.core.events import (
+    CheckpointStatus,
     JobState,
     JoinRequest,
     KnownNames,
@@ -316,6 +317,7 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         pending=status.pending,
         lease_s=status.lease_s,
         models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
+        checkpoints=coordinator_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
     )
 
 
@@ -348,5 +350,15 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
                 parameters=m.parameters,
             )
             for m in message.models
+        ),
+        checkpoints=CheckpointStatus(
+            uri=message.checkpoints.uri,
+            version=message.checkpoints.version,
+            age_s=message.checkpoints.age_s,
+            took_s=message.checkpoints.took_s,
+            bytes=message.checkpoints.bytes,
+            failure=message.checkpoints.failure,
+            failure_age_s=message.checkpoints.failure_age_s,
+            activity=message.checkpoints.activity,
         ),
     )

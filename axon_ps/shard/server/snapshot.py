@@ -166,6 +166,7 @@ def load(engine: ShardEngine, restore: Restore) -> None:
         loader = _Loader(readers, restore.manifest, engine.spec.layout)
         for unit, owned in engine.slices.items():
             loader.fill(owned, restore.moves[unit])
+            reached(Moment.RESTORE, restore.manifest.version)
             owned.publish(restore.manifest.version)
 
 
