@@ -16,7 +16,8 @@ import asyncio
 import datetime
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, CheckpointSchedule
 from axon_ps.coordinator.core.events import CheckpointReply
@@ -24,9 +25,12 @@ from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.server import manifests, retention
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import AxonError, Busy, CheckpointError, CheckpointNotFound, InvalidRequest
+from axon_ps.host import priority
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
+
+_ArgumentT = TypeVar("_ArgumentT")
 
 _logger = logging.getLogger(__name__)
 
@@ -52,11 +56,18 @@ class AutomaticCheckpoints:
         self._schedule = CheckpointSchedule(policy, self._version, shell.now())
         self._models = self._epochs
         self._began = False
+        self._background = ThreadPoolExecutor(1, "axon_ps-checkpoints", initializer=priority.lower)
         self._refused: dict[str, str] = {}  # by URI, when it was made: not tried again in vain
         self._log.next = lambda: self._schedule.next(self._version, shell.now())
 
     async def run(self) -> None:
         """Do so until cancelled."""
+        try:
+            await self._run()
+        finally:
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
         while True:
             try:
                 await self._step()
@@ -100,7 +111,7 @@ class AutomaticCheckpoints:
             self._log.written(manifests.info_of(found), took_s=0.0, age_s=age.total_seconds())
         self._began = True
         if self._policy.writes:
-            await asyncio.to_thread(retention.remove_old, self._policy)
+            await self._in_background(retention.remove_old, self._policy)
 
     async def _save(self) -> None:
         version = self._version
@@ -108,11 +119,15 @@ class AutomaticCheckpoints:
         with self._log.doing(f"writing {uri}"):
             await self._save_to(self._caller, uri, "")
         with self._log.doing(f"verifying {uri}"):
-            await asyncio.to_thread(retention.verify, uri)
+            await self._in_background(retention.verify, uri)
         self._schedule.written(version, self._shell.now())
         _logger.info("checkpoint %s is complete and verified", uri)
         with self._log.doing("removing the oldest"):
-            await asyncio.to_thread(retention.remove_old, self._policy)
+            await self._in_background(retention.remove_old, self._policy)
+
+    async def _in_background(self, work: Callable[[_ArgumentT], None], argument: _ArgumentT) -> None:
+        """Do what nobody waits for in a thread that gives way to all others."""
+        await asyncio.get_running_loop().run_in_executor(self._background, work, argument)
 
     async def _restore(self, why: str) -> None:
         """Restore the newest checkpoint that can be; what is passed over is logged.
