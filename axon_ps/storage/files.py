@@ -43,8 +43,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _S3 = frozenset({"s3", "s3a"})
 _OBJECT_STORES = _S3 | {"gs", "gcs", "az", "abfs", "abfss"}
 _SCHEMES = _OBJECT_STORES | {"file", "memory"}
-_PART_BYTES = 8 << 20
-_MAX_PARTS = 9000
+_SEGMENT_BYTES = 8 << 20
+_MAX_SEGMENTS = 9000
 """S3 takes 10,000 parts of a file."""
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -261,7 +261,7 @@ class FsspecStore(FileStore):
     def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
         """See `FileStore.create`: an upload is completed or aborted; what it would replace stays then."""
         path = f"{self._path}/{_checked(name)}"
-        options = {"block_size": max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))} if self._bucket else {}
+        options = {"block_size": max(_SEGMENT_BYTES, -(-size_bytes // _MAX_SEGMENTS))} if self._bucket else {}
         with _translated(path, _written):
             if not self._bucket:
                 self._fs.makedirs(self._path, exist_ok=True)
@@ -279,7 +279,7 @@ class FsspecStore(FileStore):
         """See `FileStore.open`."""
         path = f"{self._path}/{_checked(name)}"
         with _translated(path, _read):
-            options = {"block_size": _PART_BYTES} if self._bucket else {}
+            options = {"block_size": _SEGMENT_BYTES} if self._bucket else {}
             file = self._fs.open(path, "rb", **options)
             source = _FsspecFile(path, file)
         with contextlib.closing(file):

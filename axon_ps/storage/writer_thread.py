@@ -142,9 +142,9 @@ class WriterThread:
         try:
             while (taken := self._next()) is not None:
                 block, used = taken
-                part = memoryview(block)[:used]  # type: ignore[arg-type]
-                self._hash.update(part)
-                self._sink.write(part)
+                view = memoryview(block)[:used]  # type: ignore[arg-type]
+                self._hash.update(view)
+                self._sink.write(view)
                 self._bytes += used
                 with self._changed:
                     self._written += 1
