@@ -82,15 +82,15 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
                 cluster.kill(Role.SHARD, rank)
             if everything:
                 cluster.kill(COORDINATOR)
-                worker.kill()
             for version, how in DAMAGES.items():
                 damage(checkpoints / f"step-{version:010d}", *how)
-            if everything:
-                cluster.restart(COORDINATOR)
-            for rank in range(2):
-                cluster.restart(Role.SHARD, rank)
-            if everything:
-                (worker,) = cluster.start_workers(train, args=(None,))
+        if everything:
+            worker.kill()
+            cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        if everything:
+            (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
         log = cluster.log(COORDINATOR)
     assert_close(values, plain([1] * STEPS))
@@ -154,11 +154,11 @@ def test_a_job_that_lost_everything_before_its_first_one_begins_again(tmp_path: 
             for rank in range(2):
                 cluster.kill(Role.SHARD, rank)
             cluster.kill(COORDINATOR)
-            worker.kill()
-            cluster.restart(COORDINATOR)
-            for rank in range(2):
-                cluster.restart(Role.SHARD, rank)
-            (worker,) = cluster.start_workers(train, args=(None,))
+        worker.kill()
+        cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
         log = cluster.log(COORDINATOR)
     assert began == 0
