@@ -167,6 +167,28 @@ def test_a_job_that_lost_everything_before_its_first_one_begins_again(tmp_path: 
     assert_close(values, plain([1] * STEPS))
 
 
+def test_a_directory_that_is_gone_is_no_reason_to_begin_again(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    with cluster_of(checkpoints, durable=True) as cluster:
+        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        with paused(tmp_path):
+            until(lambda: "is complete and verified" in cluster.log(COORDINATOR))
+            for rank in range(2):
+                cluster.kill(Role.SHARD, rank)
+            cluster.kill(COORDINATOR)
+            checkpoints.rename(tmp_path / "elsewhere")
+        worker.kill()
+        cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        until(lambda: "has no checkpoint that can be restored" in cluster.log(COORDINATOR))
+        (tmp_path / "elsewhere").rename(checkpoints)
+        (worker,) = cluster.start_workers(train, args=(None,))
+        _, values = value_of(worker)
+    assert_close(values, plain([1] * STEPS))
+
+
 def test_who_restores_an_older_one_goes_on_from_that(tmp_path: Path) -> None:
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"

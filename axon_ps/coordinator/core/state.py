@@ -433,10 +433,10 @@ class CoordinatorState:
 
     @property
     def lost_everything(self) -> bool:
-        """Whether no shard server has parameters of any model any more, and none was ever restored."""
+        """Whether no shard server has parameters of any model any more."""
         shards, models = self._assembly.shards(), [model.registration for model in self._models.registered]
         there = any(r.is_loaded(shard) for r in models for shard in shards)
-        return bool(self.lost_parameters) and not there and all(r.parameters.epoch == 0 for r in models)
+        return bool(self.lost_parameters) and not there
 
     @property
     def position(self) -> tuple[tuple[int, int, int], ...]:

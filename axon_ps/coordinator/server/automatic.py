@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, CheckpointSchedule
 from axon_ps.coordinator.core.events import CheckpointReply
+from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.server import manifests, retention
 from axon_ps.coordinator.server.shell import Shell
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
 
 _ArgumentT = TypeVar("_ArgumentT")
+
+_WRITTEN = "axon_ps/checkpoints/written"
+"""Key of the job's values: the first checkpoint that was complete."""
+
+_BEGAN_AGAIN = "axon_ps/checkpoints/began-again"
+"""Likewise: the models' epochs when the job began again, as JSON."""
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +65,7 @@ class AutomaticCheckpoints:
         self._schedule = CheckpointSchedule(policy, self._version, shell.now())
         self._models = self._epochs
         self._began = False
+        self._remembered = False
         self._background = ThreadPoolExecutor(1, "axon_ps-checkpoints", initializer=priority.lower)
         self._refused: dict[str, str] = {}  # by URI, when it was made: not tried again in vain
         self._log.next = lambda: self._schedule.next(self._version, shell.now())
@@ -121,6 +131,9 @@ class AutomaticCheckpoints:
         with self._log.doing(f"verifying {uri}"):
             await self._in_background(retention.verify, uri)
         self._schedule.written(version, self._shell.now())
+        if not self._remembered:
+            await self._remember(_WRITTEN, uri)
+            self._remembered = True
         _logger.info("checkpoint %s is complete and verified", uri)
         with self._log.doing("removing the oldest"):
             await self._in_background(retention.remove_old, self._policy)
@@ -152,11 +165,42 @@ class AutomaticCheckpoints:
             _logger.warning("the job goes on from %s, version %d", found.uri, found.version)
             return
         directory = self._policy.directory
-        if self._policy.writes and not self._refused and self._shell.state.lost_everything:
+        if not self._refused and await self._may_begin_again():
             _logger.warning("%s, and no checkpoint was written to %s yet: the job begins again", why, directory)
+            await self._remember(_BEGAN_AGAIN, json.dumps([(number, epoch + 1) for number, epoch in self._epochs]))
             self._shell.perform(self._shell.state.begin_again(self._shell.now()))
             return
         raise CheckpointNotFound(f"{why}, and {directory} has no checkpoint that can be restored")
+
+    async def _may_begin_again(self) -> bool:
+        """Whether nothing is lost by it: there never was a checkpoint, nor a restore but by beginning again.
+
+        A directory without checkpoints does not say so: it may be on a disk that is not mounted.
+        """
+        if not (self._policy.writes and self._shell.state.lost_everything) or await self._recall(_WRITTEN):
+            return False
+        began = await self._recall(_BEGAN_AGAIN)
+        first = dict(json.loads(began)) if began else {}
+        return all(epoch in (0, first.get(number)) for number, epoch in self._epochs)
+
+    async def _remember(self, key: str, value: str) -> None:
+        """Store something with the job, durably."""
+
+        def put(call: int) -> list[Action]:
+            self._shell.state.kv(self._caller).put(call, key, value.encode())
+            return self._shell.state.flush()
+
+        await self._shell.call(put)
+
+    async def _recall(self, key: str) -> str:
+        """What was stored; empty if nothing was."""
+
+        def get(call: int) -> list[Action]:
+            self._shell.state.kv(self._caller).get(call, key)
+            return self._shell.state.flush()
+
+        found: KVResult = await self._shell.call(get)
+        return found.value.decode() if found.found else ""
 
     def _candidates(self) -> list[Manifest]:
         """The checkpoints that may be restored, oldest first: what the job began with, then its own."""
