@@ -17,8 +17,9 @@ BENCH_ARGS ?=
 CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
+ALL_KILLED_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,6 +47,9 @@ soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that sh
 	$(BIN)/python tests/faults/fault_soak.py $(SOAK_ARGS)
 	$(BIN)/python tests/faults/shm_kills.py
 	$(BIN)/python tests/faults/group_soak.py
+
+all-killed: $(INSTALLED) ## every process of a job killed at once, 20 times with a state that survives and 20 without; ALL_KILLED_ARGS=--help
+	$(BIN)/python tests/faults/all_killed.py $(ALL_KILLED_ARGS)
 
 loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, in every kind of training
 	$(BIN)/python -W ignore tests/faults/loader_runs.py

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "ddp",
     "pipeline",
     "restart",
+    "checkpoint_steps",
 )
 
 

@@ -25,14 +25,15 @@ from axon_ps.cli.console import Console
 from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.network import free_port, wait_until_listening
 from axon_ps.cli.processes import PYTHON, Process
+from axon_ps.cli.restarts import Restarts
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
-from axon_ps.cli.workers import STEADY_S, Workers
+from axon_ps.cli.workers import Workers
 from axon_ps.errors import AxonError
 
 WORKER_GRACE_S = 5.0
 SERVICE_GRACE_S = 10.0
 SHARD_RESTARTS = 5
-"""How often in a row a shard server is started again that ends within STEADY_S."""
+"""How often in a row a shard server is started again; see `restarts`."""
 
 
 async def perform(launch: Launch, settings: Settings) -> int:
@@ -230,24 +231,22 @@ class _Launcher:
         first_shard = len(self._services) - self._launch.shards_here
         replicated = self._launch.shards > 1 and self._launch.replication != 1
         goes_on = "the others go on, and it gets copies" if replicated else "the job restores its newest checkpoint"
-        restarts = 0
+        restarts = Restarts(SHARD_RESTARTS, time.monotonic(), in_a_row=True)
         while True:
-            began_s, process = time.monotonic(), self._services[at]
+            process = self._services[at]
             await process.wait()
-            if time.monotonic() - began_s > STEADY_S:
-                restarts = 0
             if at >= first_shard and not process.failed:
                 self._console.print(f"axon-ps: {process.source.name} was drained")
                 await asyncio.get_running_loop().create_future()  # cancelled when the workers have ended
             replaced = at >= first_shard and (replicated or self._launch.checkpoint_every)
-            if not replaced or restarts == SHARD_RESTARTS:
+            pause_s = restarts.ended(time.monotonic()) if replaced else None
+            if pause_s is None:
                 return
-            restarts += 1
-            self._console.print(
-                f"axon-ps: {process.source.name} {process.child.ending}; it is started again: {goes_on} "
-                f"(restart {restarts} of {SHARD_RESTARTS})"
-            )
+            how = restarts.described(f"it is started again: {goes_on}", pause_s)
+            self._console.print(f"axon-ps: {process.source.name} {process.child.ending}; {how}")
+            await asyncio.sleep(pause_s)
             self._services[at] = self._start_shard(at - first_shard, self._address)
+            restarts.began(time.monotonic())
 
     def _catch_signals(self) -> None:
         def on_signal(number: int) -> None:

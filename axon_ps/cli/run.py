@@ -119,7 +119,7 @@ def run(
         host=host or ("127.0.0.1" if nnodes == 1 else "0.0.0.0"),
         advertise=advertise,
         state=state,
-        resume=_resume(resume, settings.checkpoint_dir),
+        resume=_resume(resume, settings.checkpoint_dir, by_itself=bool(checkpoint_every)),
         checkpoint_dir=settings.checkpoint_dir if checkpoint_every else "",
         checkpoint_every=checkpoint_every,
         checkpoint_limit=checkpoint_limit,
@@ -160,9 +160,11 @@ def _token(settings: Settings, *, nnodes: int, embedded: bool) -> str:
     return ""
 
 
-def _resume(resume: str, checkpoint_dir: str) -> str:
+def _resume(resume: str, checkpoint_dir: str, *, by_itself: bool) -> str:
     if resume != AUTO:
         return resume
+    if by_itself and checkpoint_dir:
+        return ""  # the coordinator takes the newest
     if not checkpoint_dir:
         raise ConfigurationError("--resume auto takes the newest checkpoint of --checkpoint-dir, which was not given")
     from axon_ps.storage.manifest import list_checkpoints

@@ -106,6 +106,7 @@ def coordinator(
         ),
     )
     settings.load_plugins()
+    settings.allow_roots()
     store = _state_store(state, settings.job)
     _configure_logging(settings, "coordinator")
 
@@ -164,6 +165,7 @@ def shard(
     )
     _configure_logging(settings, "shard")
     settings.load_plugins()
+    settings.allow_roots()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop)

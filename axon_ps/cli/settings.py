@@ -47,6 +47,8 @@ class Settings(BaseSettings):
         insecure: bind beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
         checkpoint_dir: the directory of the job's checkpoints.
+        checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
+            empty = any path, and any object store.
         plugins: names of modules that services import, with commas between them; see `axon_ps.plugins`.
         log: how records are written.
         log_level: the lowest level that is written; empty = the command's default.
@@ -65,6 +67,7 @@ class Settings(BaseSettings):
     insecure: bool = False
     node: str = ""
     checkpoint_dir: str = ""
+    checkpoint_roots: str = ""
     plugins: str = ""
     log: LogStyle = LogStyle.AUTO
     log_level: str = ""
@@ -122,7 +125,13 @@ class Settings(BaseSettings):
         """
         from axon_ps import plugins  # not needed by `run`, which only passes the names on
 
-        plugins.load(name.strip() for name in self.plugins.split(",") if name.strip())
+        plugins.load(_names(self.plugins))
+
+    def allow_roots(self) -> None:
+        """Have this process open checkpoints only where it may."""
+        from axon_ps.storage import files
+
+        files.allow_roots(_names(self.checkpoint_roots))
 
     def security(self) -> Security:
         """Token and certificates, as `rpc` takes them.
@@ -150,6 +159,7 @@ class Settings(BaseSettings):
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
             "CHECKPOINT_DIR": self.checkpoint_dir,
+            "CHECKPOINT_ROOTS": self.checkpoint_roots,
             "PLUGINS": self.plugins,
             "NODE": self.node,
         }
@@ -178,6 +188,10 @@ def load(config: Path | None = None, **flags: Any) -> Settings:
         raise ConfigurationError("; ".join(_format_error(e, flags) for e in error.errors())) from None
     except (OSError, ValueError) as error:  # tomllib's own error is a ValueError
         raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _with_file(config: Path) -> type[Settings]:

@@ -15,7 +15,7 @@ from axon_ps.cli import options as o
 from axon_ps.cli.options import leave
 
 if TYPE_CHECKING:
-    from axon_ps.coordinator.core.events import Status
+    from axon_ps.coordinator.core.events import CheckpointStatus, Status
 
 _OLD_S = 10.0
 """A report older than this is shown with its age."""
@@ -146,6 +146,22 @@ def progress_line(report: Mapping[str, Any], now: float) -> str:
     return ", ".join(fields)
 
 
+def checkpoint_lines(known: CheckpointStatus) -> list[str]:
+    """What is known of the job's checkpoints, as text."""
+    lines = []
+    if known.uri:
+        took = f", written in {known.took_s:.3g} s" if known.took_s else ""
+        lines.append(
+            f"newest checkpoint: {known.uri}, version {known.version}, {known.bytes:,} bytes, "
+            f"{_duration(known.age_s)} ago{took}"
+        )
+    if known.activity:
+        lines.append(f"checkpoints: {known.activity}")
+    if known.failure:
+        lines.append(f"newest failure of a checkpoint, {_duration(known.failure_age_s)} ago: {known.failure}")
+    return lines
+
+
 def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -179,6 +195,8 @@ def _print_status(reply: Status, progress: Mapping[str, Any] | None, address: st
             replica = "draining"
         table.add_row(m.role.value, str(m.rank), m.node, m.address, replica, m.incarnation[:8])
     console.print(table)
+    for line in checkpoint_lines(reply.checkpoints):
+        console.print(line, highlight=False, markup=False)
     for line in () if _finished(reply) else reply.pending:
         console.print(f"pending: {line}", highlight=False)
     for name, value in sorted(reply.counters.items()):

@@ -1,9 +1,9 @@
 """The workers of this node: started, watched, and started again when they fail, one by one and with the same rank.
 
-Every worker has a *place*: its ranks and its number of restarts. When the process in it fails, a standby takes the
-place if there is one, else a new process is started: the first time at once, then after growing pauses. The other
-workers keep running: a worker that joins needs only the coordinator and the shard servers. Those that cannot continue
-without the dead one (an all-reduce among workers) fail by themselves, and are restarted in their own places.
+Every worker has a *place*: its ranks and its restarts. When the process in it fails, a standby takes the place if there
+is one, else a new process is started; `restarts` says when. The other workers keep running: a worker that joins needs
+only the coordinator and the shard servers. Those that cannot continue without the dead one (an all-reduce among
+workers) fail by themselves, and are restarted in their own places.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from axon_ps.cli.console import Console
 from axon_ps.cli.launch_plan import Launch
 from axon_ps.cli.processes import PYTHON, Process
-
-MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""A worker that has run this long failed for another reason than its predecessor: it is restarted at once."""
+from axon_ps.cli.restarts import Restarts
 
 REFILL_S = 5.0
 """When a standby has taken a place, the next one starts this much later, once the job has recovered."""
@@ -31,14 +28,8 @@ class _Place:
     name: str
     ranks: Mapping[str, str]
     process: Process
-    restarts: int = 0
-    began_s: float = 0.0
+    restarts: Restarts
     exhausted: bool = False
-
-    def pause_s(self) -> float:
-        """How long to wait before the restart."""
-        lived_s = time.monotonic() - self.began_s
-        return 0.0 if not self.restarts or lived_s > STEADY_S else min(MAX_PAUSE_S, 2.0 ** (self.restarts - 1))
 
 
 class Workers:
@@ -67,7 +58,7 @@ class Workers:
 
     def history(self, process: Process) -> str:
         """How often it was restarted, as text; empty when it was not."""
-        restarts = next((p.restarts for p in self._places if p.process is process), 0)
+        restarts = next((p.restarts.count for p in self._places if p.process is process), 0)
         return f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
 
     def start(self) -> None:
@@ -80,7 +71,7 @@ class Workers:
                 ranks |= {"RANK": str(rank), "GROUP_RANK": str(launch.node_rank)}
             name = f"worker {rank if launch.node_rank >= 0 else local_rank}"
             process = self._start(name, ranks, 0)
-            self._places.append(_Place(name, ranks, process, began_s=time.monotonic()))
+            self._places.append(_Place(name, ranks, process, Restarts(launch.max_restarts, time.monotonic())))
         for _ in range(launch.standby):
             self._start_standby()
 
@@ -105,26 +96,23 @@ class Workers:
             await place.process.wait()
             if not place.process.failed:
                 return True
-            if place.restarts == self._launch.max_restarts:
+            pause_s = place.restarts.ended(time.monotonic())
+            if pause_s is None:
                 place.exhausted = True
                 return False
-            await self._fill(place)
+            await self._fill(place, pause_s)
 
-    async def _fill(self, place: _Place) -> None:
-        pause_s = place.pause_s()
+    async def _fill(self, place: _Place, pause_s: float) -> None:
         standby = self._next_standby()
         how = "a standby takes its place" if standby else "it is started again"
-        if pause_s:
-            how += f" in {pause_s:g} s"
-        place.restarts += 1
-        count = f"restart {place.restarts} of {self._launch.max_restarts}"
-        self._console.print(f"axon-ps: {place.name} {place.process.child.ending}; {how} ({count})")
+        ending = place.process.child.ending
+        self._console.print(f"axon-ps: {place.name} {ending}; {place.restarts.described(how, pause_s)}")
         if standby:
             await self._hand_over(standby, place, pause_s)
         else:
             await asyncio.sleep(pause_s)
-            place.process = self._start(place.name, place.ranks, place.restarts)
-        place.began_s = time.monotonic()
+            place.process = self._start(place.name, place.ranks, place.restarts.count)
+        place.restarts.began(time.monotonic())
 
     def _start(self, name: str, ranks: Mapping[str, str], restarts: int) -> Process:
         environment = {**self._environment(), **_rank_environment(ranks, restarts)}
@@ -147,14 +135,14 @@ class Workers:
         place.process = standby  # from here on it is ended with the others, even if the launch ends meanwhile
         await asyncio.sleep(pause_s)
         standby.source = self._console.source(place.name)
-        standby.child.send_line(json.dumps(_rank_environment(place.ranks, place.restarts)))
+        standby.child.send_line(json.dumps(_rank_environment(place.ranks, place.restarts.count)))
         refill = asyncio.ensure_future(self._refill())
         self._refills.add(refill)
         refill.add_done_callback(self._refills.discard)
 
     async def _refill(self) -> None:
         await asyncio.sleep(REFILL_S)
-        if any(place.restarts < self._launch.max_restarts for place in self._places):
+        if any(place.restarts.left for place in self._places):
             self._start_standby()
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import re
 
 from axon_ps.coordinator.core.events import (
+    CheckpointStatus,
     Copied,
     JobState,
     JoinRequest,
@@ -339,6 +340,7 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
         replication=status.replication,
         draining=status.draining,
+        checkpoints=coordinator_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
     )
 
 
@@ -376,4 +378,14 @@ def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
         ),
         replication=message.replication,
         draining=tuple(message.draining),
+        checkpoints=CheckpointStatus(
+            uri=message.checkpoints.uri,
+            version=message.checkpoints.version,
+            age_s=message.checkpoints.age_s,
+            took_s=message.checkpoints.took_s,
+            bytes=message.checkpoints.bytes,
+            failure=message.checkpoints.failure,
+            failure_age_s=message.checkpoints.failure_age_s,
+            activity=message.checkpoints.activity,
+        ),
     )

@@ -14,8 +14,8 @@ from enum import Enum
 class Moment(Enum):
     """Where a process is in a step.
 
-    Each is reached in one kind of process: the first six and the last but one in a worker, `DECISION` in the
-    coordinator, `CHECKPOINT` in a shard server.
+    Each is reached in one kind of process: `DECISION` and `REMOVE` in the coordinator, `CHECKPOINT` and `RESTORE` in a
+    shard server, the others in a worker.
     """
 
     GATHER = 1  # a request for a unit is sent and not answered
@@ -26,6 +26,8 @@ class Moment(Enum):
     DECISION = 6  # a decision is durable and not published yet
     BETWEEN_STEPS = 7  # a step is over on this worker
     CHECKPOINT = 8  # a part of a checkpoint's file is written
+    RESTORE = 9  # a slice has the values of a checkpoint, others may not
+    REMOVE = 10  # an old checkpoint is none any more, and its files are still there
 
 
 Watcher = Callable[[Moment, int], None]

@@ -22,10 +22,11 @@ import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
 from axon_ps.storage.files import FileStore, OpenFile, Sink
+from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.types import NUMBERS, Array, DType
 
 BLOCK_BYTES = 4 << 20
-"""Bytes that are hashed and written, or read, at a time."""
+"""Bytes that are read at a time."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Longest header: the limit of the safetensors library."""
@@ -58,18 +59,22 @@ class FileEntry:
 
 
 class SafetensorsWriter:
-    """Writes the values of one file's tensors, in the order of the header. Made by `create_file`."""
+    """Writes the values of one file's tensors, in the order of the header. Made by `create_file`.
+
+    See Note: [Copied, then written] of `writer_thread`.
+    """
 
     def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
-        self._sink = sink
-        self._hash = hashlib.sha256()
-        self._bytes = 0
+        self._thread = WriterThread(sink)
+        self._written = ("", 0)
         self._left = [(t.name, t.nbytes) for t in reversed(tensors)]
         self._missing = 0
-        self._put(_header(tensors, metadata))
+        self._thread.put(_header(tensors, metadata))
 
     def write(self, name: str, values: Array) -> None:
         """Write all values of tensor `name`, or the next of them: a contiguous array in the tensor's storage dtype.
+
+        They are copied, and may change when this returns.
 
         Raises:
             StorageFull: no space left.
@@ -82,20 +87,28 @@ class SafetensorsWriter:
                 raise InternalError(f"{name} is written where the file's header has {expected}")
         if len(view) > self._missing:
             raise InternalError(f"{name} has {len(view)} bytes where the file's header leaves {self._missing}")
-        for begin in range(0, len(view), BLOCK_BYTES):
-            self._put(view[begin : begin + BLOCK_BYTES])
+        self._thread.put(view)
         self._missing -= len(view)
 
-    def entry(self, name: str) -> FileEntry:
-        """Name, size and hash of the file."""
+    def finish(self, name: str) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            StorageFull: no space left.
+            CheckpointError: the file could not be written.
+        """
         if self._left or self._missing:
             raise InternalError(f"{name} ends before its last tensor")
-        return FileEntry(name=name, sha256=self._hash.hexdigest(), bytes=self._bytes)
+        self._written = self._thread.finish()
 
-    def _put(self, data: memoryview | bytes) -> None:
-        self._hash.update(data)
-        self._sink.write(data)
-        self._bytes += len(data)
+    def abandon(self) -> None:
+        """Write no more."""
+        self._thread.abandon()
+
+    def entry(self, name: str) -> FileEntry:
+        """Name, size and hash of the file, once it is written."""
+        sha256, size = self._written
+        return FileEntry(name=name, sha256=sha256, bytes=size)
 
 
 @contextlib.contextmanager
@@ -110,10 +123,15 @@ def create_file(
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
     """
-    with store.create(name) as sink:
+    size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
+    with store.create(name, size_bytes) as sink:
         writer = SafetensorsWriter(sink, tensors, metadata)
-        yield writer
-        writer.entry(name)
+        try:
+            yield writer
+            writer.finish(name)
+        except BaseException:
+            writer.abandon()
+            raise
 
 
 class SafetensorsReader:

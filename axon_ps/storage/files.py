@@ -1,10 +1,21 @@
 """Directories of files behind one small interface: local disks and everything that fsspec reaches.
 
 A file becomes visible when it is complete: locally it is written under a temporary name, synced and renamed; object
-stores show a file when its upload is completed. A file that could not be completed is removed.
+stores show a file when its upload is completed, and large ones are uploaded in parts. A file that could not be
+completed is discarded, and its upload aborted; what a killed process has left of one, `discard_partial` removes.
 
 Errors are those of axon_ps: no space left is `StorageFull`, a missing file `CheckpointNotFound`, and everything else a
 `CheckpointError` that names the file.
+
+Note: [Roots]
+    Requests name URIs that this process then opens, so it opens only what it may: local paths and object stores, or
+    what `allow_roots` was given. A chain of file systems ("zip::s3://...") is never opened.
+
+Note: [S3 requests]
+    A request is sent up to `_REQUEST_TRIES` times by botocore (connection errors, time-outs, 5xx, "slow down", with
+    growing pauses), and that up to `_CALL_TRIES` times by s3fs; each waits at most `_READ_TIMEOUT_S` for an answer. So
+    a request that nobody answers ends after about 3 minutes, and reading a range after 6. Credentials are those of the
+    environment or the user's AWS or fsspec configuration; nothing here reads or logs them.
 """
 
 from __future__ import annotations
@@ -15,7 +26,7 @@ import importlib
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -29,7 +40,17 @@ from axon_ps.errors import (
 )
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_S3 = frozenset({"s3", "s3a"})
+_OBJECT_STORES = _S3 | {"gs", "gcs", "az", "abfs", "abfss"}
+_SCHEMES = _OBJECT_STORES | {"file", "memory"}
+_SEGMENT_BYTES = 8 << 20
+_MAX_SEGMENTS = 9000
+"""S3 takes 10,000 parts of a file."""
+
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 30.0
+_REQUEST_TRIES = 3
+_CALL_TRIES = 2
 PARTIAL_SUFFIX = ".partial"
 """The end of the name of a local file that is still being written."""
 
@@ -71,8 +92,12 @@ class FileStore(ABC):
         self.uri = uri
 
     @abstractmethod
-    def create(self, name: str) -> contextlib.AbstractContextManager[Sink]:
+    def create(self, name: str, size_bytes: int = 0) -> contextlib.AbstractContextManager[Sink]:
         """Write a file, replacing one of that name; it becomes visible once the context ends without an error.
+
+        Args:
+            name: its name.
+            size_bytes: how large it will be, if that is known: a large file's upload has larger parts.
 
         Raises:
             StorageFull: no space left; nothing of the file remains.
@@ -100,6 +125,16 @@ class FileStore(ABC):
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is no error."""
 
+    def discard_partial(self, prefix: str = "") -> None:
+        """Remove what killed processes have left of files whose path in this directory begins with `prefix`.
+
+        Nobody may be writing such a file. Object stores look into directories, too; others do not.
+
+        Raises:
+            CheckpointError: something cannot be removed.
+        """
+        return
+
     def prune(self) -> None:
         """Remove the directory itself if it is empty; where directories are only names there is nothing to do."""
         return
@@ -123,7 +158,7 @@ class LocalFileStore(FileStore):
         self._open_file = open_file or _open_new
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[Sink]:
+    def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
         """See `FileStore.create`: written under another name, synced, renamed, and the directory synced."""
         path = self._path / _checked(name)
         partial = self._path / f".{name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
@@ -167,6 +202,12 @@ class LocalFileStore(FileStore):
         except OSError as error:
             raise _written(self._path / name, error) from error
 
+    def discard_partial(self, prefix: str = "") -> None:
+        """See `FileStore.discard_partial`."""
+        for entry in self._entries():
+            if entry.name.startswith(f".{prefix}") and entry.name.endswith(PARTIAL_SUFFIX):
+                self.remove(entry.name)
+
     def prune(self) -> None:
         """See `FileStore.prune`."""
         with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -205,40 +246,41 @@ class FsspecStore(FileStore):
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri.rstrip("/"))
+        scheme = uri.partition("://")[0]
         try:
             fsspec = importlib.import_module("fsspec")
-            self._fs, self._path = fsspec.core.url_to_fs(self.uri)
+            options = _s3_options(fsspec) if scheme in _S3 else {}
+            self._fs, self._path = fsspec.core.url_to_fs(self.uri, **options)
         except (ImportError, ValueError) as error:
-            extra = "; pip install 'axon-ps[s3]'" if uri.startswith(("s3://", "s3a://")) else ""
+            extra = "; pip install 'axon-ps[s3]'" if scheme in _S3 else ""
             raise ConfigurationError(f"{uri} cannot be reached: {error}{extra}") from error
+        if scheme in _S3:
+            self._fs.retries = _CALL_TRIES
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[Sink]:
-        """See `FileStore.create`: an upload is completed or discarded."""
+    def create(self, name: str, size_bytes: int = 0) -> Iterator[Sink]:
+        """See `FileStore.create`: an upload is completed or aborted; what it would replace stays then."""
         path = f"{self._path}/{_checked(name)}"
+        options = {"block_size": max(_SEGMENT_BYTES, -(-size_bytes // _MAX_SEGMENTS))} if self._bucket else {}
         with _translated(path, _written):
             if not self._bucket:
                 self._fs.makedirs(self._path, exist_ok=True)
-            file = self._fs.open(path, "wb")
+            file = self._fs.open(path, "wb", **options)
         try:
             yield _FsspecSink(path, file)
+            with _translated(path, _written):
+                file.close()
         except BaseException:
             self._discard(file, path)
             raise
-        with _translated(path, _written):
-            try:
-                file.close()
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(path)
-                raise
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[OpenFile]:
         """See `FileStore.open`."""
         path = f"{self._path}/{_checked(name)}"
         with _translated(path, _read):
-            file = self._fs.open(path, "rb")
+            options = {"block_size": _SEGMENT_BYTES} if self._bucket else {}
+            file = self._fs.open(path, "rb", **options)
             source = _FsspecFile(path, file)
         with contextlib.closing(file):
             yield source
@@ -256,6 +298,21 @@ class FsspecStore(FileStore):
         path = f"{self._path}/{_checked(name)}"
         with _translated(path, _written), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(path)
+
+    def discard_partial(self, prefix: str = "") -> None:
+        """See `FileStore.discard_partial`: S3 charges for the parts of uploads that were never completed."""
+        if self.uri.partition("://")[0] not in _S3:
+            return
+        bucket, _, key = self._path.strip("/").partition("/")
+        found: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/{prefix}" if key else prefix}
+        with _translated(f"{self._path}/{prefix}", _written):
+            while True:
+                page = self._fs.call_s3("list_multipart_uploads", **found)
+                for upload in page.get("Uploads", ()):
+                    self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+                if not page.get("IsTruncated"):
+                    return
+                found |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def child(self, name: str) -> FsspecStore:
         """See `FileStore.child`."""
@@ -279,14 +336,64 @@ class FsspecStore(FileStore):
             return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == kind)
 
     def _discard(self, file: Any, path: str) -> None:
-        """Discard an upload that failed, as far as the store allows it."""
+        """Discard a file that could not be written, as far as the store allows it."""
         with contextlib.suppress(Exception):
             if hasattr(file, "discard"):
                 file.discard()
             else:
                 file.close()
         with contextlib.suppress(Exception):
-            self._fs.rm_file(path)
+            file.closed = True  # or its destructor completes it
+        if not self._bucket:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
+
+
+def _s3_options(fsspec: Any) -> dict[str, Any]:
+    """How S3 is used, beside what the user's own fsspec configuration says; see Note: [S3 requests]."""
+    theirs = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    ours = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+        "retries": {"mode": "standard", "total_max_attempts": _REQUEST_TRIES},
+    }
+    return {"config_kwargs": ours | theirs, "use_listings_cache": False}
+
+
+_roots: tuple[str, ...] = ()
+
+
+def allow_roots(roots: Sequence[str]) -> None:
+    """Have this process open checkpoints only in these directories, given as paths or URIs; none = the default.
+
+    See Note: [Roots].
+    """
+    global _roots
+    _roots = tuple(_normal(root) for root in roots)
+
+
+def _check_allowed(uri: str) -> None:
+    scheme = uri.partition("://")[0] if "://" in uri else "file"
+    if "::" in uri or not (_roots or scheme in _SCHEMES):
+        raise ConfigurationError(
+            f"{uri} is not opened: a checkpoint is at a path or an URI of {', '.join(sorted(_SCHEMES))}; "
+            "AXON_PS_CHECKPOINT_ROOTS can allow others"
+        )
+    place = _normal(uri)
+    if _roots and not any(place == root or place.startswith(root.rstrip("/") + "/") for root in _roots):
+        raise ConfigurationError(
+            f"{uri} is not opened: AXON_PS_CHECKPOINT_ROOTS allows checkpoints in {', '.join(_roots)} only"
+        )
+
+
+def _normal(uri: str) -> str:
+    """A place in its only spelling: a real path, or a URI that does not lead out of its directory."""
+    scheme, colon, rest = uri.partition("://")
+    if not colon or scheme == "file":
+        return os.path.realpath(rest if colon else uri)
+    if ".." in rest.split("/"):
+        raise InvalidRequest(f"{uri} has '..' in it; give the URI of the directory itself")
+    return uri.rstrip("/")
 
 
 def absolute(uri: str) -> str:
@@ -299,10 +406,12 @@ def open_store(uri: str) -> FileStore:
 
     Raises:
         InvalidRequest: `uri` is empty.
-        ConfigurationError: the scheme is unknown, or the package it needs is not installed.
+        ConfigurationError: it may not be opened (see Note: [Roots]), its scheme is unknown, or the package it needs is
+            not installed.
     """
     if not uri:
         raise InvalidRequest("the URI of a checkpoint is empty; give a directory or a URI")
+    _check_allowed(uri)
     scheme, colon, rest = uri.partition("://")
     if not colon:
         return LocalFileStore(uri)
@@ -403,4 +512,7 @@ def _read(path: object, error: Exception) -> CheckpointError:
 
 
 def _why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+    why = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, PermissionError) or "credentials" in why.lower():
+        why += "; see to the permissions of this process: for an object store to its credentials and its policy"
+    return why

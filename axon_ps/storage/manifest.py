@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ FILE_PREFIX = "shard-"
 """The prefix of every file that a shard server writes."""
 
 _MAX_BYTES = 256 << 20
+_NO_HASH = b"0" * 64
+"""Stands in the place of a manifest's own hash while that is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +135,14 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     """
     store = open_store(uri)
     message = _to_proto(manifest)
+    message.sha256 = _NO_HASH.decode()
     _from_proto(message, uri)  # what could not be read again is refused now
     text = json_format.MessageToJson(
         message, indent=1, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    with store.create(MANIFEST_NAME) as sink:
-        sink.write(text.encode())
+    content = text.encode()
+    with store.create(MANIFEST_NAME, len(content)) as sink:
+        sink.write(content.replace(_NO_HASH, hashlib.sha256(content).hexdigest().encode(), 1))
     named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():
@@ -235,6 +240,9 @@ def _read(store: FileStore) -> Manifest:
         value = json.loads(text)
         if (version := value["format_version"]) != FORMAT_VERSION:
             raise CheckpointCorrupt(f"{path} is of format {version!r}; this program reads format {FORMAT_VERSION}")
+        own = str(value.get("sha256", "")).encode()
+        if own and hashlib.sha256(text.replace(own, _NO_HASH, 1)).hexdigest().encode() != own:
+            raise CheckpointCorrupt(f"{path} was altered: it is not what its own hash says")
         return _from_proto(json_format.ParseDict(value, checkpoint_pb2.Manifest()), store.uri)
     except CheckpointCorrupt:
         raise

@@ -6,80 +6,22 @@ The oracle is plain torch: a job that went back to a checkpoint ends with the va
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import axon_ps
-from axon_ps import parallel
-from axon_ps.sharding.plan import PlanOptions
-from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.cluster import COORDINATOR
-from axon_ps.testing.workers import WorkerProcess
 from axon_ps.types import Role
-from parity_model import Block, Values, assert_close, batch, build, plain
-from pausing import make_pipes, pause, paused
-
-STEPS, FATAL = 12, 7
-SOON_S = 30.0
-
-
-def train(pipes: Path | None, follow: Path | None = None) -> tuple[int, Values]:
-    """Train to version STEPS; the version with which it began, and the values.
-
-    Args:
-        pipes: pause once, at version FATAL.
-        follow: never be more than a step ahead of the checkpoints in this directory, so that they are of even versions.
-    """
-    torch.set_num_threads(1)
-    with axon_ps.World.init(timeout_s=60.0) as world:
-        model = parallel.FSDP(
-            build(),
-            world.default_group,
-            unit_types={Block},
-            plan_options=PlanOptions(chunk_numel=512, min_slice_numel=128),
-        )
-        optimizer = parallel.SGD(model, lr=0.1, momentum=0.9)
-        began, to_pause = world.version, True
-        while world.version < STEPS:
-            step = world.version
-            if step == FATAL and to_pause and pipes is not None:
-                pause(pipes)
-                to_pause = False
-            model(batch(step, world.replica)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if follow is not None and world.version > 1:
-                until(lambda: max(versions(follow), default=0) >= world.version - 1)
-        return began, {name: value.numpy().copy() for name, value in model.state_dict().items()}
+from checkpointed_job import FATAL, STEPS, train, until, value_of, versions
+from parity_model import assert_close, plain
+from pausing import make_pipes, paused
 
 
 def cluster_of(directory: Path, **options: Any) -> LocalCluster:
     chosen = {"checkpoint_every": "2", "lease_s": 3.0, "replication": 1} | options
     return LocalCluster(shards=2, world_size=1, checkpoint_dir=directory, **chosen)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what other processes do."""
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.01)
-
-
-def versions(directory: Path) -> list[int]:
-    return [manifest.version for manifest in list_checkpoints(str(directory))]
-
-
-def value_of(worker: WorkerProcess) -> Any:
-    result: Any = worker.result()
-    assert not result.error, result.error
-    return result.value
 
 
 def test_they_are_written_verified_and_the_old_ones_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,42 +59,59 @@ def test_a_shard_server_that_dies_costs_the_steps_since_the_last_one_and_no_word
     assert "the job goes on from" in log
 
 
-@pytest.mark.parametrize("how", ["truncated", "altered", "without its manifest's end", "gone"])
-def test_a_damaged_one_is_refused_loudly_for_the_one_before(how: str, tmp_path: Path) -> None:
+DAMAGES = {
+    7: ("flip", ".safetensors"),
+    6: ("cut", ".safetensors"),
+    5: ("remove", ".safetensors"),
+    4: ("flip", ".json"),
+    3: ("cut", ".json"),
+    2: ("empty", ".json"),
+}
+"""By the version of the checkpoint; that of version 1 is the newest that nothing happens to."""
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool, tmp_path: Path) -> None:
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"
-    with cluster_of(checkpoints) as cluster:
+    with cluster_of(checkpoints, checkpoint_every="1", checkpoint_limit=20) as cluster:
         (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
-            until(lambda: {4, 6} <= set(versions(checkpoints)))
-            until(lambda: cluster_is_idle(checkpoints))
-            damage(checkpoints / f"step-{6:010d}", how)
-            cluster.kill(Role.SHARD, 0)
-            cluster.restart(Role.SHARD, 0)
-        _, values = value_of(worker)
+            until(lambda: versions(checkpoints) == [*range(1, FATAL + 1)])
+            for rank in range(2):
+                cluster.kill(Role.SHARD, rank)
+            if everything:
+                cluster.kill(COORDINATOR)
+            for version, how in DAMAGES.items():
+                damage(checkpoints / f"step-{version:010d}", *how)
+        if everything:
+            worker.kill()
+            cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        if everything:
+            (worker,) = cluster.start_workers(train, args=(None,))
+        began, values = value_of(worker)
         log = cluster.log(COORDINATOR)
     assert_close(values, plain([1] * STEPS))
-    assert f"{checkpoints}/step-{6:010d} is passed over" in log
-    assert f"goes on from {checkpoints}/step-{4:010d}, version 4" in log
+    for version in DAMAGES:
+        assert f"{checkpoints}/step-{version:010d} is passed over: " in log, version
+    assert f"goes on from {checkpoints}/step-{1:010d}, version 1" in log
+    assert began == (1 if everything else 0)
 
 
-def cluster_is_idle(checkpoints: Path) -> bool:
-    """Whether the third checkpoint is complete: nothing is written or removed any more while the worker is paused."""
-    return versions(checkpoints) == [2, 4, 6]
-
-
-def damage(directory: Path, how: str) -> None:
-    data = sorted(path for path in directory.iterdir() if path.suffix != ".json")[0]
-    manifest = next(path for path in directory.iterdir() if path.suffix == ".json")
-    content = data.read_bytes()
-    if how == "truncated":
-        data.write_bytes(content[:-1])
-    elif how == "altered":
-        data.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    elif how == "gone":
-        data.unlink()
+def damage(directory: Path, how: str, suffix: str) -> None:
+    file = sorted(path for path in directory.iterdir() if path.suffix == suffix)[-1]
+    content = file.read_bytes()
+    at = len(content) // 2
+    if how == "flip":
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    elif how == "cut":
+        file.write_bytes(content[:at])
+    elif how == "remove":
+        file.unlink()
     else:
-        manifest.write_bytes(manifest.read_bytes()[:-20])
+        file.write_bytes(b"")
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -173,6 +132,60 @@ def test_everything_may_die_at_once(durable: bool, tmp_path: Path) -> None:
         (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
     assert began == 6
+    assert_close(values, plain([1] * STEPS))
+
+
+def test_what_processes_that_were_killed_have_left_is_removed(tmp_path: Path) -> None:
+    half, mine = tmp_path / f"step-{3:010d}", tmp_path / "step-by-step"
+    for directory in (half, mine):
+        directory.mkdir()
+        for name in ("shard-00000-of-00002-v3-0.safetensors", ".shard-00001-of-00002-v3-0.safetensors.0.partial"):
+            (directory / name).write_bytes(b"half")
+    with cluster_of(tmp_path):
+        until(lambda: not half.exists())
+    assert len(list(mine.iterdir())) == 2
+
+
+def test_a_job_that_lost_everything_before_its_first_one_begins_again(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    with cluster_of(tmp_path / "checkpoints", durable=True, checkpoint_every="1h") as cluster:
+        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        with paused(tmp_path):
+            for rank in range(2):
+                cluster.kill(Role.SHARD, rank)
+            cluster.kill(COORDINATOR)
+        worker.kill()
+        cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        (worker,) = cluster.start_workers(train, args=(None,))
+        began, values = value_of(worker)
+        log = cluster.log(COORDINATOR)
+    assert began == 0
+    assert "no checkpoint was written" in log
+    assert "the job begins again" in log
+    assert_close(values, plain([1] * STEPS))
+
+
+def test_a_directory_that_is_gone_is_no_reason_to_begin_again(tmp_path: Path) -> None:
+    make_pipes(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    with cluster_of(checkpoints, durable=True) as cluster:
+        (worker,) = cluster.start_workers(train, args=(tmp_path,))
+        with paused(tmp_path):
+            until(lambda: "is complete and verified" in cluster.log(COORDINATOR))
+            for rank in range(2):
+                cluster.kill(Role.SHARD, rank)
+            cluster.kill(COORDINATOR)
+            checkpoints.rename(tmp_path / "elsewhere")
+        worker.kill()
+        cluster.restart(COORDINATOR)
+        for rank in range(2):
+            cluster.restart(Role.SHARD, rank)
+        until(lambda: "has no checkpoint that can be restored" in cluster.log(COORDINATOR))
+        (tmp_path / "elsewhere").rename(checkpoints)
+        (worker,) = cluster.start_workers(train, args=(None,))
+        _, values = value_of(worker)
     assert_close(values, plain([1] * STEPS))
 
 

@@ -84,6 +84,9 @@ class SnapshotOrder:
 UPLOADED = "worker:"
 """Instead of a checkpoint's URI: a worker uploads the values; optimizer state and version stay."""
 
+FIRST_VALUES = "worker:first"
+"""Instead of a checkpoint's URI: the next worker that registers the model uploads first values, as if it were new."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOrder:
@@ -309,6 +312,31 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointStatus:
+    """What is known of a job's checkpoints. Since when: in seconds before the reply.
+
+    Attributes:
+        uri: the newest that was written, whoever asked for it; empty = none is known.
+        version: of the first model in it.
+        age_s: since when it is complete.
+        took_s: how long writing it took; 0 = it was written before this coordinator started.
+        bytes: bytes of all its files.
+        failure: why the newest one that failed was not written, verified, removed or restored; empty = none failed.
+        failure_age_s: since when.
+        activity: what the job does about checkpoints by itself, now or next; empty = nothing.
+    """
+
+    uri: str = ""
+    version: int = 0
+    age_s: float = 0.0
+    took_s: float = 0.0
+    bytes: int = 0
+    failure: str = ""
+    failure_age_s: float = 0.0
+    activity: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """What the job looks like now.
 
@@ -327,6 +355,7 @@ class Status:
         models: the job's models by number.
         replication: how many shard servers are to hold each slice.
         draining: ranks of the shard servers that give up what they hold.
+        checkpoints: its checkpoints.
     """
 
     job: str
@@ -343,3 +372,4 @@ class Status:
     models: tuple[ModelStatus, ...] = ()
     replication: int = 1
     draining: tuple[int, ...] = ()
+    checkpoints: CheckpointStatus = field(default_factory=CheckpointStatus)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from axon_ps.coordinator.core.events import Copied, JobState, KnownNames, RestoreOrder
+from axon_ps.coordinator.core.events import FIRST_VALUES, Copied, JobState, KnownNames, RestoreOrder
 from axon_ps.coordinator.core.records import ParameterState
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.errors import InvalidRequest, LayoutMismatch, Misuse
@@ -231,7 +231,8 @@ class Registration:
     def claim_upload(self, incarnation: str, uploader_lives: bool) -> bool:
         """Whether the caller has to upload the first values."""
         p = self.parameters
-        if p.initialized or p.epoch > 0:
+        begins_again = p.restore is not None and p.restore.uri == FIRST_VALUES
+        if p.initialized or (p.epoch > 0 and not begins_again):
             return False
         if not p.uploader or not uploader_lives:
             p.uploader = incarnation

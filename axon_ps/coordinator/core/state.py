@@ -22,6 +22,7 @@ from axon_ps.coordinator.core.checkpoints.restores import Restores, Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import SavedModel, Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import (
+    FIRST_VALUES,
     UPLOADED,
     Copied,
     JobState,
@@ -388,6 +389,13 @@ class CoordinatorState:
         version = 0 if model is None else model.version
         return self.restore(call, caller, [Resume(uri=UPLOADED, version=version, model=name)], now)
 
+    def begin_again(self, now: float) -> list[Action]:
+        """Nothing is left of a job that `lost_everything`: the next worker uploads first values, for version 0."""
+        self._restores.order(
+            [Resume(uri=FIRST_VALUES, version=0, model=model.name) for model in self._models.registered], now
+        )
+        return self._out.take()
+
     def restore_report(self, session: int, epoch: int, error: AxonError, now: float, *, model: int = 0) -> list[Action]:
         """A shard server could not restore a model."""
         if (entry := self._entry(session, now)) is not None:
@@ -458,6 +466,13 @@ class CoordinatorState:
             return ""
         losses = ((self._models.message_prefix(model), model.registration.loss(shards)) for model in self._models)
         return " and ".join(prefix + loss for prefix, loss in losses if loss)
+
+    @property
+    def lost_everything(self) -> bool:
+        """Whether no shard server has parameters of any model any more."""
+        shards, models = self._assembly.shards(), [model.registration for model in self._models.registered]
+        there = any(r.is_loaded(shard) for r in models for shard in shards)
+        return bool(self.lost_parameters) and not there
 
     @property
     def position(self) -> tuple[tuple[int, int, int], ...]:

@@ -1,32 +1,46 @@
 """Checkpoints that need nobody: written when they are due, verified, removed when they are old, restored after a loss.
 
 Owns: doing so, one thing after the other, and saying so in the log. Refuses: to decide when one is due
-(`core.checkpoints.schedule`) and what a restore does to the job (`core.checkpoints.restores`).
+(`core.checkpoints.schedule`), which ones remain (`retention`) and what a restore does to the job
+(`core.checkpoints.restores`).
 
 Invariants:
-- Only checkpoints that were written here are removed: directories named `step-N`; and the newest that verifies, never.
 - The newest is the one that was written last, whatever its version: who restored an older one wants what came of that.
 - A checkpoint is passed over only for a reason that is logged.
+- A job that has lost everything before its first checkpoint begins again, as it would with a new state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
+from axon_ps.coordinator.core.actions import Action
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy, CheckpointSchedule
 from axon_ps.coordinator.core.events import CheckpointReply
+from axon_ps.coordinator.core.kv import KVResult
 from axon_ps.coordinator.core.state import Caller
-from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server import manifests, retention
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.errors import AxonError, Busy, CheckpointError, CheckpointNotFound, InvalidRequest
+from axon_ps.host import priority
 
 if TYPE_CHECKING:
     from axon_ps.storage.manifest import Manifest
 
-_PREFIX = "step-"
+_ArgumentT = TypeVar("_ArgumentT")
+
+_WRITTEN = "axon_ps/checkpoints/written"
+"""Key of the job's values: the first checkpoint that was complete."""
+
+_BEGAN_AGAIN = "axon_ps/checkpoints/began-again"
+"""Likewise: the models' epochs when the job began again, as JSON."""
+
 _logger = logging.getLogger(__name__)
 
 Save = Callable[[Caller, str, str], Awaitable[CheckpointReply]]
@@ -46,29 +60,44 @@ class AutomaticCheckpoints:
         self._shell = shell
         self._policy = policy
         self._save_to = save
+        self._log = shell.checkpoints
         self._caller = Caller(job=shell.state.config.job, incarnation="")
         self._schedule = CheckpointSchedule(policy, self._version, shell.now())
         self._models = self._epochs
+        self._began = False
+        self._remembered = False
+        self._background = ThreadPoolExecutor(1, "axon_ps-checkpoints", initializer=priority.lower)
         self._refused: dict[str, str] = {}  # by URI, when it was made: not tried again in vain
+        self._log.next = lambda: self._schedule.next(self._version, shell.now())
 
     async def run(self) -> None:
         """Do so until cancelled."""
+        try:
+            await self._run()
+        finally:
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self) -> None:
         while True:
             try:
                 await self._step()
             except Exception as error:
                 retry_s = self._schedule.failed(self._shell.now())
                 level = logging.INFO if isinstance(error, Busy) else logging.ERROR
-                _logger.log(
-                    level, "%s; trying again after %.0f s", error, retry_s, exc_info=not isinstance(error, AxonError)
-                )
+                known = isinstance(error, AxonError)
+                _logger.log(level, "%s; trying again after %.0f s", error, retry_s, exc_info=not known)
+                if not isinstance(error, Busy):
+                    self._log.failed(str(error) if known else repr(error))
             await self._shell.changed(self._schedule.wait_s(self._shell.now()))
 
     async def _step(self) -> None:
         if not self._schedule.may_try(self._shell.now()):
             return
+        if not self._began:
+            await self._begin()
         if why := self._shell.state.lost_parameters:
-            await self._restore(why)
+            with self._log.doing(f"restoring: {why}"):
+                await self._restore(why)
         elif self._models != self._epochs:
             self._models = self._epochs
             self._schedule.restart(self._version)
@@ -84,14 +113,34 @@ class AutomaticCheckpoints:
     def _version(self) -> int:
         return sum(version for _, _, version in self._shell.state.position)
 
+    async def _begin(self) -> None:
+        """See what there is, and remove what processes that were killed have left."""
+        found = await asyncio.to_thread(retention.newest, self._policy.directory)
+        if found is not None:
+            age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(found.created)
+            self._log.written(manifests.info_of(found), took_s=0.0, age_s=age.total_seconds())
+        self._began = True
+        if self._policy.writes:
+            await self._in_background(retention.remove_old, self._policy)
+
     async def _save(self) -> None:
         version = self._version
-        uri = f"{self._policy.directory.rstrip('/')}/{_PREFIX}{version:010d}"
-        await self._save_to(self._caller, uri, "")
-        await asyncio.to_thread(_verify, uri)
+        uri = retention.uri_of(self._policy.directory, version)
+        with self._log.doing(f"writing {uri}"):
+            await self._save_to(self._caller, uri, "")
+        with self._log.doing(f"verifying {uri}"):
+            await self._in_background(retention.verify, uri)
         self._schedule.written(version, self._shell.now())
+        if not self._remembered:
+            await self._remember(_WRITTEN, uri)
+            self._remembered = True
         _logger.info("checkpoint %s is complete and verified", uri)
-        await asyncio.to_thread(_remove_old, self._policy)
+        with self._log.doing("removing the oldest"):
+            await self._in_background(retention.remove_old, self._policy)
+
+    async def _in_background(self, work: Callable[[_ArgumentT], None], argument: _ArgumentT) -> None:
+        """Do what nobody waits for in a thread that gives way to all others."""
+        await asyncio.get_running_loop().run_in_executor(self._background, work, argument)
 
     async def _restore(self, why: str) -> None:
         """Restore the newest checkpoint that can be; what is passed over is logged.
@@ -100,7 +149,8 @@ class AutomaticCheckpoints:
             CheckpointNotFound: none can.
             AxonError: the restore was broken off: a server was lost again, or somebody restored something else.
         """
-        for found in reversed(await asyncio.to_thread(self._candidates)):
+        candidates = await asyncio.to_thread(self._candidates)
+        for found in reversed(candidates):
             _logger.warning("%s: restoring %s, version %d", why, found.uri, found.version)
             try:
                 fitting = await asyncio.to_thread(manifests.find, found.uri, self._shell.state.specs)
@@ -110,60 +160,64 @@ class AutomaticCheckpoints:
                     )
                 )
             except (CheckpointError, InvalidRequest) as error:
-                self._refused[found.uri] = found.created
-                _logger.error("checkpoint %s is passed over: %s", found.uri, error)
+                self._refuse(found.uri, found.created, error)
                 continue
             _logger.warning("the job goes on from %s, version %d", found.uri, found.version)
             return
-        raise CheckpointNotFound(f"{why}, and {self._policy.directory} has no checkpoint that can be restored")
+        directory = self._policy.directory
+        if not self._refused and await self._may_begin_again():
+            _logger.warning("%s, and no checkpoint was written to %s yet: the job begins again", why, directory)
+            await self._remember(_BEGAN_AGAIN, json.dumps([(number, epoch + 1) for number, epoch in self._epochs]))
+            self._shell.perform(self._shell.state.begin_again(self._shell.now()))
+            return
+        raise CheckpointNotFound(f"{why}, and {directory} has no checkpoint that can be restored")
+
+    async def _may_begin_again(self) -> bool:
+        """Whether nothing is lost by it: there never was a checkpoint, nor a restore but by beginning again.
+
+        A directory without checkpoints does not say so: it may be on a disk that is not mounted.
+        """
+        if not (self._policy.writes and self._shell.state.lost_everything) or await self._recall(_WRITTEN):
+            return False
+        began = await self._recall(_BEGAN_AGAIN)
+        first = dict(json.loads(began)) if began else {}
+        return all(epoch in (0, first.get(number)) for number, epoch in self._epochs)
+
+    async def _remember(self, key: str, value: str) -> None:
+        """Store something with the job, durably."""
+
+        def put(call: int) -> list[Action]:
+            self._shell.state.kv(self._caller).put(call, key, value.encode())
+            return self._shell.state.flush()
+
+        await self._shell.call(put)
+
+    async def _recall(self, key: str) -> str:
+        """What was stored; empty if nothing was."""
+
+        def get(call: int) -> list[Action]:
+            self._shell.state.kv(self._caller).get(call, key)
+            return self._shell.state.flush()
+
+        found: KVResult = await self._shell.call(get)
+        return found.value.decode() if found.found else ""
 
     def _candidates(self) -> list[Manifest]:
-        """The checkpoints that may be restored, oldest first."""
+        """The checkpoints that may be restored, oldest first: what the job began with, then its own."""
+        from axon_ps.storage.manifest import read_manifest
 
-        def damaged(uri: str, error: AxonError) -> None:
-            if self._refused.setdefault(uri, "") == "":
-                _logger.error("checkpoint %s is passed over: %s", uri, error)
-
-        found = _written(self._policy.directory, damaged)
+        found = retention.written(self._policy.directory, lambda uri, error: self._refuse(uri, "", error))
+        if resume := self._shell.state.config.resume:
+            try:
+                first = read_manifest(resume)
+                if first.uri not in {manifest.uri for manifest in found}:
+                    found = [first, *found]
+            except CheckpointError as error:
+                self._refuse(resume, "", error)
         return [manifest for manifest in found if self._refused.get(manifest.uri) != manifest.created]
 
-
-def newest(directory: str) -> str:
-    """The checkpoint in the directory to begin with; empty when there is none.
-
-    Raises:
-        CheckpointError: the directory cannot be read.
-    """
-    found = _written(directory)
-    return found[-1].uri if found else ""
-
-
-def _written(directory: str, damaged: Callable[[str, AxonError], None] | None = None) -> list[Manifest]:
-    """The complete checkpoints in a directory, in the order in which they were written."""
-    from axon_ps.storage.manifest import list_checkpoints
-
-    return sorted(list_checkpoints(directory, damaged), key=lambda manifest: manifest.created)
-
-
-def _verify(uri: str) -> None:
-    """Read a checkpoint that was just written; one that is damaged is no checkpoint any more.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    from axon_ps.storage.manifest import read_manifest, remove, verify
-
-    try:
-        verify(uri)
-    except CheckpointError:
-        remove(read_manifest(uri))
-        raise
-
-
-def _remove_old(policy: CheckpointPolicy) -> None:
-    """Remove what was written here and is older than those that remain."""
-    from axon_ps.storage.manifest import remove
-
-    ours = [m for m in _written(policy.directory) if m.uri.rpartition("/")[2].startswith(_PREFIX)]
-    for manifest in ours[: -policy.limit]:
-        remove(manifest)
+    def _refuse(self, uri: str, created: str, error: AxonError) -> None:
+        if self._refused.get(uri) != created:
+            self._refused[uri] = created
+            _logger.error("checkpoint %s is passed over: %s", uri, error)
+            self._log.failed(f"{uri} is passed over: {error}")

@@ -5,6 +5,7 @@ Blocking I/O: call it in a thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from axon_ps.coordinator.core.checkpoints.restores import Resume
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshot
 from axon_ps.coordinator.core.events import CheckpointReply
-from axon_ps.errors import InvalidRequest
+from axon_ps.errors import CheckpointError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.plan import Slice, moves_into
 
@@ -66,7 +67,7 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
             f"the checkpoint at {manifest.uri} also has model {_named(others)}, which the job has not; wrap it before "
             "you restore, or name the models to restore"
         )
-    info = _info(manifest)
+    info = info_of(manifest)
     return Found(resumes=tuple(resumes), info=dataclasses.replace(info, version=resumes[0].version) if wanted else info)
 
 
@@ -98,7 +99,8 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-def _info(manifest: Manifest) -> CheckpointReply:
+def info_of(manifest: Manifest) -> CheckpointReply:
+    """What a checkpoint is, from its manifest."""
     several = len(manifest.sections) > 1
     return CheckpointReply(
         uri=manifest.uri,
@@ -134,7 +136,8 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
     from axon_ps.storage.manifest import FileEntry, Manifest, discard, write_manifest
 
     if snapshot.error is not None:
-        discard(snapshot.uri, [f.name for f in snapshot.files])
+        with contextlib.suppress(CheckpointError):  # they are no checkpoint without a manifest
+            discard(snapshot.uri, [f.name for f in snapshot.files])
         raise snapshot.error
     created = datetime.datetime.now(datetime.UTC).isoformat()
     sections: list[Manifest] = []
@@ -159,4 +162,4 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
         )
     manifest = dataclasses.replace(sections[0], others=tuple(sections[1:]))
     write_manifest(snapshot.uri, manifest)
-    return _info(manifest)
+    return info_of(manifest)

@@ -11,11 +11,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
-from axon_ps.coordinator.server import automatic
+from axon_ps.coordinator.server import automatic, retention
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
+from axon_ps.errors import AxonError
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
@@ -53,10 +55,9 @@ async def serve(
     """
     stored = await asyncio.to_thread(store.load)
     policy = config.checkpoints
-    if policy.directory and not (stored or config.resume):
-        config = dataclasses.replace(config, resume=await asyncio.to_thread(automatic.newest, policy.directory))
-        if config.resume:
-            _logger.warning("the job resumes from the newest checkpoint, %s", config.resume)
+    durable = records.load(stored)
+    if policy.directory and not (durable and any(model.spec for model in durable.models.values())):
+        config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
     servicer = CoordinatorServicer(shell)
@@ -69,6 +70,27 @@ async def serve(
     finally:
         await shell.close()
         await server.stop(GRACE_S)
+
+
+def _resume(config: CoordinatorConfig) -> str:
+    """What a new job begins with: what it was told to, or the newest checkpoint in its directory, if any."""
+
+    def damaged(uri: str, error: AxonError) -> None:
+        _logger.error("checkpoint %s is passed over: %s", uri, error)
+
+    found = retention.newest(config.checkpoints.directory, damaged)
+    if found is None:
+        return config.resume
+    if not config.resume:
+        _logger.warning("the job resumes from the newest checkpoint, %s, version %d", found.uri, found.version)
+        return found.uri
+    _logger.warning(
+        "the job begins with %s, as it was told to, and not with its newest checkpoint, %s; where it is started again "
+        "by itself, give no --resume",
+        config.resume,
+        found.uri,
+    )
+    return config.resume
 
 
 async def _until(stop: asyncio.Event, shell: Shell, checkpoints: Coroutine[Any, Any, None] | None) -> None:

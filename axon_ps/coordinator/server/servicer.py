@@ -28,7 +28,7 @@ from axon_ps.coordinator.messages import (
 from axon_ps.coordinator.server import manifests
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
-from axon_ps.errors import AxonError, InvalidRequest, Timeout
+from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, Timeout
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
@@ -197,8 +197,17 @@ class CoordinatorServicer:
         state.check_caller(caller)
 
         async def save() -> CheckpointReply:
-            snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
-            return await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
+            log, began_s = self._shell.checkpoints, self._shell.now()
+            try:
+                snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
+                with log.doing(f"writing {uri}"):
+                    info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
+            except AxonError as error:
+                if not isinstance(error, (Busy, Misuse)):  # those are the caller's
+                    log.failed(str(error))
+                raise
+            log.written(info, self._shell.now() - began_s)
+            return info
 
         return await self._saves.run((uri, extra_json, state.position), save)
 

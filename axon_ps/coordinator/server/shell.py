@@ -26,6 +26,7 @@ from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Repl
 from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto
+from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, StorageFull
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.storage.state_store import Record, StateStore
@@ -97,6 +98,9 @@ class Shell:
         state: the state machine.
         store: where its records go; the shell owns neither.
         store_retry_s: how long to wait before a full disk is tried again.
+
+    Attributes:
+        checkpoints: what is known of the job's checkpoints.
     """
 
     def __init__(self, state: CoordinatorState, store: StateStore, *, store_retry_s: float = 1.0) -> None:
@@ -106,6 +110,7 @@ class Shell:
         self._store_trouble = ""
         self._loop = asyncio.get_running_loop()
         self._started_s = self.now()
+        self.checkpoints = CheckpointLog(self.now)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -130,7 +135,9 @@ class Shell:
         """The status of the job."""
         status = self.state.status(self.now())
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
-        return dataclasses.replace(status, uptime_s=self.now() - self._started_s, pending=pending)
+        return dataclasses.replace(
+            status, uptime_s=self.now() - self._started_s, pending=pending, checkpoints=self.checkpoints.status()
+        )
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has been announced since the last call of this, or that time is over."""

@@ -32,7 +32,7 @@ def upload(
     """
     for index, wrapped in enumerate(wrapped_units):
         array: Array = values_of(module, wrapped, init).numpy()
-        steps.parameters.upload(index, array)
+        steps.parameters.upload(index, array, epoch=steps.view.epoch)
 
 
 def values_of(module: nn.Module, wrapped: WrappedUnit, init: Callable[[nn.Module], None] | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from functools import partial
 
-from axon_ps.coordinator.core.events import UPLOADED, RestoreOrder
+from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, RestoreOrder
 from axon_ps.errors import AxonError
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
@@ -51,7 +51,7 @@ class ModelValues:
 
     def begin(self, order: RestoreOrder) -> None:
         """Take the coordinator's order."""
-        uploaded = order.uri == UPLOADED
+        uploaded = order.uri in (UPLOADED, FIRST_VALUES)
         self._engine.parameters.begin_restore(uploaded=uploaded)
         self._ordered = order.epoch
         self._server.start(self._make_room(order) if uploaded else self._load(order))

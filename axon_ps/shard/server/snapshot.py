@@ -186,6 +186,7 @@ def load(engine: ShardEngine, restore: Restore) -> None:
         loader = _Loader(readers, restore.manifest, engine.spec.layout)
         for number, owned in engine.slices.items():
             loader.fill(owned, restore.moves[number])
+            reached(Moment.RESTORE, restore.manifest.version)
             owned.publish(restore.manifest.version)
 
 

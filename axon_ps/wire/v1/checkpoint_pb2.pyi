@@ -21,7 +21,7 @@ class SnapshotFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ..., model: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models")
+    __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "sha256")
     class Model(_message.Message):
         __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -47,13 +47,15 @@ class Manifest(_message.Message):
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     job: str
     created: str
     num_servers: int
     extra_json: str
     models: _containers.RepeatedCompositeFieldContainer[Manifest.Model]
-    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ...) -> None: ...
+    sha256: str
+    def __init__(self, format_version: _Optional[int] = ..., job: _Optional[str] = ..., created: _Optional[str] = ..., num_servers: _Optional[int] = ..., extra_json: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Manifest.Model, _Mapping]]] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
     __slots__ = ("id", "files", "error")

@@ -164,7 +164,7 @@ class StatusRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining")
+    __slots__ = ("job", "membership", "version", "step", "registered", "initialized", "parameters", "uptime_s", "counters", "pending", "lease_s", "models", "replication", "draining", "checkpoints")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class StatusReply(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     membership: _membership_pb2.MembershipEvent
     version: int
@@ -200,7 +201,28 @@ class StatusReply(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
     replication: int
     draining: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ...) -> None: ...
+    checkpoints: CheckpointStatus
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., replication: _Optional[int] = ..., draining: _Optional[_Iterable[int]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
+
+class CheckpointStatus(_message.Message):
+    __slots__ = ("uri", "version", "age_s", "took_s", "bytes", "failure", "failure_age_s", "activity")
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    version: int
+    age_s: float
+    took_s: float
+    bytes: int
+    failure: str
+    failure_age_s: float
+    activity: str
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ..., failure_age_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters", "slices", "lacking")

@@ -90,3 +90,13 @@ def test_a_failure_is_tried_again_ever_more_rarely() -> None:
     assert pauses[-1] == LONGEST_RETRY_S
     s.written(1, now)
     assert s.failed(now) == FIRST_RETRY_S
+
+
+def test_when_the_next_one_is_due_as_text() -> None:
+    assert schedule().next(7, 100.0) == ""
+    steps = schedule(7, every_steps=10)
+    assert steps.next(9, 100.0) == "the next one is due in 8 steps"
+    assert schedule(7, every_s=60.0).next(9, 110.0) == "the next one is due in 50 s"
+    steps.failed(100.0)
+    steps.failed(100.0)
+    assert steps.next(9, 100.0) == "trying again in 2 s"

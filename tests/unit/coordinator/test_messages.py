@@ -10,6 +10,7 @@ import pytest
 
 from axon_ps.coordinator import messages as m
 from axon_ps.coordinator.core.events import (
+    CheckpointStatus,
     Copied,
     JobState,
     JoinRequest,
@@ -128,6 +129,16 @@ def test_status() -> None:
         ),
         replication=2,
         draining=(1, 3),
+        checkpoints=CheckpointStatus(
+            uri="s3://b/step-7",
+            version=7,
+            age_s=1.5,
+            took_s=0.5,
+            bytes=10,
+            failure="full",
+            failure_age_s=3.0,
+            activity="verifying s3://b/step-7",
+        ),
     )
     assert m.status_from_proto(m.status_to_proto(status)) == status
 

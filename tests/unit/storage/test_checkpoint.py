@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_ps.errors import CheckpointCorrupt, InternalError, InvalidRequest
-from axon_ps.storage import checkpoint
+from axon_ps.storage import checkpoint, writer_thread
 from axon_ps.storage.checkpoint import FileEntry, TensorSpec, check_file, create_file, open_file
 from axon_ps.storage.files import FileStore, LocalFileStore, open_store
 from axon_ps.types import NUMBERS, Array, DType
@@ -86,12 +86,11 @@ def test_round_trip_in_pieces_of_any_size(numels: dict[str, int], piece: int) ->
     rng = np.random.default_rng(0)
     values = {n: rng.standard_normal(k).astype(np.float32) for n, k in numels.items() if n != "__metadata__"}
     store = open_store(f"memory://{uuid.uuid4().hex}")
-    original, checkpoint.BLOCK_BYTES = checkpoint.BLOCK_BYTES, piece
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BLOCK_BYTES", piece)
+        patch.setattr(writer_thread, "BLOCK_BYTES", piece)
         write(store, "f", values)
         assert_equal(read(store, "f"), values)
-    finally:
-        checkpoint.BLOCK_BYTES = original
 
 
 def test_a_tensor_may_come_in_parts(tmp_path: Path) -> None:

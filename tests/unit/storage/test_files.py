@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from axon_ps.errors import CheckpointError, CheckpointNotFound, ConfigurationError, InvalidRequest, StorageFull
-from axon_ps.storage.files import FileStore, FsspecStore, LocalFileStore, open_store
+from axon_ps.storage.files import FileStore, FsspecStore, LocalFileStore, allow_roots, open_store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -159,12 +159,50 @@ def test_uris(tmp_path: Path) -> None:
     assert isinstance(open_store("memory://x"), FsspecStore)
     with pytest.raises(InvalidRequest, match="empty"):
         open_store("")
-    with pytest.raises(ConfigurationError, match="nosuchscheme://x cannot be reached"):
+    with pytest.raises(ConfigurationError, match="nosuchscheme://x is not opened: .*AXON_PS_CHECKPOINT_ROOTS"):
         open_store("nosuchscheme://x")
+
+
+@pytest.fixture
+def roots() -> Iterator[None]:
+    yield
+    allow_roots([])
+
+
+@pytest.mark.parametrize("uri", ["http://x/y", "simplecache::s3://b/x", "zip://a::memory://b", "github://a:b@c", "::"])
+def test_what_a_request_could_make_us_connect_to_is_not_opened(uri: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not opened"):
+        open_store(uri)
+
+
+def test_only_what_lies_in_the_roots_is_opened(tmp_path: Path, roots: None) -> None:
+    (tmp_path / "in" / "way-out").mkdir(parents=True)
+    (tmp_path / "in" / "link").symlink_to(tmp_path)
+    allow_roots([str(tmp_path / "in"), "memory://bucket/run", "http://there"])
+    for uri in (tmp_path / "in", tmp_path / "in/x/y", f"file://{tmp_path}/in/x", "memory://bucket/run/step-1/"):
+        open_store(str(uri))
+    for uri in (tmp_path, tmp_path / "inside", tmp_path / "in/../x", tmp_path / "in/link/x", "memory://bucket/running"):
+        with pytest.raises(ConfigurationError, match="AXON_PS_CHECKPOINT_ROOTS allows checkpoints in .* only"):
+            open_store(str(uri))
+    with pytest.raises(InvalidRequest, match=r"'\.\.'"):
+        open_store("memory://bucket/run/../other")
+
+
+def test_half_written_files_of_killed_processes_can_be_removed(tmp_path: Path) -> None:
+    store = LocalFileStore(tmp_path)
+    put(store, "step-1", [b"whole"])
+    for name in (".step-1.01.partial", ".mine.01.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    store.discard_partial("step-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.01.partial", "step-1"]
+    store.discard_partial()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    open_store("memory://x")
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # it was imported before
     with pytest.raises(ConfigurationError, match=r"s3://bucket/x cannot be reached: .*pip install 'axon-ps\[s3\]'"):
         open_store("s3://bucket/x")
 
@@ -205,7 +243,7 @@ class ObjectStore:
     def exists(self, path: str) -> bool:
         return False
 
-    def open(self, path: str, mode: str) -> Any:
+    def open(self, path: str, mode: str, block_size: int) -> Any:
         raise self._error or FileNotFoundError("The specified bucket does not exist")
 
     def rm_file(self, path: str) -> None:

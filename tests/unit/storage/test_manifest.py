@@ -170,6 +170,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: Any, words: str) 
     write_manifest(str(tmp_path), manifest())
     path = tmp_path / MANIFEST_NAME
     value = json.loads(path.read_text())
+    value.pop("sha256")  # those of before have none
     change(value)
     path.write_text(json.dumps(value))
     with pytest.raises(CheckpointCorrupt, match=words):
@@ -183,6 +184,19 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match="damaged"):
         read_manifest(str(tmp_path))
+
+
+def test_whatever_bit_of_a_manifest_flips_and_wherever_it_is_cut_that_is_found(tmp_path: Path) -> None:
+    write_manifest(str(tmp_path), manifest())
+    path = tmp_path / MANIFEST_NAME
+    content = path.read_bytes()
+    for at in range(0, len(content), 5):
+        for damaged in (content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :], content[:at]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointCorrupt):
+                read_manifest(str(tmp_path))
+    path.write_bytes(content)
+    read_manifest(str(tmp_path))
 
 
 def test_extra_must_be_json(tmp_path: Path) -> None:
@@ -257,7 +271,7 @@ def test_a_checkpoint_of_a_model_without_a_name(tmp_path: Path) -> None:
     write_manifest(str(tmp_path), manifest())
     written = json.loads((tmp_path / MANIFEST_NAME).read_text())
     assert written["format_version"] == FORMAT_VERSION == 4
-    del written["models"][0]["name"]  # it is empty
+    del written["models"][0]["name"], written["sha256"]  # it is empty; those of before have none
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
     read = read_manifest(str(tmp_path))
     assert (read.name, read.section("whatever").version) == ("", 5)

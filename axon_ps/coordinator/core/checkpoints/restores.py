@@ -13,7 +13,7 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
-from axon_ps.coordinator.core.events import CheckpointReply
+from axon_ps.coordinator.core.events import FIRST_VALUES, CheckpointReply, RestoreOrder
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.roster import RosterEntry
@@ -79,7 +79,8 @@ class Restores:
         """
         a = self._assembly
         found = [(self._named(resume), resume) for resume in resumes]
-        reason = f"checkpoint {resumes[0].uri} is restored"
+        anew = resumes[0].uri == FIRST_VALUES
+        reason = "the job begins again" if anew else f"checkpoint {resumes[0].uri} is restored"
         self._answer(CheckpointError(f"cancelled: {reason} instead"))
         self._snapshots.abandon(CheckpointError(f"the checkpoint was not written: {reason}"))
         a.stepping.abort_all(reason)
@@ -143,7 +144,7 @@ class Restores:
     def pending(self) -> Sequence[str]:
         """What restores wait for, as text."""
         orders = [(self._models.message_prefix(m), m.registration.parameters.restore) for m in self._models]
-        return [f"{prefix}the restore of {o.uri} waits for the shard servers" for prefix, o in orders if o is not None]
+        return [prefix + _pending(order) for prefix, order in orders if order is not None]
 
     def persist(self) -> None:
         """Persist which servers hold which parameters, where that has changed."""
@@ -165,3 +166,9 @@ class Restores:
         call, self._call = self._call, -1
         if call >= 0:
             self._out.reply(call, result)
+
+
+def _pending(order: RestoreOrder) -> str:
+    if order.uri == FIRST_VALUES:
+        return "the job begins again, and waits for first values: those of the next worker that is started"
+    return f"the restore of {order.uri} waits for the shard servers"

@@ -111,6 +111,16 @@ class CheckpointSchedule:
         due_s = self._written_s + self._policy.every_s if self._policy.every_s else math.inf
         return due_s - now if due_s > now else math.inf
 
+    def next(self, version: int, now: float) -> str:
+        """When the next one is written or tried, as text; empty when none is written."""
+        if not self.may_try(now):
+            return f"trying again in {self._not_before_s - now:.0f} s"
+        if self._policy.every_steps:
+            return f"the next one is due in {max(0, self._version + self._policy.every_steps - version)} steps"
+        if self._policy.every_s:
+            return f"the next one is due in {max(0.0, self._written_s + self._policy.every_s - now):.0f} s"
+        return ""
+
     def restart(self, version: int) -> None:
         """Steps count from this version: parameters were restored, or there are other models."""
         self._version = version

@@ -1,0 +1,59 @@
+"""What a coordinator knows of its job's checkpoints: the newest one, the newest failure, and what goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from axon_ps.coordinator.core.events import CheckpointReply, CheckpointStatus
+
+
+class CheckpointLog:
+    """The newest checkpoint and the newest failure.
+
+    Args:
+        now: the time, in seconds.
+
+    Attributes:
+        next: what the job will do next by itself, as text.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._newest = CheckpointStatus()
+        self._newest_s = 0.0
+        self._failure_s = 0.0
+        self._activity = ""
+        self.next: Callable[[], str] = str
+
+    def status(self) -> CheckpointStatus:
+        """What is known now."""
+        newest, now = self._newest, self._now()
+        return dataclasses.replace(
+            newest,
+            age_s=now - self._newest_s if newest.uri else 0.0,
+            failure_age_s=now - self._failure_s if newest.failure else 0.0,
+            activity=self._activity or self.next(),
+        )
+
+    def written(self, info: CheckpointReply, took_s: float, age_s: float = 0.0) -> None:
+        """A checkpoint is complete; one from before this coordinator started took 0 s."""
+        self._newest_s = self._now() - age_s
+        self._newest = dataclasses.replace(
+            self._newest, uri=info.uri, version=info.version, bytes=info.bytes, took_s=took_s
+        )
+
+    def failed(self, why: str) -> None:
+        """One could not be written, verified, removed or restored."""
+        self._failure_s = self._now()
+        self._newest = dataclasses.replace(self._newest, failure=why)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something is done as long as the context lasts."""
+        before, self._activity = self._activity, what
+        try:
+            yield
+        finally:
+            self._activity = before

@@ -1,0 +1,90 @@
+"""Which checkpoints of a directory remain: those written last; what was half-written or half-removed goes.
+
+Blocking I/O: call it in a thread. Owns: the names of the directories that the job writes by itself, `step-N`. Refuses:
+to touch any other directory, and the files of a checkpoint that has a manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
+from axon_ps.errors import AxonError, CheckpointError
+from axon_ps.observe.moments import Moment, reached
+
+if TYPE_CHECKING:
+    from axon_ps.storage.manifest import Manifest
+
+_PREFIX: Final = "step-"
+
+Damaged = Callable[[str, AxonError], None]
+"""Called with the URI of a checkpoint whose manifest cannot be read, and why."""
+
+
+def uri_of(directory: str, version: int) -> str:
+    """Where the job writes the checkpoint of a version by itself."""
+    return f"{directory.rstrip('/')}/{_PREFIX}{version:010d}"
+
+
+def written(directory: str, damaged: Damaged | None = None) -> list[Manifest]:
+    """The complete checkpoints in a directory, in the order in which they were written.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    from axon_ps.storage.manifest import list_checkpoints
+
+    return sorted(list_checkpoints(directory, damaged), key=lambda manifest: manifest.created)
+
+
+def newest(directory: str, damaged: Damaged | None = None) -> Manifest | None:
+    """The checkpoint in a directory to begin with, if there is one.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    found = written(directory, damaged)
+    return found[-1] if found else None
+
+
+def verify(uri: str) -> None:
+    """Read a checkpoint that was just written; one that is damaged is no checkpoint any more.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    from axon_ps.storage import manifest
+
+    try:
+        manifest.verify(uri)
+    except CheckpointError:
+        manifest.remove(manifest.read_manifest(uri))
+        raise
+
+
+def remove_old(policy: CheckpointPolicy) -> None:
+    """Remove what the job wrote by itself and is older than those that remain, and what was never complete.
+
+    Raises:
+        CheckpointError: something cannot be removed.
+    """
+    from axon_ps.storage.files import open_store
+    from axon_ps.storage.manifest import FILE_PREFIX, MANIFEST_NAME, discard
+
+    ours = [m for m in written(policy.directory) if _is_ours(m.uri.rpartition("/")[2])]
+    for manifest in ours[: -policy.limit]:
+        discard(manifest.uri, [MANIFEST_NAME])  # from now on it is no checkpoint
+        reached(Moment.REMOVE, manifest.version)
+    store = open_store(policy.directory)
+    store.discard_partial(_PREFIX)
+    for name in filter(_is_ours, store.directories()):
+        child = store.child(name)
+        child.discard_partial()
+        if MANIFEST_NAME not in (names := child.names()):
+            discard(child.uri, [name for name in names if name.startswith(FILE_PREFIX)])
+
+
+def _is_ours(name: str) -> bool:
+    return re.fullmatch(_PREFIX + r"\d{10,}", name) is not None

@@ -1,0 +1,168 @@
+"""A thread that hashes and writes blocks, so that whoever has the values is done with them once they are copied.
+
+Note: [Copied, then written]
+    A step that follows a checkpoint's version may change a slice only when its values have been read (see "Apply and
+    snapshot" in `shard.server.apply`). Reading them at the speed of memory instead of the storage's makes that wait
+    short: values are copied into blocks, at most `BUFFER_BYTES` in all, and this thread hashes and writes the blocks,
+    at low priority. Whoever has more values than that waits until blocks are free again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from axon_ps.errors import CheckpointError
+from axon_ps.host import priority
+from axon_ps.storage.files import Sink
+from axon_ps.types import Array
+
+BLOCK_BYTES: Final = 4 << 20
+"""Bytes that are hashed and written at a time."""
+
+BUFFER_BYTES: Final = 1 << 30
+"""Most memory that copies take."""
+
+STALLED_S: Final = 600.0
+"""How long storage may take for one block before the file is given up."""
+
+
+class WriterThread:
+    """Writes what `put` copies, in order; it is made on the thread that puts.
+
+    Args:
+        sink: where to write; used by this object's thread only until `finish` or `abandon` has returned.
+        buffer_bytes: most memory that copies take.
+        stalled_s: how long storage may take for one block.
+    """
+
+    def __init__(self, sink: Sink, buffer_bytes: int = BUFFER_BYTES, stalled_s: float = STALLED_S) -> None:
+        self._sink = sink
+        self._most_blocks = max(1, buffer_bytes // BLOCK_BYTES)
+        self._stalled_s = stalled_s
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._full: deque[tuple[Array, int]] = deque()  # block, and how many bytes of it are used
+        self._open: Array | None = None  # the block that is being filled, and how far it is
+        self._used = 0
+        self._free: list[Array] = []
+        self._blocks = 0
+        self._written = 0
+        self._ends = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="axon_ps-checkpoint", daemon=True)
+        self._thread.start()
+
+    def put(self, data: memoryview | bytes) -> None:
+        """Copy a contiguous buffer of bytes; it may change from now on.
+
+        Raises:
+            CheckpointError: an earlier block could not be written, or storage does not move.
+        """
+        view = memoryview(data)
+        while len(view):
+            if self._open is None:
+                self._open, self._used = self._block(), 0
+            room = min(len(view), BLOCK_BYTES - self._used)
+            self._open[self._used : self._used + room] = view[:room]
+            self._used += room
+            view = view[room:]
+            if self._used == BLOCK_BYTES:
+                self._hand_over()
+
+    def finish(self) -> tuple[str, int]:
+        """Wait until everything is written; its SHA-256 in hex, and how many bytes it was.
+
+        Raises:
+            CheckpointError: a block could not be written, or storage does not move.
+        """
+        self._hand_over()
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+            self._wait_while(lambda: not self._error and self._thread.is_alive() and bool(self._full))
+            self._check()
+        self._thread.join(self._stalled_s)
+        with self._changed:
+            self._check()
+        return self._hash.hexdigest(), self._bytes
+
+    def abandon(self) -> None:
+        """Write no more; returns when the thread has ended, unless storage does not move."""
+        with self._changed:
+            self._ends = True
+            self._full.clear()
+            self._changed.notify_all()
+            moves = not isinstance(self._error, _Stalled)
+        self._thread.join(self._stalled_s if moves else 0.0)
+
+    def _hand_over(self) -> None:
+        """The block that was filled is to be written."""
+        if self._open is not None:
+            with self._changed:
+                self._full.append((self._open, self._used))
+                self._changed.notify_all()
+            self._open = None
+
+    def _block(self) -> Array:
+        """A free block."""
+        with self._changed:
+            self._check()
+            if not self._free and self._blocks < self._most_blocks:
+                self._blocks += 1
+                return np.empty(BLOCK_BYTES, np.uint8)
+            self._wait_while(lambda: not self._error and not self._free)
+            self._check()
+            return self._free.pop()
+
+    def _wait_while(self, waiting: Callable[[], bool]) -> None:
+        """Wait, with the lock, while `waiting()` and blocks are written; storage that does not move is an error."""
+        deadline, written = time.monotonic() + self._stalled_s, self._written
+        while waiting():
+            if self._written != written:
+                deadline, written = time.monotonic() + self._stalled_s, self._written
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                self._error = _Stalled(
+                    f"storage has taken nothing for {self._stalled_s:g} s; the file was given up, see to the storage"
+                )
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        priority.lower()
+        try:
+            while (taken := self._next()) is not None:
+                block, used = taken
+                view = memoryview(block)[:used]  # type: ignore[arg-type]
+                self._hash.update(view)
+                self._sink.write(view)
+                self._bytes += used
+                with self._changed:
+                    self._written += 1
+                    self._full.popleft()
+                    self._free.append(block)
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[Array, int] | None:
+        """The oldest block, which stays in the queue until it is written; None at the end."""
+        with self._changed:
+            while not self._full and not self._ends:
+                self._changed.wait()
+            return self._full[0] if self._full else None
+
+
+class _Stalled(CheckpointError):
+    """Storage does not move."""
