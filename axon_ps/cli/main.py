@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import checkpoint, drain, run, serve, status
+from axon_ps.cli import checkpoint, operate, run, serve, status
 from axon_ps.cli.options import Commands, leave
 from axon_ps.errors import (
     AxonError,
@@ -31,7 +31,7 @@ app.command(**run.COMMAND)(run.run)
 app.command()(serve.coordinator)
 app.command()(serve.shard)
 app.command()(status.status)
-app.command()(drain.drain)
+app.command()(operate.drain)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(status.health)
 app.command()(status.doctor)

@@ -142,7 +142,8 @@ def write_manifest(uri: str, manifest: Manifest) -> None:
     )
     content = text.encode()
     with store.create(MANIFEST_NAME, len(content)) as sink:
-        sink.write(content.replace(_NO_HASH, hashlib.sha256(content).hexdigest().encode(), 1))
+        before, _, after = content.rpartition(_NO_HASH)  # its own is the last
+        sink.write(before + hashlib.sha256(content).hexdigest().encode() + after)
     named = {f.name for f in manifest.all_files}
     with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the files left over only take space
         for name in store.names():

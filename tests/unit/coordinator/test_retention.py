@@ -9,9 +9,10 @@ from axon_ps.coordinator.server import retention
 from axon_ps.errors import AxonError
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.plan import PlanOptions
-from axon_ps.storage.manifest import Manifest, write_manifest
+from axon_ps.storage.manifest import FileEntry, Manifest, write_manifest
 from axon_ps.types import DType
 
+FILE = FileEntry(name="shard-00000-of-00001-v1.safetensors", sha256="a" * 64, bytes=1)
 LAYOUT = Layout(units=(build_unit("a", [("w", (3,), DType.F32)]),))
 
 
@@ -19,8 +20,8 @@ def put(directory: Path, name: str, version: int, minute: int) -> None:
     write_manifest(
         str(directory / name),
         Manifest(
-            job="j", version=version, layout=LAYOUT, optimizer=None, num_servers=1, options=PlanOptions(), files=(),
-            created=f"2026-01-02T03:{minute:02d}:00+00:00",
+            job="j", version=version, layout=LAYOUT, optimizer=None, num_servers=1, options=PlanOptions(),
+            files=(FILE,), created=f"2026-01-02T03:{minute:02d}:00+00:00",
         ),
     )  # fmt: skip
 
