@@ -105,6 +105,21 @@ def sum_of_squares(acc: Array) -> float:
     return float(rounding.sum_of_squares(_checked("acc", acc, DType.F32, acc.size)))
 
 
+def round_in_place(acc: Array, dtype: DType) -> None:
+    """Rounds f32 to the values that a wire dtype has, and leaves them f32.
+
+    Args:
+        acc: f32[n], overwritten.
+        dtype: F32 (nothing changes), BF16 or F16.
+
+    Raises:
+        InvalidRequest: `dtype` is not a wire dtype, or `acc` is not a contiguous 1-D f32 array.
+    """
+    like = np.empty(1, dtype.numpy)
+    if dtype is not DType.F32:
+        rounding.round_in_place(_checked("acc", acc, DType.F32, acc.size), _checked("like", like, dtype, 1))
+
+
 def warm_up(dtype: DType) -> None:
     """Compiles (or loads from disk) what a server needs for gradients and parameters in `dtype`, on empty arrays.
 
@@ -115,6 +130,7 @@ def warm_up(dtype: DType) -> None:
     wire = np.empty(0, dtype.numpy)
     encode(acc, wire, dtype)
     decode(wire, acc, dtype)
+    round_in_place(acc, dtype)
     for chunk in (wire, _received(dtype, offset=0), _received(dtype, offset=1)):
         accumulate(acc, chunk, dtype, True)
         accumulate_last(acc, chunk, dtype, True)

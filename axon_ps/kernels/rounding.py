@@ -156,6 +156,14 @@ def accumulate(acc: Any, chunk: Any, first: bool) -> None:
 
 
 @compiled
+def round_in_place(acc: Any, like: Any) -> None:
+    """acc: f32 becomes what is left of it in the element type of `like`, an array of one element."""
+    for i in range(acc.size):
+        store(like, 0, acc[i])
+        acc[i] = load(like, 0)
+
+
+@compiled
 def _add_squares(sums: Any, acc: Any) -> None:
     """Adds the square of element i to sum i mod PARTIAL_SUMS. A constant number of sums is what lets it vectorise."""
     aligned = acc.size // PARTIAL_SUMS * PARTIAL_SUMS

@@ -69,11 +69,13 @@ class Placement:
         holders: by the number of the slice.
         num_cuts: over how many servers the plan cuts units.
         number: grows with every change.
+        replication: how many servers are to hold each slice.
     """
 
     holders: tuple[Holders, ...]
     num_cuts: int
     number: int = 1
+    replication: int = 1
 
     @property
     def servers(self) -> frozenset[int]:
@@ -147,7 +149,7 @@ def place(plan: Plan, servers: Sequence[Server], replication: int, number: int =
             holders.append(backup)
             load[backup.rank] += numel
             between[holders[0].rank, backup.rank] += numel
-    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number)
+    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number, replication)
 
 
 def choose_backup(

@@ -215,6 +215,7 @@ def placement_to_proto(placement: Placement) -> placement_pb2.Placement:
     return placement_pb2.Placement(
         number=placement.number,
         num_cuts=placement.num_cuts,
+        replication=placement.replication,
         slices=[placement_pb2.SliceHolders(complete=h.complete, copying=h.copying) for h in placement.holders],
     )
 
@@ -231,6 +232,7 @@ def placement_from_proto(message: placement_pb2.Placement) -> Placement:
         holders=tuple(Holders(tuple(h.complete), tuple(h.copying)) for h in message.slices),
         num_cuts=message.num_cuts,
         number=message.number,
+        replication=message.replication,
     )
 
 

@@ -31,6 +31,8 @@ class Accumulator:
         present: per chunk, whether any of them had a gradient.
         squares: per chunk, the sum of squares; known with the last replica.
         missing: chunks that lack a replica.
+        rounds: whether a complete sum is rounded to the dtype in which gradients travel; see `shard.core.slices`,
+            Note: [Primary and backup].
     """
 
     def __init__(self, chunks: Chunks, precision: WirePrecision, *, trainable: bool) -> None:
@@ -39,6 +41,7 @@ class Accumulator:
         self._dtype = precision.grad
         self._compressor = precision.grad_compression
         self._array: Array | None = None
+        self.rounds = False
         self.restart()
 
     @property
@@ -103,6 +106,8 @@ class Accumulator:
         self.summed[index] += 1
         if last:
             self.missing -= 1
+            if self.rounds and self.present[index]:
+                cast.round_in_place(self.array[elements], self._dtype)
 
     def is_complete(self, index: int, replicas: int) -> bool:
         """Whether chunk `index` has the gradients of so many replicas."""

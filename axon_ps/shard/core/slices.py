@@ -17,7 +17,9 @@ Note: [Memory of a slice]
 
 Note: [Primary and backup]
     Workers push to the primary alone, and it forwards each chunk of the sum to the backups; so all apply the same bits
-    in the same loops, and stay equal. A backup can answer a gather at any time. One that is still `copying` has no
+    in the same loops, and stay equal. Where there are to be copies and gradients travel as bf16 or f16, a sum is rounded
+    to that once all replicas are in it, and forwarded so: half of the bytes, and what NCCL's bf16 reductions give at
+    best. A backup can answer a gather at any time. One that is still `copying` has no
     values yet: it takes sums for the step under way, and cannot be `ready` before its values have come.
 """
 
@@ -100,6 +102,7 @@ class OwnedSlice:
         self._stored = bytearray(self.lacking)
         self._applied = self.accumulators[0]
         self.replicated = False
+        self._rounds = False
         self.digest: int | None = None
         self._update: Update | None = None
         self._next_version = 0
@@ -108,9 +111,17 @@ class OwnedSlice:
         if unit.trainable:
             assert self._applied.array is not None  # its memory is allocated now, not in the first step
 
-    def set_role(self, *, primary: bool, replicated: bool) -> None:
-        """Be the primary of the slice, or a backup; `replicated`: others hold it, too."""
-        self.primary, self.replicated = primary, replicated
+    def set_role(self, *, primary: bool, replicated: bool, rounds: bool) -> None:
+        """Be the primary of the slice, or a backup.
+
+        Args:
+            primary: which.
+            replicated: others hold it, too.
+            rounds: sums are rounded to the dtype in which gradients travel.
+        """
+        self.primary, self.replicated, self._rounds = primary, replicated, rounds
+        for accumulator in self.accumulators:
+            accumulator.rounds = rounds
         if not primary:
             self.speculative.discard()
 
@@ -142,6 +153,8 @@ class OwnedSlice:
         """Have `count` empty accumulators; the memory of those that are too many is freed."""
         more = count - len(self.accumulators)
         made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
+        for accumulator in made:
+            accumulator.rounds = self._rounds
         self.accumulators = self.accumulators[:count] + made
         for accumulator in range(count):
             self.restart(accumulator)
@@ -345,7 +358,11 @@ class OwnedSlices(dict[int, OwnedSlice]):
         for number in wanted:
             owned, holders = self[number], placement.holders[number]
             owned.copying = owned.copying and server in holders.copying
-            owned.set_role(primary=holders.primary == server, replicated=len(holders.servers) > 1)
+            owned.set_role(
+                primary=holders.primary == server,
+                replicated=len(holders.servers) > 1,
+                rounds=placement.replication > 1,
+            )
         return added, removed
 
     def _make(self, number: int) -> OwnedSlice:

@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from axon_ps.compress import cast
 from axon_ps.errors import AxonError
 from axon_ps.host.leases import ReadLeases, address_of
 from axon_ps.host.process_memory import grant
@@ -22,7 +25,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host.access import MIN_LEASED_BYTES
 from axon_ps.shard.server.links import Links
-from axon_ps.types import DType
+from axon_ps.types import Array, DType
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
@@ -151,7 +154,7 @@ class Forwarding:
                 follower.queue.extend(self._complete(set(follower.slices)))
 
     async def _send(self, stream: Stream, follower: _Follower, readable: bool) -> None:
-        engine, f32 = self._engine, dtype_to_proto(DType.F32)
+        engine, wire = self._engine, self._engine.precision.grad
         header = common_pb2.Chunk(context=self._links.context(self._model))
         while True:
             while follower.queue:
@@ -166,7 +169,7 @@ class Forwarding:
                 elements = owned.chunks.ranges[item.index]
                 header.step, header.unit, header.replica = item.step, owned.chunks.unit, item.number
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start
-                header.absent, header.dtype = not accumulator.present[item.index], f32
+                header.absent, header.dtype = not accumulator.present[item.index], dtype_to_proto(DType.F32)
                 total = None if header.absent else accumulator.array[elements]
                 nbytes = 0 if total is None else total.nbytes
                 if total is not None and readable and nbytes >= MIN_LEASED_BYTES:
@@ -175,8 +178,19 @@ class Forwarding:
                     header.ClearField("leases")
                     engine.counters["leased_bytes_forwarded"] += nbytes
                 else:
+                    if total is not None and accumulator.rounds and wire is not DType.F32:
+                        header.dtype = dtype_to_proto(wire)
+                        total = rounded(total, wire)
+                        nbytes = total.nbytes
                     await stream.write(encode_chunk(header, total))
                 header.ClearField("context")
                 engine.counters["bytes_forwarded"] += nbytes
             follower.filled.clear()
             await follower.filled.wait()
+
+
+def rounded(values: Array, dtype: DType) -> Array:
+    """f32 values that are some of `dtype` already, in that."""
+    out = np.empty(values.size, dtype.numpy)
+    cast.encode(values, out, dtype)
+    return out

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from axon_ps.aggregation.server import servicer
+from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, PermissionDenied
 from axon_ps.host.leases import ReadLease, ReadLeases, address_of
 from axon_ps.host.process_memory import grant
@@ -209,14 +210,13 @@ class ShardServicer:
         shell, member = await self._shell.fence_server(header.context)
         async with shell.pushing(header.context.generation):
             while message is not EOF:
-                dtype, total = DType.F32, None
+                total, nbytes = None, payload.nbytes
                 if header.leases:
                     total = self._leased_sum(shell.engine, member, header)
+                    nbytes = total.nbytes
                 elif not header.absent:
-                    dtype, total = _total(header, payload)
-                if dtype is not DType.F32:
-                    raise InvalidRequest(f"sums are forwarded as f32, not {dtype.value}")
-                shell.engine.counters["bytes_followed"] += 0 if total is None else total.nbytes
+                    total = _total(header, payload)
+                shell.engine.counters["bytes_followed"] += nbytes
                 await shell.push_sum(header.step, header.unit, header.offset, header.replica, total)
                 message = await self._idle.next(context.read())
                 if message is not EOF:
@@ -319,9 +319,17 @@ def _grant(engine: ShardEngine, leases: ReadLeases, payload: memoryview) -> byte
     return grant(leases, address_of(np.frombuffer(payload, np.uint8)), payload.nbytes)
 
 
-def _total(header: common_pb2.Chunk, payload: memoryview) -> tuple[DType, Array]:
-    """A forwarded sum's element type and elements."""
-    return dtype_from_proto(header.dtype), payload_array(header, payload, header.numel)
+def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
+    """The elements of a forwarded sum, f32; widened if it travelled as bf16 or f16."""
+    dtype = dtype_from_proto(header.dtype)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"sums cannot travel as {dtype.value}")
+    values = payload_array(header, payload, header.numel)
+    if dtype is DType.F32:
+        return values
+    widened = np.empty(values.size, np.float32)
+    cast.decode(values, widened, dtype)
+    return widened
 
 
 def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:
