@@ -149,7 +149,9 @@ def place(plan: Plan, servers: Sequence[Server], replication: int, number: int =
             holders.append(backup)
             load[backup.rank] += numel
             between[holders[0].rank, backup.rank] += numel
-    return Placement(tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number, replication)
+    return Placement(
+        tuple(Holders(tuple(h.rank for h in holders)) for _, holders in slices), plan.num_servers, number, replication
+    )
 
 
 def choose_backup(

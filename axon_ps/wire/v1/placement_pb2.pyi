@@ -16,14 +16,16 @@ class SliceHolders(_message.Message):
     def __init__(self, complete: _Optional[_Iterable[int]] = ..., copying: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("number", "slices", "num_cuts")
+    __slots__ = ("number", "slices", "num_cuts", "replication")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     NUM_CUTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICATION_FIELD_NUMBER: _ClassVar[int]
     number: int
     slices: _containers.RepeatedCompositeFieldContainer[SliceHolders]
     num_cuts: int
-    def __init__(self, number: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[SliceHolders, _Mapping]]] = ..., num_cuts: _Optional[int] = ...) -> None: ...
+    replication: int
+    def __init__(self, number: _Optional[int] = ..., slices: _Optional[_Iterable[_Union[SliceHolders, _Mapping]]] = ..., num_cuts: _Optional[int] = ..., replication: _Optional[int] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("slice", "value")
