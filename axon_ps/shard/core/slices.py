@@ -17,10 +17,10 @@ Note: [Memory of a slice]
 
 Note: [Primary and backup]
     Workers push to the primary alone, and it forwards each chunk of the sum to the backups; so all apply the same bits
-    in the same loops, and stay equal. Where there are to be copies and gradients travel as bf16 or f16, a sum is rounded
-    to that once all replicas are in it, and forwarded so: half of the bytes, and what NCCL's bf16 reductions give at
-    best. A backup can answer a gather at any time. One that is still `copying` has no
-    values yet: it takes sums for the step under way, and cannot be `ready` before its values have come.
+    in the same loops, and stay equal. Where there are to be copies and gradients travel as bf16 or f16, a sum is
+    rounded to that once all replicas are in it, and forwarded so: half of the bytes, and what NCCL's bf16 reductions
+    give at best. A backup can answer a gather at any time. One that is still `copying` has no values yet: it takes sums
+    for the step under way, and cannot be `ready` before its values have come.
 """
 
 from __future__ import annotations
