@@ -153,8 +153,8 @@ class OwnedSlice:
         """Have `count` empty accumulators; the memory of those that are too many is freed."""
         more = count - len(self.accumulators)
         made = [Accumulator(self.chunks, self._precision, trainable=self.trainable) for _ in range(more)]
-        for accumulator in made:
-            accumulator.rounds = self._rounds
+        for each in made:
+            each.rounds = self._rounds
         self.accumulators = self.accumulators[:count] + made
         for accumulator in range(count):
             self.restart(accumulator)
