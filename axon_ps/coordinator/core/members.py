@@ -223,6 +223,8 @@ class Members:
         return self._assembly.generation + len(self._handover)
 
     def _find_empty(self, now: float) -> None:
+        if self._snapshots.under_way:  # which a server that leaves would end
+            return
         for entry in self.placements.emptied():
             self._handover.leaving.setdefault(entry.member.rank, now)
 

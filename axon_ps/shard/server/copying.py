@@ -90,7 +90,7 @@ class Copying:
 
     def place(self) -> None:
         """The placement has changed: get what this server is to hold and does not have yet."""
-        if self._task is None and self._next() is not None:
+        if (self._task is None or self._task.done()) and self._next() is not None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def restart(self) -> None:
@@ -114,7 +114,9 @@ class Copying:
             except AxonError as error:
                 _logger.info("copying slice %d from its primary: %s; trying again", owned.number, error)
                 await asyncio.sleep(_RETRY_S)
-        self._task = None
+            except Exception:
+                _logger.exception("copying slice %d from its primary failed; trying again", owned.number)
+                await asyncio.sleep(_RETRY_S)
 
     async def _copy(self, owned: OwnedSlice) -> None:
         engine, placement, epoch = self._engine, self._engine.placement, self._epoch()

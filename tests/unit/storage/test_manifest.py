@@ -241,6 +241,7 @@ def test_a_slice_without_a_file_is_damage(tmp_path: Path) -> None:
     write_manifest(uri, cut)
     written = json.loads((tmp_path / MANIFEST_NAME).read_text())
     written["models"][0]["files"].pop()
+    del written["sha256"]  # it is read as one of before there was a hash
     (tmp_path / MANIFEST_NAME).write_text(json.dumps(written))
     with pytest.raises(CheckpointCorrupt, match=wrong):
         read_manifest(uri)
