@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.cli.settings import Settings, load
 from axon_ps.errors import ConfigurationError, Timeout
 
 if TYPE_CHECKING:
+    from axon_ps.cli.settings import Settings
     from axon_ps.coordinator.client.operator import OperatorClient
 
 _ASK_S = 0.2
@@ -26,6 +26,8 @@ def settings_for(config: Path | None, **flags: Any) -> Settings:
     Raises:
         ConfigurationError: none is named.
     """
+    from axon_ps.cli.settings import load
+
     settings = load(config, **flags)
     if not settings.coordinator:
         raise ConfigurationError("which coordinator? Give --coordinator host:port or set AXON_PS_COORDINATOR")
