@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 
+from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     JobState,
     JoinRequest,
@@ -113,6 +114,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             model=vote.model,
             copy=None if vote.copy is None else codec.copy_to_proto(vote.copy),
             blocked=vote.blocked,
+            commit=vote.commit,
         )
     )
 
@@ -121,7 +123,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
     """A worker's vote; whether its values make sense is decided with the step.
 
     Raises:
-        InvalidRequest: a hyperparameter's name or a copy's weight is malformed.
+        InvalidRequest: a hyperparameter's name or a copy's weight is malformed, or there is too much to commit.
     """
     return Vote(
         generation=message.generation,
@@ -132,6 +134,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         model=message.model,
         copy=codec.copy_from_proto(message.copy) if message.HasField("copy") else None,
         blocked=message.blocked,
+        commit=checked(dict(message.commit)),
     )
 
 
@@ -220,6 +223,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
         name=job.name,
         copied=job.copied,
         released=job.released,
+        committed=job.committed,
     )
 
 
@@ -239,6 +243,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         name=codec.name_from_proto(message.name, "a model's name", empty=True),
         copied=message.copied,
         released=message.released,
+        committed=dict(message.committed),
     )
 
 

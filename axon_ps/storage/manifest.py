@@ -56,6 +56,7 @@ class Manifest:
         created: time of writing, ISO 8601 in UTC.
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
+        committed: the values that were committed with its steps up to this version, by name.
     """
 
     job: str
@@ -70,6 +71,7 @@ class Manifest:
     uri: str = ""
     name: str = ""
     others: tuple[Manifest, ...] = ()
+    committed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
@@ -269,6 +271,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
                 files=[checkpoint_pb2.SnapshotFile(**vars(entry)) for entry in section.files],
                 optimizer=None if section.optimizer is None else codec.optimizer_to_proto(section.optimizer),
                 layout=codec.layout_to_proto(section.layout),
+                committed=section.committed,
             )
             for section in manifest.sections
         ],
@@ -294,6 +297,7 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
         layout=codec.layout_from_proto(model.layout),
         uri=uri,
         name=model.name,
+        committed=dict(model.committed),
     )
 
 

@@ -48,6 +48,7 @@ class JobState:
         epoch: how often it was restored; a change makes every gathered copy stale.
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: the job has it no more.
+        committed: the newest values that were committed with its steps, by name.
     """
 
     spec: JobSpec | None = None
@@ -59,6 +60,7 @@ class JobState:
     name: str = ""
     copied: int = 0
     released: bool = False
+    committed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,7 @@ class Vote:
         model: whose step it is.
         copy: what the step takes from another model; None = it takes gradients.
         blocked: whether the worker makes no step of another model before this one is decided.
+        commit: values to commit with the step, by name; the same in all votes. See `committed`.
     """
 
     generation: int
@@ -177,6 +180,7 @@ class Vote:
     model: int = 0
     copy: CopyFrom | None = None
     blocked: bool = False
+    commit: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

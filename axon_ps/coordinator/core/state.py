@@ -309,7 +309,12 @@ class CoordinatorState:
                 raise Misuse(f"there is nothing to save: {prefix}the shard servers hold no parameters yet")
             saved.append(
                 SavedModel(
-                    number=model.number, name=model.name, version=model.version, spec=r.spec, optimizer=r.optimizer
+                    number=model.number,
+                    name=model.name,
+                    version=model.version,
+                    spec=r.spec,
+                    optimizer=r.optimizer,
+                    committed=model.committed,
                 )
             )
         ranks = [s.rank for s in shards]

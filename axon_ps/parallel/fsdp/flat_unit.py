@@ -333,6 +333,15 @@ class FlatUnit:
                 else:
                     staged.add_(grad.to(self.stage_device))
 
+    def multiply_grads(self, factor: float) -> None:
+        """Multiply the gradients by a number; 0 drops them, whatever they are."""
+        if not factor:
+            self.pop_grads()
+            return
+        for grad in (*map(own_grad, self.params), *self._staged):
+            if grad is not None:
+                grad.mul_(factor)
+
     def pop_grads(self) -> list[torch.Tensor | None]:
         """Take the gradients from the parameters, with those staged on the host added."""
         grads: list[torch.Tensor | None] = []

@@ -34,6 +34,7 @@ def checkpoint(path: Path, **versions: int) -> str:
             num_servers=1,
             options=SPECS[name].options,
             files=(),
+            committed={"used": f"{version}"},
         )
         for name, version in versions.items()
     ]
@@ -49,7 +50,7 @@ def test_all_models_go_back_or_those_that_are_named(tmp_path: Path) -> None:
     found = manifests.find(uri, SPECS, ("critic",))
     assert found.info.version == 8
     (one,) = found.resumes
-    assert one == Resume(uri=both.info.uri, version=8, model="critic", section="critic")
+    assert one == Resume(uri=both.info.uri, version=8, model="critic", section="critic", committed={"used": "8"})
 
 
 def test_what_does_not_match_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
 hold through all of them.
 
-Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between.
+Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between. With each step
+they commit one more than the newest number that they know of.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.actions import Action, Persist
-from axon_ps.coordinator.core.events import Ready, Vote, Welcome
+from axon_ps.coordinator.core.events import JobState, Ready, Vote, Welcome
 from axon_ps.coordinator.messages import ready_from_proto, vote_from_proto
 from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Decision, Membership, Outcome, Role
@@ -34,6 +35,7 @@ class Client:
         self.acted: tuple[int, int] = (0, 0)
         self.votes: set[tuple[int, int]] = set()
         self.received_by_step: dict[int, list[Decision]] = {}
+        self.used = 0
 
     @property
     def membership(self) -> Membership | None:
@@ -46,7 +48,10 @@ class Client:
                 assert self.rank in (None, event.rank), "a rank is for life"
                 self.rank = self.peer.rank = event.rank
             for news in self.delivery.receive(event):
+                if isinstance(news, JobState):
+                    self.used = int(news.committed.get("used", "0"))
                 if isinstance(news, Decision):
+                    self.used = int(news.commit.get("used", self.used))
                     self.received_by_step.setdefault(news.step, []).append(news)
 
     def next_step(self) -> tuple[int, int] | None:
@@ -85,7 +90,8 @@ class Coordinator(RuleBasedStateMachine):
                 self.watch_records({r.key: r.value for r in action.records if r.value is not None})
 
     def watch_records(self, written: dict[str, bytes]) -> None:
-        keys = {k: v for k, v in written.items() if k in ("job", "members", "progress") or k.startswith("decision/")}
+        wanted = ("job", "members", "progress", "committed")
+        keys = {k: v for k, v in written.items() if k in wanted or k.startswith("decision/")}
         durable = records.load({**self.kept, **keys})
         assert durable is not None
         for decision in durable.models[0].decisions:
@@ -93,6 +99,9 @@ class Coordinator(RuleBasedStateMachine):
             assert records.decision_record(known) == records.decision_record(decision), "one decision for one step"
         commits = sum(x.outcome is Outcome.COMMIT for x in self.decisions.values())
         assert durable.models[0].version == commits, "the version moves by commits alone"
+        used = sum(x.outcome is not Outcome.ABORT for x in self.decisions.values())
+        assert int(durable.models[0].committed.get("used", "0")) == used, "what is committed moves with the steps"
+        assert not any("disagree" in x.reason for x in self.decisions.values()), "all know what was committed"
         assert durable.membership.generation >= self.generation, "the generation never falls"
         assert durable.models[0].step > max(self.decisions, default=0), "steps ascend"
         self.generation = durable.membership.generation
@@ -192,7 +201,7 @@ class Coordinator(RuleBasedStateMachine):
         client.acted = (generation, step) = name
         if client.peer.role is Role.WORKER:
             client.votes.add(name)
-            message: Vote | Ready = Vote(generation=generation, step=step)
+            message: Vote | Ready = Vote(generation=generation, step=step, commit={"used": str(client.used + 1)})
         else:
             message = Ready(generation=generation, step=step, sum_of_squares=sum_of_squares)
         assert client.delivery.record(message) == []

@@ -5,7 +5,7 @@ The answer names every file; writing the manifest, which makes the directory a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.actions import Outbox
@@ -26,6 +26,7 @@ class SavedModel:
         version: the version written.
         spec: its layout.
         optimizer: its optimizer, if it has one.
+        committed: the values that were committed with its steps up to that version.
     """
 
     number: int
@@ -33,6 +34,7 @@ class SavedModel:
     version: int
     spec: JobSpec
     optimizer: OptimizerSpec | None
+    committed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

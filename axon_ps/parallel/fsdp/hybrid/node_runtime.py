@@ -7,6 +7,7 @@ from typing import Any
 
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.steps import Standing
 from axon_ps.types import Hyper
 
 
@@ -30,6 +31,14 @@ class NodeRuntime(ServerRuntime):
     def agree(self) -> None:
         """See `Runtime.agree`."""
         self._node.agree()
+
+    def standing(self) -> Standing:
+        """See `Runtime.standing`; the same for all workers of the node but for their places in it."""
+        while True:
+            self._node.agree()
+            found = super().standing()
+            if self._node.settled(found.generation):
+                return found
 
     def refresh(self) -> None:
         """See `Runtime.refresh`."""
