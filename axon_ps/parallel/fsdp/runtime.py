@@ -89,11 +89,7 @@ class Runtime:
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters
-        numbers = [u.number for u in self.units]
-        self._orders = {
-            True: GatherOrder(numbers + numbers[::-1]),
-            False: GatherOrder(numbers),
-        }
+        self._orders = self._first_orders()
         self._budget_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
@@ -460,6 +456,16 @@ class Runtime:
                 flat.discard_speculative()
             self._reshard(unit)
         self.gather_buffers.trim()
+
+    def begin_anew(self) -> None:
+        """Be as a worker that has just come: without values, and without knowing in which order units are needed."""
+        self.reset()
+        self._orders = self._first_orders()
+
+    def _first_orders(self) -> dict[bool, GatherOrder]:
+        """In which order units are expected to be needed, with and without a backward, before any was."""
+        numbers = [u.number for u in self.units]
+        return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker; bytes and seconds."""

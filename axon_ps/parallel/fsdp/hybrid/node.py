@@ -102,23 +102,29 @@ class NodeSteps:
         """As `StepClient.register_optimizer`."""
         self._steps.register_optimizer(optimizer)
 
-    def agree(self) -> None:
+    def agree(self) -> bool:
         """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
 
         If a worker of the node was lost, this waits for it to be back, or for another in its place.
+
+        Returns:
+            Whether the groups were formed again. Then units that a worker has are to be gathered again, since the one
+            that has come has none, and gathering is what all of them do together.
 
         Raises:
             MemberLost: nobody came, and the job goes on without this node.
 
         After an error: the workers of the node do not agree; build the model again.
         """
-        own = self._steps.view
+        own, formed = self._steps.view, False
         while (rows := self._calls.exchange(own.latest)) is None:
             self._calls.form_again(own.job.timeout_s)
             self.parameters.make_shards()
             self.parameters.expected = None
+            formed = True
         self.view.agreed = max((int(e), int(v)) for e, v in rows)
         own.wait_latest(self.view.agreed)  # pulls are of versions that this worker was notified of
+        return formed
 
     def settled(self, generation: int) -> bool:
         """After `agree`: whether all workers of the node are in this generation; if not, they are in the same soon."""

@@ -30,19 +30,20 @@ class NodeRuntime(ServerRuntime):
 
     def agree(self) -> None:
         """See `Runtime.agree`."""
-        self._node.agree()
+        if self._node.agree():
+            self.begin_anew()
 
     def standing(self) -> Standing:
         """See `Runtime.standing`; the same for all workers of the node but for their places in it."""
         while True:
-            self._node.agree()
+            self.agree()
             found = super().standing()
             if self._node.settled(found.generation):
                 return found
 
     def refresh(self) -> None:
         """See `Runtime.refresh`."""
-        self._node.agree()
+        self.agree()
         self._node.parameters.wait_pulled()
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:
