@@ -211,9 +211,8 @@ def test_standbys_take_the_places_of_workers_that_are_killed(seed: int, tmp_path
         survivor = start(cluster, tmp_path, 0, **how)
         killed = start(cluster, tmp_path, 1, dies=moment_of(seed, 1, 5), **how)
         second = start(cluster, tmp_path, 1, standby=True, dies=moment_of(100 + seed, 6, 10), **how)
-        assert_killed(killed)
+        assert_killed(killed, second)
         third = start(cluster, tmp_path, 1, standby=True, **how)
-        assert_killed(second)
         values = values_of([survivor, third])
     assert_same(values, unfailed)
     assert used(tmp_path) == EACH_ONCE

@@ -145,7 +145,7 @@ class FlatUnit:
         self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
         self.nbytes = self.flat.nbytes
         self._free_flat()  # the parameters' own values are dropped
-        self.stage_device = torch.device("cpu")
+        self.stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
         self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
@@ -323,7 +323,7 @@ class FlatUnit:
     # ------------------------------------------------------------------ gradients
 
     def stage_grads(self) -> None:
-        """Move the gradients of the parameters to f32 on the host, adding to those there (CPUOffload.FULL)."""
+        """Move the gradients of the parameters to f32, adding to those there; on the host under CPUOffload.FULL."""
         for i, param in enumerate(self.params):
             if (grad := own_grad(param)) is not None:
                 set_own_grad(param, None)

@@ -304,7 +304,7 @@ class Runtime:
             self._push(flat)
             self._gather_speculative(unit, flat)
             unit.fired.clear()
-        elif self._stage_grads and unit.uses <= 1:
+        elif self._stages_now and unit.uses <= 1:
             self._stage(flat)
         self._prefetch()
 
@@ -324,7 +324,7 @@ class Runtime:
             if flat is not None and unit.fired:
                 if self._pushes_now:
                     self._push(flat)
-                elif self._stage_grads:
+                elif self._stages_now:
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
@@ -413,7 +413,9 @@ class Runtime:
                 "the data set ends with fewer samples than there are workers. Use drop_last=True, or step after each"
             )
         for flat in self.flats:
+            staged_bytes = flat.staged_bytes
             flat.multiply_grads(before.weight / batch.weight)
+            self.grad_meter.add(flat.staged_bytes - staged_bytes)
 
     @property
     def has_gradients(self) -> bool:
@@ -434,8 +436,13 @@ class Runtime:
     def _pushes_now(self) -> bool:
         return self.syncing and not self.accumulating
 
+    @property
+    def _stages_now(self) -> bool:
+        """Whether gradients are put aside; those of a micro-batch always, so that nothing clips them by themselves."""
+        return self._stage_grads or self.accumulating
+
     def _stage(self, flat: FlatUnit) -> None:
-        """Move gradients of `no_sync()` to the host."""
+        """Put the gradients of `no_sync()`, or of a micro-batch, aside."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))

@@ -178,6 +178,7 @@ class ServerRuntime(Runtime):
         """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
         if self.accumulating:
             assert self.batch is not None
+            self.sent.decided(None)
             reason = f"micro-batch {self.batch.index + 1} of {self.batch.count} of this worker's in the step"
             return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
         began = time.perf_counter()
