@@ -235,7 +235,7 @@ class StepClient:
         try:
             self._wait_pushed(ticket, pushes, blocked)
         except (GenerationChanged, StepAborted) as error:
-            return str(error)
+            return ticket.why_void or str(error)
         if not view.valid(ticket):
             return ticket.why_void or "the membership changed"
         if view.membership.complete:

@@ -187,6 +187,30 @@ def test_a_step_that_is_aborted_for_ever_is_an_error() -> None:
         assert "the votes disagree on 'samples', which is committed with the step" in message
 
 
+def test_samples_that_were_dealt_to_others_do_not_count() -> None:
+    """Rank 1 leaves when both have their first batch: that of rank 0 alone is no step."""
+
+    def one(world: World) -> list[Any]:
+        model, optimizer = wrapped(world)
+        loader = ElasticLoader(DATA, model, BATCH)
+        batches, reasons = iter(loader), []
+        for _, x, _ in batches:
+            if world.rank == 1:
+                world.barrier()
+                return []
+            if not reasons:
+                world.barrier()
+                world.view.wait_members(lambda m: len(m.workers) == 1, 30.0, "the other left")
+            reasons.append((loader.samples, step(model, optimizer, x)))
+        return reasons
+
+    (dealt, first), *others = run_threads(one, 2)[0]
+    assert not first.committed
+    assert first.reason == "the members changed after the samples of the step had been dealt to them"
+    used = Counter(i for samples, _ in others for i in samples)
+    assert (len(dealt), used) == (BATCH // 2, EACH_ONCE[0])
+
+
 def test_a_worker_that_leaves_leaves_its_samples_to_the_others() -> None:
     """Rank 1 goes after its second step, in the middle of the third."""
 
