@@ -32,7 +32,7 @@ from axon_ps.storage.manifest import list_checkpoints
 from axon_ps.testing import LocalCluster, run_threads
 from axon_ps.testing.cluster import COORDINATOR
 from axon_ps.testing.workers import WorkerProcess
-from axon_ps.types import Role
+from axon_ps.types import Decision, Role
 from pausing import make_pipes, pause, paused
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 44, 8, 2, 16
@@ -58,7 +58,8 @@ def train(world: axon_ps.World, notes: Path, **how: Any) -> Values:
     Args:
         world: the world.
         notes: a directory, in which this worker writes down what it is given.
-        how: `strategy`; `loader_workers`; `dies`: (version, number), to be killed there; `pauses`: (version, pipes);
+        how: `strategy`; `loader_workers`; `dies`: (version, number), to be killed there; `dies_knowing`:
+            version, to be killed when that is decided; `pauses`: (version, pipes);
             `waits`: (version, workers), for so many to be there.
     """
     torch.set_num_threads(1)
@@ -73,6 +74,8 @@ def train(world: axon_ps.World, notes: Path, **how: Any) -> Values:
     loader = ElasticLoader(samples(), model, batch_size=BATCH, num_workers=how.get("loader_workers", 0))
     if "dies" in how:
         die_at(model, *how["dies"])
+    if "dies_knowing" in how:
+        die_knowing(world, how["dies_knowing"])
     with open(notes / f"{world.rank}-{os.getpid()}", "w") as file:
         for _ in loader.epochs(EPOCHS):
             for x, y in loader:
@@ -107,6 +110,18 @@ def die_at(model: FSDP, version: int, number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     moments.watch(watcher)
+
+
+def die_knowing(world: axon_ps.World, version: int) -> None:
+    """Have this process killed when it receives the commit of a version: the program does not come to know of it."""
+    on_event = world.models.on_event
+
+    def watched(event: Any) -> None:
+        if isinstance(event, Decision) and event.version >= version:
+            os.kill(os.getpid(), signal.SIGKILL)
+        on_event(event)
+
+    world.models.on_event = watched  # type: ignore[method-assign]
 
 
 def note(file: Any, **what: Any) -> None:
@@ -209,7 +224,8 @@ def test_standbys_take_the_places_of_workers_that_are_killed(seed: int, tmp_path
     how = {"strategy": ["FULL_SHARD", "SHARD_GRAD_OP"][seed % 2], "loader_workers": 2 * (seed == 0)}
     with LocalCluster(shards=2, world_size=2) as cluster:
         survivor = start(cluster, tmp_path, 0, **how)
-        killed = start(cluster, tmp_path, 1, dies=moment_of(seed, 1, 5), **how)
+        dies = {"dies_knowing": 3} if seed == 2 else {"dies": moment_of(seed, 1, 5)}
+        killed = start(cluster, tmp_path, 1, **dies, **how)
         second = start(cluster, tmp_path, 1, standby=True, dies=moment_of(100 + seed, 6, 10), **how)
         assert_killed(killed, second)
         third = start(cluster, tmp_path, 1, standby=True, **how)
