@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -272,6 +272,7 @@ class Decision:
         turn: whose step it was; None = all replicas'.
         model: of which model.
         copy: what it takes from another model; None = it takes gradients.
+        commit: of a commit or a skip, the values committed with it, by name; see `Vote.commit`.
     """
 
     step: int
@@ -286,6 +287,7 @@ class Decision:
     turn: Turn | None = None
     model: int = 0
     copy: CopyFrom | None = None
+    commit: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

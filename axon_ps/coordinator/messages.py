@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
     CheckpointStatus,
     Copied,
@@ -114,6 +115,7 @@ def vote_to_proto(vote: Vote) -> session_pb2.SessionRequest:
             model=vote.model,
             copy=None if vote.copy is None else codec.copy_to_proto(vote.copy),
             blocked=vote.blocked,
+            commit=vote.commit,
         )
     )
 
@@ -122,7 +124,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
     """A worker's vote; whether its values make sense is decided with the step.
 
     Raises:
-        InvalidRequest: a hyperparameter's name or a copy's weight is malformed.
+        InvalidRequest: a hyperparameter's name or a copy's weight is malformed, or there is too much to commit.
     """
     return Vote(
         generation=message.generation,
@@ -133,6 +135,7 @@ def vote_from_proto(message: session_pb2.Vote) -> Vote:
         model=message.model,
         copy=codec.copy_from_proto(message.copy) if message.HasField("copy") else None,
         blocked=message.blocked,
+        commit=checked(dict(message.commit)),
     )
 
 
@@ -241,6 +244,7 @@ def job_to_proto(job: JobState) -> session_pb2.JobEvent:
         copied=job.copied,
         released=job.released,
         placement=None if job.placement is None else codec.placement_to_proto(job.placement),
+        committed=job.committed,
     )
 
 
@@ -261,6 +265,7 @@ def job_from_proto(message: session_pb2.JobEvent) -> JobState:
         copied=message.copied,
         released=message.released,
         placement=codec.placement_from_proto(message.placement) if message.HasField("placement") else None,
+        committed=dict(message.committed),
     )
 
 

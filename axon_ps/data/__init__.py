@@ -1,6 +1,7 @@
 """Which samples a replica trains on, and in which order. Pure: knows no framework, no world and no file."""
 
+from axon_ps.data.elastic import ElasticBatch, SamplePlan
 from axon_ps.data.permutation import Permutation
 from axon_ps.data.sampler import DistributedSampler
 
-__all__ = ["DistributedSampler", "Permutation"]
+__all__ = ["DistributedSampler", "ElasticBatch", "Permutation", "SamplePlan"]

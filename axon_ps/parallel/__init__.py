@@ -23,6 +23,7 @@ from axon_ps.parallel.ddp.sync_batch_norm import SyncBatchNorm
 from axon_ps.parallel.ddp.synchronizer import GradientSynchronizer, GradSyncStrategy
 from axon_ps.parallel.diloco import DiLoCo, LocalSGD
 from axon_ps.parallel.dtypes import MixedPrecision
+from axon_ps.parallel.elastic_loader import ElasticLoader
 from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
 from axon_ps.parallel.fsdp.stats import FSDPMemoryStats, MemoryStats
 from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
@@ -53,6 +54,7 @@ __all__ = [
     "DiLoCo",
     "DistributedDataParallel",
     "DistributedSampler",
+    "ElasticLoader",
     "FSDPMemoryStats",
     "FullyShardedDataParallel",
     "GradScaler",

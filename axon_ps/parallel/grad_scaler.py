@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._skipped is None:
             raise Misuse("update() was called without a step() before it")
         found, self._skipped = self._skipped, None
-        if not self.is_enabled():
+        if not self.is_enabled() or self._model.runtime.accumulating:
             return
         if new_scale is not None:
             super().update(new_scale)

@@ -8,11 +8,12 @@ exists on a worker: `state` is empty, and checkpoints are written by the servers
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
+from axon_ps.coordinator.core.committed import encoded
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.optim.registry import create
@@ -73,19 +74,28 @@ class ServerOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters, as torch's optimizers do.
 
+        Nothing happens between the micro-batches of an `ElasticLoader`: their gradients are those of one step.
+
         Args:
             set_to_none: forget them, instead of setting them to zero.
 
         Raises:
             Misuse: one was sent for the step under way, which cannot be dropped.
         """
+        if self._runtime is not None and self._runtime.accumulates:
+            return
         _zero_grad(self, set_to_none)
 
-    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None
+    ) -> StepResult:
         """Vote for this step and wait for the coordinator's decision.
 
         Args:
             closure: computes the loss and runs backward; called once, before the step.
+            commit: values to commit with the step, by name: JSON, and the same on every worker. They are durable with
+                it, also in checkpoints; `model.committed` has the newest of each name. All of a model have at most
+                4 KiB together. An `ElasticLoader` commits its position so.
 
         Returns:
             Whether the step committed, the version, the gradient norm before clipping. When it did not commit
@@ -95,7 +105,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises:
             Timeout: no decision came in time.
             Broken: the coordinator or a shard server is gone for good.
-            Misuse: this process is a fork of a worker.
+            Misuse: this process is a fork of a worker, or NO_SHARD has no decision that `commit` could be part of.
+            InvalidRequest: the values to commit are no JSON, or too large.
 
         After an error: the step may or may not have committed; see `World.version` once the session is back.
         """
@@ -104,7 +115,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        return self._runtime.step(self._hyper())
+        return self._runtime.step(self._hyper(), encoded(commit or {}))
 
     def state_dict(self) -> dict[str, Any]:
         """The parameter groups' hyperparameters. Moments are in the servers' checkpoints."""

@@ -60,6 +60,7 @@ class Manifest:
         created: time of writing, ISO 8601 in UTC.
         uri: the URI it was read from; not part of the file.
         others: the other models, without others themselves.
+        committed: the values that were committed with its steps up to this version, by name.
     """
 
     job: str
@@ -75,6 +76,7 @@ class Manifest:
     uri: str = ""
     name: str = ""
     others: tuple[Manifest, ...] = ()
+    committed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
@@ -272,6 +274,7 @@ def _to_proto(manifest: Manifest) -> checkpoint_pb2.Manifest:
                 file_of=section.slices_in,
                 optimizer=None if section.optimizer is None else codec.optimizer_to_proto(section.optimizer),
                 layout=codec.layout_to_proto(section.layout),
+                committed=section.committed,
             )
             for section in manifest.sections
         ],
@@ -298,6 +301,7 @@ def _section(message: checkpoint_pb2.Manifest, model: checkpoint_pb2.Manifest.Mo
         uri=uri,
         name=model.name,
         slices_in=tuple(model.file_of),
+        committed=dict(model.committed),
     )
     slices = manifest.plan.numbered
     if manifest.slices_in and len(manifest.slices_in) != len(slices):

@@ -425,6 +425,7 @@ def decision_to_proto(decision: Decision) -> session_pb2.DecisionEvent:
         turn=None if decision.turn is None else turn_to_proto(decision.turn),
         model=decision.model,
         copy=None if decision.copy is None else copy_to_proto(decision.copy),
+        commit=decision.commit,
     )
 
 
@@ -447,6 +448,7 @@ def decision_from_proto(message: session_pb2.DecisionEvent) -> Decision:
         turn=turn_from_proto(message.turn) if message.HasField("turn") else None,
         model=message.model,
         copy=copy_from_proto(message.copy) if message.HasField("copy") else None,
+        commit=dict(message.commit),
     )
 
 

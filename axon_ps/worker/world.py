@@ -185,6 +185,11 @@ class World:
         return len(self.membership.workers)
 
     @property
+    def initial_world_size(self) -> int:
+        """Workers that the job starts with."""
+        return self._coordinator.world_size
+
+    @property
     def num_shards(self) -> int:
         """Number of shard servers that the parameters are sharded over, also while one of them is missing."""
         return self._coordinator.num_shards

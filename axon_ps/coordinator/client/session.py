@@ -16,7 +16,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from axon_ps.coordinator.client.calls import Calls
@@ -259,6 +259,7 @@ class CoordinatorClient(Calls):
         model: int = 0,
         copy: CopyFrom | None = None,
         blocked: bool = False,
+        commit: Mapping[str, str] | None = None,
     ) -> None:
         """Worker: report that everything of a step is pushed. Sent again after a reconnect while it is current.
 
@@ -273,6 +274,7 @@ class CoordinatorClient(Calls):
             model=model,
             copy=copy,
             blocked=blocked,
+            commit=dict(commit or {}),
         )
         self._call_soon(self._send_step_message, vote, replica)
 

@@ -50,6 +50,7 @@ class JobState:
         copied: the newest version of this epoch that took another model's values; 0 = none. Frozen units are of it.
         released: the job has it no more.
         placement: where its slices are; None until registered.
+        committed: the newest values that were committed with its steps, by name.
     """
 
     spec: JobSpec | None = None
@@ -62,6 +63,7 @@ class JobState:
     copied: int = 0
     released: bool = False
     placement: Placement | None = None
+    committed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,7 @@ class Vote:
         model: whose step it is.
         copy: what the step takes from another model; None = it takes gradients.
         blocked: whether the worker makes no step of another model before this one is decided.
+        commit: values to commit with the step, by name; the same in all votes. See `committed`.
     """
 
     generation: int
@@ -183,6 +186,7 @@ class Vote:
     model: int = 0
     copy: CopyFrom | None = None
     blocked: bool = False
+    commit: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

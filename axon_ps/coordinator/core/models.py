@@ -7,7 +7,8 @@ asked. Messages name a model by its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import JobState, ModelStatus
@@ -41,6 +42,7 @@ class Model:
         open: whether an attempt is in progress.
         decisions: the newest ones.
         last_norm: gradient norm of the newest step that committed.
+        committed: the newest values that were committed with its steps, by name.
     """
 
     def __init__(self, number: int, durable: DurableModel, num_shards: int) -> None:
@@ -54,6 +56,7 @@ class Model:
         self.version = durable.version
         self.open = False
         self.decisions = list(durable.decisions)
+        self.committed: Mapping[str, str] = dict(durable.committed)
         self.last_norm = next((d.grad_norm for d in durable.decisions if d.outcome is Outcome.COMMIT), 0.0)
 
     @property
@@ -68,7 +71,7 @@ class Model:
 
     def state(self, shards: list[Member], *, full: bool = False) -> JobState:
         """What members get of it; the layout only when `full`."""
-        return self.registration.state(shards, self.version, full=full)
+        return replace(self.registration.state(shards, self.version, full=full), committed=self.committed)
 
     def status(self, shards: list[Member], copies: int) -> ModelStatus:
         """Its current state, for users; each slice is to have so many copies."""

@@ -10,6 +10,7 @@ Values are messages of `wire.v1`, except for those of the key-value store, which
 
     of the first model; of model K, "model/K/" is before each:
     progress     ModelProgress
+    committed    CommittedRecord: the values that were committed with its steps
     parameters   ParametersRecord: epoch, who holds them, who uploads them, the restore in progress
     spec         JobSpec          optimizer   OptimizerSpec
     decision/N   DecisionEvent: the newest `HISTORY`, N = step modulo HISTORY; of asynchronous steps, the newest of each
@@ -82,6 +83,7 @@ class DurableModel:
     spec: JobSpec | None = None
     optimizer: OptimizerSpec | None = None
     decisions: tuple[Decision, ...] = ()
+    committed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -133,6 +135,11 @@ def progress_record(progress: ModelProgress) -> Record:
     return _record(_of(progress.model, "progress"), codec.progress_to_proto(progress))
 
 
+def committed_record(model: int, values: Mapping[str, str]) -> Record:
+    """The values that were committed with a model's steps."""
+    return _record(_of(model, "committed"), state_pb2.CommittedRecord(values=values))
+
+
 def parameters_record(model: int, parameters: ParameterState) -> Record:
     """Which servers hold a model's parameters."""
     message = state_pb2.ParametersRecord(
@@ -160,7 +167,14 @@ def optimizer_record(model: int, optimizer: OptimizerSpec) -> Record:
 
 def deletions(model: int, decisions: Sequence[Decision]) -> list[Record]:
     """The records that delete everything about a released model."""
-    keys = ["progress", "parameters", "spec", "optimizer", *(_DECISION + _decision_key(d) for d in decisions)]
+    keys = [
+        "progress",
+        "committed",
+        "parameters",
+        "spec",
+        "optimizer",
+        *(_DECISION + _decision_key(d) for d in decisions),
+    ]
     return [Record(_of(model, key), None) for key in keys]
 
 
@@ -278,6 +292,7 @@ def _model(records: Mapping[str, bytes], number: int, name: str) -> DurableModel
         spec=None if spec is None else codec.job_spec_from_proto(_read(common_pb2.JobSpec, spec)),
         optimizer=None if optimizer is None else codec.optimizer_from_proto(_read(common_pb2.OptimizerSpec, optimizer)),
         decisions=tuple(sorted(map(codec.decision_from_proto, events), key=lambda d: d.step)),
+        committed=dict(_read(state_pb2.CommittedRecord, records.get(_of(number, "committed"), b"")).values),
     )
 
 

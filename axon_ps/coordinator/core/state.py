@@ -347,6 +347,7 @@ class CoordinatorState:
                     spec=r.spec,
                     optimizer=r.optimizer,
                     placement=r.placement,
+                    committed=model.committed,
                 )
             )
         ranks = [s.rank for s in shards]

@@ -60,7 +60,15 @@ def find(uri: str, specs: Mapping[str, JobSpec], wanted: Sequence[str] = ()) -> 
         section = manifest.section(name, only=len(names) == 1 and (len(specs) == 1 or not manifest.name))
         for index, unit in enumerate(spec.layout.units):
             moves_into(Slice(unit=index, server=0, begin=0, end=unit.numel), spec.layout, section.layout)
-        resumes.append(Resume(uri=manifest.uri, version=section.version, model=name, section=section.name))
+        resumes.append(
+            Resume(
+                uri=manifest.uri,
+                version=section.version,
+                model=name,
+                section=section.name,
+                committed=section.committed,
+            )
+        )
     if not wanted and len(manifest.sections) > max(1, len(specs)):
         others = [section.name for section in manifest.sections if section.name not in specs]
         raise InvalidRequest(
@@ -151,6 +159,7 @@ def complete(job: str, snapshot: Snapshot, extra: dict[str, object]) -> Checkpoi
                 version=model.version,
                 layout=model.spec.layout,
                 optimizer=model.optimizer,
+                committed=model.committed,
                 num_servers=model.placement.num_cuts,
                 options=model.spec.options,
                 files=tuple(FileEntry(name=f.name, sha256=f.sha256, bytes=f.bytes) for f, _ in written),

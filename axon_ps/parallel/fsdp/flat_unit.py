@@ -145,7 +145,7 @@ class FlatUnit:
         self._set_flat(torch.empty(unit.numel, dtype=dtype, device=device))
         self.nbytes = self.flat.nbytes
         self._free_flat()  # the parameters' own values are dropped
-        self.stage_device = torch.device("cpu")
+        self.stage_device = torch.device("cpu") if wrapping.offload.stages_grads else wrapping.device
         self._staged: list[torch.Tensor | None] = [None] * len(self.params)
         self.repeated = 0  # gathers that were begun again, since what was under way was of no use
 
@@ -323,7 +323,7 @@ class FlatUnit:
     # ------------------------------------------------------------------ gradients
 
     def stage_grads(self) -> None:
-        """Move the gradients of the parameters to f32 on the host, adding to those there (CPUOffload.FULL)."""
+        """Move the gradients of the parameters to f32, adding to those there; on the host under CPUOffload.FULL."""
         for i, param in enumerate(self.params):
             if (grad := own_grad(param)) is not None:
                 set_own_grad(param, None)
@@ -332,6 +332,15 @@ class FlatUnit:
                     self._staged[i] = grad.to(self.stage_device, torch.float32, copy=True)
                 else:
                     staged.add_(grad.to(self.stage_device))
+
+    def multiply_grads(self, factor: float) -> None:
+        """Multiply the gradients by a number; 0 drops them, whatever they are."""
+        if not factor:
+            self.pop_grads()
+            return
+        for grad in (*map(own_grad, self.params), *self._staged):
+            if grad is not None:
+                grad.mul_(factor)
 
     def pop_grads(self) -> list[torch.Tensor | None]:
         """Take the gradients from the parameters, with those staged on the host added."""

@@ -7,6 +7,7 @@ Terms, used here and in the modules below as the design defines them: *unit* (pa
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -240,6 +241,14 @@ class FullyShardedDataParallel(ShardedValues):
         """Committed steps of the model, copies from others included, as this worker knows it."""
         return self._runtime.version
 
+    @property
+    def committed(self) -> dict[str, Any]:
+        """The newest values that were committed with its steps, by name; see `ServerOptimizer.step`.
+
+        They are those of the version that the model is at: after a restore, those of the checkpoint. {} under NO_SHARD.
+        """
+        return {name: json.loads(value) for name, value in self._runtime.committed.items()}
+
     def copy_from(self, other: FullyShardedDataParallel, weight: float = 1.0) -> StepResult:
         """Move the values towards another model's, on the servers: (1 - weight) * these + weight * the other's.
 
@@ -297,11 +306,13 @@ class FullyShardedDataParallel(ShardedValues):
             self._runtime.syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that wait for `no_sync()` to end.
+        """Forget the gradients that wait for `no_sync()` to end; not those of a batch that an `ElasticLoader` has cut.
 
         Raises:
             Misuse: gradients were sent for this step, which cannot be dropped.
         """
+        if self._runtime.accumulates:
+            return
         self._runtime.drop_unsent()
         super().zero_grad(set_to_none)
 

@@ -38,14 +38,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from axon_ps.errors import StepAborted
+from axon_ps.data.elastic import Place
+from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.compile import uncompiled
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
 from axon_ps.parallel.fsdp.order import GatherOrder
 from axon_ps.parallel.fsdp.sent_gradients import SentGradients
-from axon_ps.parallel.fsdp.steps import Position
+from axon_ps.parallel.fsdp.steps import Position, Standing, StepBatch
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.types import Hyper, OptimizerSpec, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -75,6 +76,9 @@ class Runtime:
         prefetched: a prefetch by hand is pending.
         optimizers: those of ours that make its steps.
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
+        batch: what the next backward's gradients are of, where a loader deals the samples; see `begin_batch`.
+        decisions: how many steps have ended, whatever came of them.
+        last_reason: why the last step did not commit, in words.
     """
 
     def __init__(self, wrapping: Wrapping, units: Sequence[ModuleUnit], gather_buffers: BufferPool) -> None:
@@ -85,11 +89,7 @@ class Runtime:
         self.meter = wrapping.meter
         self.grad_meter = Meter()
         self.counters = wrapping.counters
-        numbers = [u.number for u in self.units]
-        self._orders = {
-            True: GatherOrder(numbers + numbers[::-1]),
-            False: GatherOrder(numbers),
-        }
+        self._orders = self._first_orders()
         self._budget_bytes = BUFFERS * max((u.nbytes for u in self.units[1:]), default=self.units[0].nbytes)
         self._eager = wrapping.prefetch and not wrapping.replicated
         self._stage_grads = wrapping.offload.stages_grads and not wrapping.replicated
@@ -103,6 +103,9 @@ class Runtime:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.expected_hyper: Callable[[], Sequence[Hyper]] | None = None
         self.syncing = True
+        self.batch: StepBatch | None = None
+        self.decisions = 0
+        self.last_reason = ""
         self.sent = SentGradients()
         self.grad_scale = 1.0
         self.prefetched = False
@@ -123,9 +126,23 @@ class Runtime:
         """Give the model its optimizer."""
         raise NotImplementedError
 
-    def step(self, hyper: Sequence[Hyper]) -> StepResult:
-        """Make a step of the gradients that there are."""
+    def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
+        """Make a step of the gradients that there are, and commit these values with it."""
         raise NotImplementedError
+
+    def standing(self) -> Standing:
+        """Where this worker is among those that take part in the next step, once all are there."""
+        raise NotImplementedError
+
+    @property
+    def place(self) -> Place:
+        """This worker's among those that take part in the next step, as far as it knows."""
+        raise NotImplementedError
+
+    @property
+    def committed(self) -> Mapping[str, str]:
+        """The newest values that were committed with steps, by name."""
+        return {}
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
         """A step that needs no gradients: the model becomes (1 - weight) * its values + weight * another's."""
@@ -283,11 +300,11 @@ class Runtime:
             return
         if not unit.has_frozen and not unit.is_root:
             self._reshard(unit)
-        if self.syncing and unit.uses <= 1:
+        if self._pushes_now and unit.uses <= 1:
             self._push(flat)
             self._gather_speculative(unit, flat)
             unit.fired.clear()
-        elif self._stage_grads and unit.uses <= 1:
+        elif self._stages_now and unit.uses <= 1:
             self._stage(flat)
         self._prefetch()
 
@@ -305,9 +322,9 @@ class Runtime:
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and unit.fired:
-                if self.syncing:
+                if self._pushes_now:
                     self._push(flat)
-                elif self._stage_grads:
+                elif self._stages_now:
                     self._stage(flat)
             unit.fired.clear()
             unit.uses = 0
@@ -334,7 +351,9 @@ class Runtime:
         self._prefetch(by_hand=True)
 
     def push_accumulated(self) -> None:
-        """Push every gradient that was accumulated and not pushed yet."""
+        """Push every gradient that was accumulated and not pushed yet, unless others of the step are still to come."""
+        if self.accumulating:
+            return
         for unit in reversed(self.units):
             flat = unit.trainable
             if flat is not None and flat.index not in self._pushed and flat.has_grads:
@@ -376,8 +395,54 @@ class Runtime:
 
     # ------------------------------------------------------------------ gradients
 
+    def begin_batch(self, batch: StepBatch) -> None:
+        """A loader gives the program a batch: the next backward's gradients are of it.
+
+        Those that wait from the batches before it in this step will be multiplied by its weight when they are pushed,
+        so that they are brought to it here.
+
+        Raises:
+            Misuse: it counts for nothing, and gradients of batches that do are waiting.
+        """
+        before, self.batch = self.batch, batch
+        if before is None or before.weight == batch.weight or not self._has_gradients:
+            return
+        if not batch.weight:
+            raise Misuse(
+                "gradients of several batches are accumulated, and of the last one there is nothing for this worker: "
+                "the data set ends with fewer samples than there are workers. Use drop_last=True, or step after each"
+            )
+        for flat in self.flats:
+            staged_bytes = flat.staged_bytes
+            flat.multiply_grads(before.weight / batch.weight)
+            self.grad_meter.add(flat.staged_bytes - staged_bytes)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has been made for the step under way."""
+        return self._has_gradients
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients stay here, since more of the step are still to come on this worker."""
+        return self.batch is not None and not self.batch.is_last
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this worker's gradient of the step is a sum over several batches, which must not be dropped."""
+        return self.batch is not None and self.batch.count > 1
+
+    @property
+    def _pushes_now(self) -> bool:
+        return self.syncing and not self.accumulating
+
+    @property
+    def _stages_now(self) -> bool:
+        """Whether gradients are put aside; those of a micro-batch always, so that nothing clips them by themselves."""
+        return self._stage_grads or self.accumulating
+
     def _stage(self, flat: FlatUnit) -> None:
-        """Move gradients of `no_sync()` to the host."""
+        """Put the gradients of `no_sync()`, or of a micro-batch, aside."""
         before = flat.staged_bytes
         flat.stage_grads()
         self.sent.add(flat.index, len(flat.params))
@@ -398,6 +463,16 @@ class Runtime:
                 flat.discard_speculative()
             self._reshard(unit)
         self.gather_buffers.trim()
+
+    def begin_anew(self) -> None:
+        """Be as a worker that has just come: without values, and without knowing in which order units are needed."""
+        self.reset()
+        self._orders = self._first_orders()
+
+    def _first_orders(self) -> dict[bool, GatherOrder]:
+        """In which order units are expected to be needed, with and without a backward, before any was."""
+        numbers = [u.number for u in self.units]
+        return {True: GatherOrder(numbers + numbers[::-1]), False: GatherOrder(numbers)}
 
     def statistics(self) -> dict[str, float]:
         """Counters and memory of this worker; bytes and seconds."""

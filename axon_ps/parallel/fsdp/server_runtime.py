@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import torch
 
+from axon_ps.data.elastic import Place
 from axon_ps.errors import Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
@@ -27,7 +28,7 @@ from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
 from axon_ps.parallel.fsdp.memory import BufferPool
 from axon_ps.parallel.fsdp.runtime import BUFFERS, TORN, Runtime
 from axon_ps.parallel.fsdp.sources import array_of
-from axon_ps.parallel.fsdp.steps import Pending, Position, Steps
+from axon_ps.parallel.fsdp.steps import Pending, Position, Standing, Steps
 from axon_ps.parallel.fsdp.wrap import Wrapping
 from axon_ps.types import Decision, Hyper, OptimizerSpec, Outcome, StepResult
 from axon_ps.worker.checkpoints import CheckpointInfo
@@ -105,9 +106,13 @@ class ServerRuntime(Runtime):
         self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
-        scale = 1.0 / (ticket.num_replicas * self.grad_scale)
+        weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight
         self.grad_meter.add(-flat.staged_bytes)
-        flat.pack_grads(buffer, scale)
+        if weight:
+            flat.pack_grads(buffer, weight / self.grad_scale)
+        else:  # not 0 times them, which may be no numbers
+            flat.pop_grads()
+            buffer.zero_()
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
         sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
@@ -127,7 +132,7 @@ class ServerRuntime(Runtime):
 
     def _current_ticket(self) -> Ticket:
         if self._ticket is None:
-            self._ticket = self._steps.ticket(self._began)
+            self._ticket = self._steps.ticket(self._began, None if self.batch is None else self.batch.generation)
             speculates = self._unclipped and not self._ticket.is_void
             self._expected = self.expected_hyper() if speculates and self.expected_hyper is not None else None
             self._expect(self._expected)
@@ -146,8 +151,36 @@ class ServerRuntime(Runtime):
         """
         self._steps.register_optimizer(spec)
 
-    def step(self, hyper: Sequence[Hyper]) -> StepResult:
+    @property
+    def committed(self) -> Mapping[str, str]:
+        """See `Runtime.committed`."""
+        return self._client.view.committed
+
+    def standing(self) -> Standing:
+        """See `Runtime.standing`."""
+        view = self._client.view
+        view.job.wait_complete()
+        with view.job.changed:
+            return Standing(generation=view.membership.generation, place=self.place, committed=view.committed)
+
+    @property
+    def place(self) -> Place:
+        """See `Runtime.place`."""
+        view = self._client.view
+        with view.job.changed:
+            members, me = view.membership, view.me
+        ranks = [m.rank for m in members.workers if m.replica == me.replica]
+        return Place(
+            replica=me.replica, num_replicas=members.num_replicas, index=ranks.index(me.rank), workers=len(ranks)
+        )
+
+    def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
         """Send what was not sent, vote, wait for the decision, and start gathering for the next step."""
+        if self.accumulating:
+            assert self.batch is not None
+            self.sent.decided(None)
+            reason = f"micro-batch {self.batch.index + 1} of {self.batch.count} of this worker's in the step"
+            return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
         began = time.perf_counter()
         max_norm, norm = self.sent.checked_max_norm(), None
         try:
@@ -162,7 +195,8 @@ class ServerRuntime(Runtime):
                 else:
                     self._pushes.append(self._steps.gradients.push(flat.index, None, ticket))
                     self._pushed.add(flat.index)
-            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper)
+            commit = commit if self.batch is None else {**commit, **self.batch.commit}
+            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper, commit=commit)
             norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
@@ -174,6 +208,7 @@ class ServerRuntime(Runtime):
             self.sent.decided(norm)
             self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
             self._pushes, self._pushed = [], set()
+            self.batch, self.decisions = None, self.decisions + 1
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
         as_expected = committed and decision.clip_factor == 1.0 and decision.hyper == self._expected
@@ -205,6 +240,7 @@ class ServerRuntime(Runtime):
         """Count a decision, and begin to gather for the next forward."""
         self._prefetch()
         committed = decision.outcome is Outcome.COMMIT
+        self.last_reason = decision.reason
         result = StepResult(committed=committed, version=decision.version, grad_norm=norm, reason=decision.reason)
         return self.counters.counted(result)
 

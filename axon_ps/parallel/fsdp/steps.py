@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from axon_ps.collectives.work import Awaited
+from axon_ps.data.elastic import Place
 from axon_ps.types import Array, Decision, DType, Hyper, OptimizerSpec
 from axon_ps.worker.steps.client import StepClient
 from axon_ps.worker.steps.ticket import Ticket
 
 Position: TypeAlias = tuple[int, int]
 """(epoch, version): which values of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What samples are dealt by; read at one moment.
+
+    Attributes:
+        generation: the members among whom they are dealt.
+        place: this worker's among them.
+        committed: the newest values that were committed with steps of the model, by name.
+    """
+
+    generation: int
+    place: Place
+    committed: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """A batch that a loader has given to the program: what the next backward's gradients are of.
+
+    Attributes:
+        generation: the members among whom its samples were dealt; the step counts only among them.
+        weight: what the mean over it is multiplied by in the mean over all samples of the step.
+        index: its number among the micro-batches of this worker in the step.
+        count: how many these are. Gradients are pushed behind the last one.
+        commit: what the step commits if it ends with this batch, by name.
+    """
+
+    generation: int
+    weight: float
+    index: int
+    count: int
+    commit: Mapping[str, str]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step's gradients are complete with it."""
+        return self.index == self.count - 1
 
 
 class Pending(Awaited, Protocol):
@@ -94,11 +135,20 @@ class Steps(Protocol):
     def register_optimizer(self, optimizer: OptimizerSpec) -> None:
         """Give the job its optimizer."""
 
-    def ticket(self, began: Position | None = None) -> Ticket:
-        """The ticket of the step that is computed from (epoch, version) `began`; void if those are over."""
+    def ticket(self, began: Position | None = None, dealt: int | None = None) -> Ticket:
+        """The ticket of the step that is computed from (epoch, version) `began`, of samples that were dealt in the
+        generation `dealt`; void if those are over."""
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
-        """Vote: all gradients were pushed; wait for the decision."""
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        commit: Mapping[str, str] | None = None,
+    ) -> Decision:
+        """Vote: all gradients were pushed, and these values are to be committed with them; wait for the decision."""
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """A step in which the model becomes (1 - weight) * its values + weight * another's."""

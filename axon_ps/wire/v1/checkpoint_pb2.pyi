@@ -23,7 +23,14 @@ class SnapshotFile(_message.Message):
 class Manifest(_message.Message):
     __slots__ = ("format_version", "job", "created", "num_servers", "extra_json", "models", "sha256")
     class Model(_message.Message):
-        __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of")
+        __slots__ = ("name", "version", "chunk_numel", "min_slice_numel", "files", "optimizer", "layout", "file_of", "committed")
+        class CommittedEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: str
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
         NAME_FIELD_NUMBER: _ClassVar[int]
         VERSION_FIELD_NUMBER: _ClassVar[int]
         CHUNK_NUMEL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +39,7 @@ class Manifest(_message.Message):
         OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
         LAYOUT_FIELD_NUMBER: _ClassVar[int]
         FILE_OF_FIELD_NUMBER: _ClassVar[int]
+        COMMITTED_FIELD_NUMBER: _ClassVar[int]
         name: str
         version: int
         chunk_numel: int
@@ -40,7 +48,8 @@ class Manifest(_message.Message):
         optimizer: _common_pb2.OptimizerSpec
         layout: _common_pb2.Layout
         file_of: _containers.RepeatedScalarFieldContainer[int]
-        def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., file_of: _Optional[_Iterable[int]] = ...) -> None: ...
+        committed: _containers.ScalarMap[str, str]
+        def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., chunk_numel: _Optional[int] = ..., min_slice_numel: _Optional[int] = ..., files: _Optional[_Iterable[_Union[SnapshotFile, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., file_of: _Optional[_Iterable[int]] = ..., committed: _Optional[_Mapping[str, str]] = ...) -> None: ...
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]

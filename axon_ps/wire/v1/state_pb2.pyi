@@ -76,3 +76,16 @@ class ParametersRecord(_message.Message):
     placement: _placement_pb2.Placement
     copied: int
     def __init__(self, epoch: _Optional[int] = ..., initialized: bool = ..., holders: _Optional[_Mapping[int, str]] = ..., uploader: _Optional[str] = ..., restore: _Optional[_Union[_checkpoint_pb2.RestoreOrder, _Mapping]] = ..., failure: _Optional[str] = ..., placement: _Optional[_Union[_placement_pb2.Placement, _Mapping]] = ..., copied: _Optional[int] = ...) -> None: ...
+
+class CommittedRecord(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, str]
+    def __init__(self, values: _Optional[_Mapping[str, str]] = ...) -> None: ...

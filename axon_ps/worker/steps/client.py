@@ -11,7 +11,7 @@ decision without being sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
@@ -113,12 +113,14 @@ class StepClient:
 
     # ------------------------------------------------------------------ a step
 
-    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+    def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         """The ticket of the step attempt that starts now.
 
         Args:
             began: (epoch, version) that the step is computed from. If that is not `view.latest` any more the ticket is
                 void, since gradients of an older version must not count in a newer generation. None = any.
+            dealt: the generation among whose replicas the samples of the step were dealt. In another one the ticket is
+                void, since others have some of the same samples then. None = any.
 
         Raises:
             Misuse: the model was released.
@@ -129,6 +131,8 @@ class StepClient:
             view.check_released()
             latest = view.latest
             ticket = view.stepping.ticket(view.latest_version, view.membership, view.me.replica)
+        if dealt not in (None, ticket.generation):
+            return ticket.void("the members changed after the samples of the step had been dealt to them")
         if began in (None, latest):
             return ticket
         return ticket.void(
@@ -173,6 +177,7 @@ class StepClient:
         max_norm: float,
         hyper: Sequence[Hyper],
         copy: CopyFrom | None = None,
+        commit: Mapping[str, str] | None = None,
     ) -> Decision:
         """Report that this worker has pushed everything, and wait for the decision.
 
@@ -182,6 +187,7 @@ class StepClient:
             max_norm: global L2 norm to clip to; 0 = do not clip.
             hyper: per parameter group, this step's hyperparameters.
             copy: the copy from another model; None = the step takes gradients.
+            commit: values to commit with the step, by name; every worker gives the same.
 
         Returns:
             The decision; an abort when the membership changed meanwhile. By then this worker has received the
@@ -208,6 +214,7 @@ class StepClient:
                     model=view.model,
                     copy=copy,
                     blocked=blocked,
+                    commit=commit,
                 )
                 decision = self._wait_decided(ticket)
             job.wait_generation(decision.next_generation, job.timeout_s)
@@ -230,7 +237,7 @@ class StepClient:
         try:
             self._wait_pushed(ticket, pushes, blocked)
         except (GenerationChanged, StepAborted) as error:
-            return str(error)
+            return ticket.why_void or str(error)
         if not view.valid(ticket):
             return ticket.why_void or "the membership changed"
         if view.membership.complete:

@@ -9,6 +9,8 @@ replicas step asynchronously, only at the end of a step of ours (`stepping`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from axon_ps.coordinator.client.session import JobState, Registered
 from axon_ps.errors import Misuse
 from axon_ps.sharding.job import JobSpec
@@ -45,6 +47,7 @@ class ModelView:
         self.asked_epoch = 0
         self._state: JobState | None = None
         self._copied = 0
+        self._committed: Mapping[str, str] = {}
         self._version = 0
         if job.known is not None:
             self.begin(job.known)
@@ -85,6 +88,11 @@ class ModelView:
     def copied(self) -> int:
         """The newest version that copied another model's values; 0 = none in this epoch. Frozen units are of it."""
         return self._copied
+
+    @property
+    def committed(self) -> Mapping[str, str]:
+        """The newest values that were committed with steps of the model, by name."""
+        return self._committed
 
     def version_of(self, unit: int, *, exact: bool = False) -> int:
         """The version that a unit must be at to be current; if `exact`, to be what the servers have."""
@@ -153,7 +161,7 @@ class ModelView:
                 self.stepping.end_step()
         else:
             self._copied = max(self._copied, event.copied)
-        self._state = event
+        self._state, self._committed = event, event.committed
 
     def on_decision(self, event: Decision) -> None:
         """A step was decided."""
@@ -161,6 +169,8 @@ class ModelView:
             self.job.acknowledge()
         self.stepping.decided(event)
         self._version = event.version
+        if event.commit:
+            self._committed = {**self._committed, **event.commit}
         if event.copy is not None and event.outcome is Outcome.COMMIT:
             self._copied = event.version
 

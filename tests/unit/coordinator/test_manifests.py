@@ -35,6 +35,7 @@ def checkpoint(path: Path, **versions: int) -> str:
             num_servers=1,
             options=SPECS[name].options,
             files=(FileEntry(name=f"of-{name}", sha256="0" * 64, bytes=1),),
+            committed={"used": f"{version}"},
         )
         for name, version in versions.items()
     ]
@@ -50,7 +51,7 @@ def test_all_models_go_back_or_those_that_are_named(tmp_path: Path) -> None:
     found = manifests.find(uri, SPECS, ("critic",))
     assert found.info.version == 8
     (one,) = found.resumes
-    assert one == Resume(uri=both.info.uri, version=8, model="critic", section="critic")
+    assert one == Resume(uri=both.info.uri, version=8, model="critic", section="critic", committed={"used": "8"})
 
 
 def test_what_does_not_match_is_named(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ MEMBERSHIP = Membership(
         dataclasses.replace(MEMBERSHIP, models=(ModelProgress(model=2, step=9, version=8),), by_node=True),
         JobState(model=2, name="critic", version=7, copied=6),
         JobState(model=2, name="critic", released=True),
+        JobState(model=2, name="critic", version=7, committed={"used": "7", "mine": ""}),
+        Decision(step=1, generation=2, outcome=Outcome.COMMIT, version=3, commit={"used": "3"}),
         Decision(
             step=1,
             generation=2,
@@ -86,7 +88,7 @@ def test_what_goes_up() -> None:
         message.compressors.extend(names)
         with pytest.raises(InvalidRequest, match="name"):
             m.join_from_proto(message)
-    vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}))
+    vote = Vote(generation=1, step=2, max_norm=0.5, hyper=({"lr": 0.1}, {}), commit={"used": "3"})
     assert m.vote_from_proto(m.vote_to_proto(vote).vote) == vote
     copy = Vote(generation=1, step=2, model=3, copy=CopyFrom(source=1, weight=0.5), blocked=True)
     assert m.vote_from_proto(m.vote_to_proto(copy).vote) == copy

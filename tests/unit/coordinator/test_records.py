@@ -59,6 +59,7 @@ def written() -> dict[str, bytes]:
         records.spec_record(3, SPEC),
         records.optimizer_record(3, OPTIMIZER),
         *map(records.decision_record, DECISIONS),
+        records.committed_record(3, {"used": "30"}),
         records.kv_record("k", b"{"),
     ]
     return {record.key: record.value for record in made if record.value is not None}
@@ -79,7 +80,7 @@ def test_everything_comes_back() -> None:
             0: records.DurableModel(name="first", step=30, version=28),
             3: records.DurableModel(
                 name="policy", step=6, version=4, parameters=PARAMETERS, spec=SPEC, optimizer=OPTIMIZER,
-                decisions=DECISIONS,
+                decisions=DECISIONS, committed={"used": "30"},
             ),
         },
         next_model=5,
@@ -135,6 +136,7 @@ ANOTHER = membership_pb2.ModelProgress(model=2, step=6, version=4).SerializeToSt
         ("model/3/spec", written()["model/3/spec"][:-2]),
         ("model/3/optimizer", b""),
         ("model/3/parameters", b"\x10\x02\x10"),
+        ("model/3/committed", b"\x0a"),
     ],
 )
 def test_what_no_coordinator_wrote_is_refused(key: str, value: bytes | None) -> None:

@@ -1,7 +1,8 @@
 """Random joins, deaths, silences, votes and restarts (crashes between writing and saying included), and what must
 hold through all of them.
 
-Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between.
+Members have the delivery state that `CoordinatorClient` has; what is simulated is the network between. With each step
+they commit one more than the newest number that they know of.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Client:
         self.received_by_step: dict[int, list[Decision]] = {}
         self.has: set[int] = set()  # a shard server: the slices that it has completely
         self.placement = 0  # number of the newest
+        self.used = 0
 
     @property
     def membership(self) -> Membership | None:
@@ -50,7 +52,10 @@ class Client:
                 assert self.rank in (None, event.rank), "a rank is for life"
                 self.rank = self.peer.rank = event.rank
             for news in self.delivery.receive(event):
+                if isinstance(news, JobState):
+                    self.used = int(news.committed.get("used", "0"))
                 if isinstance(news, Decision):
+                    self.used = int(news.commit.get("used", self.used))
                     self.received_by_step.setdefault(news.step, []).append(news)
                 elif isinstance(news, JobState):
                     self.placed(news)
@@ -105,7 +110,8 @@ class Coordinator(RuleBasedStateMachine):
                 self.watch_records({r.key: r.value for r in action.records if r.value is not None})
 
     def watch_records(self, written: dict[str, bytes]) -> None:
-        keys = {k: v for k, v in written.items() if k in ("job", "members", "progress") or k.startswith("decision/")}
+        wanted = ("job", "members", "progress", "committed")
+        keys = {k: v for k, v in written.items() if k in wanted or k.startswith("decision/")}
         durable = records.load({**self.kept, **keys})
         assert durable is not None
         for decision in durable.models[0].decisions:
@@ -113,6 +119,9 @@ class Coordinator(RuleBasedStateMachine):
             assert records.decision_record(known) == records.decision_record(decision), "one decision for one step"
         commits = sum(x.outcome is Outcome.COMMIT for x in self.decisions.values())
         assert durable.models[0].version == commits, "the version moves by commits alone"
+        used = sum(x.outcome is not Outcome.ABORT for x in self.decisions.values())
+        assert int(durable.models[0].committed.get("used", "0")) == used, "what is committed moves with the steps"
+        assert not any("disagree" in x.reason for x in self.decisions.values()), "all know what was committed"
         assert durable.membership.generation >= self.generation, "the generation never falls"
         assert durable.models[0].step > max(self.decisions, default=0), "steps ascend"
         self.generation = durable.membership.generation
@@ -249,7 +258,7 @@ class Coordinator(RuleBasedStateMachine):
         client.acted = client.full_name(name)
         if client.peer.role is Role.WORKER:
             client.votes.add(name)
-            message: Vote | Ready = Vote(generation=generation, step=step)
+            message: Vote | Ready = Vote(generation=generation, step=step, commit={"used": str(client.used + 1)})
         else:
             message = Ready(
                 generation=generation,

@@ -5,7 +5,7 @@ Gathers complete only when waited for, so that code which reads a parameter with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -127,7 +127,7 @@ class FakeSteps:
     def wait_latest(self, position: tuple[int, int]) -> None:
         pass
 
-    def ticket(self, began: tuple[int, int] | None = None) -> Ticket:
+    def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> Ticket:
         ticket = Ticket(generation=1, step=self.version, replica=0, num_replicas=1)
         return ticket if began in (None, self.latest) else ticket.void("the parameters changed")
 
@@ -148,7 +148,15 @@ class FakeSteps:
             done()
         return FakeWork(lambda: None)
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Any], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Any],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        commit: Mapping[str, str] | None = None,
+    ) -> Decision:
         for work in pushes:
             work.wait()
         self.max_norms.append(max_norm)

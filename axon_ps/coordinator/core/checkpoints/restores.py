@@ -6,7 +6,7 @@ one event, so all change together. If one of them cannot be loaded, the job wait
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from axon_ps.coordinator.core import records
@@ -30,12 +30,14 @@ class Resume:
         version: of the model in it.
         model: name of the model in the job.
         section: what the checkpoint calls it; empty = the only model in it.
+        committed: the values that were committed with its steps up to that version; None = they stay.
     """
 
     uri: str
     version: int
     model: str = records.FIRST_NAME
     section: str = ""
+    committed: Mapping[str, str] | None = None
 
 
 class Restores:
@@ -89,6 +91,9 @@ class Restores:
                 resume.uri, resume.version, a.servers(), self._replication, resume.section
             )
             model.version = resume.version
+            if resume.committed is not None:
+                model.committed = dict(resume.committed)
+                self._out.persist([records.committed_record(model.number, model.committed)])
             a.announce(model)
             self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
         self.persist()

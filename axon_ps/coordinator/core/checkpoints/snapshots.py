@@ -5,7 +5,7 @@ The answer names every file; writing the manifest, which makes the directory a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from axon_ps.coordinator.core.actions import Outbox
@@ -28,6 +28,7 @@ class SavedModel:
         spec: its layout.
         optimizer: its optimizer, if it has one.
         placement: whose primaries write it.
+        committed: the values that were committed with its steps up to that version.
     """
 
     number: int
@@ -36,6 +37,7 @@ class SavedModel:
     spec: JobSpec
     optimizer: OptimizerSpec | None
     placement: Placement
+    committed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ Note: [One decider]
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,13 +129,19 @@ class Tally:
             return ended(Outcome.ABORT, reason=problem)
         if vote.copy is not None:
             return Decision(
-                step=step, generation=generation, outcome=Outcome.COMMIT, version=version + 1, copy=vote.copy
+                step=step,
+                generation=generation,
+                outcome=Outcome.COMMIT,
+                version=version + 1,
+                copy=vote.copy,
+                commit=vote.commit,
             )
         norm = _norm(chain.from_iterable(self.sums.values()))  # exactly rounded, whoever has which slice
         if not math.isfinite(norm):
             guilty = [rank for rank, s in self.sums.items() if not all(map(math.isfinite, s))] or list(self.sums)
             where = f"shard server {format_ranks(guilty)}"
-            return ended(Outcome.SKIP, norm=norm, reason=f"the gradients are not finite (seen at {where})")
+            skipped = ended(Outcome.SKIP, norm=norm, reason=f"the gradients are not finite (seen at {where})")
+            return dataclasses.replace(skipped, commit=vote.commit)
         try:
             factor = clip_factor(norm, vote.max_norm) if vote.max_norm else 1.0
         except AxonError as error:
@@ -147,6 +154,7 @@ class Tally:
             grad_norm=norm,
             clip_factor=factor,
             hyper=_merged(vote.hyper, optimizer.groups if optimizer is not None else ()),
+            commit=vote.commit,
         )
 
 
@@ -174,7 +182,7 @@ def _mixed(votes: Iterable[int], pushing: Iterable[int]) -> str:
 def _disagreement(votes: Mapping[int, Vote]) -> str:
     """Where the votes differ, as text; empty when they agree."""
     first = next(iter(votes.values()))
-    if all((v.max_norm, v.hyper, v.copy) == (first.max_norm, first.hyper, first.copy) for v in votes.values()):
+    if all(_agreed(vote) == _agreed(first) for vote in votes.values()):
         return ""
     for field, value_of in _fields(votes):
         ranks_by_value: dict[str, list[int]] = defaultdict(list)
@@ -186,6 +194,10 @@ def _disagreement(votes: Mapping[int, Vote]) -> str:
     return ""
 
 
+def _agreed(vote: Vote) -> tuple[object, ...]:
+    return vote.max_norm, vote.hyper, vote.copy, vote.commit
+
+
 def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], str]]]:
     yield "what the step takes", _taken
     yield "max_norm", lambda v: repr(v.max_norm)
@@ -193,6 +205,8 @@ def _fields(votes: Mapping[int, Vote]) -> Iterator[tuple[str, Callable[[Vote], s
     for group in range(min(len(v.hyper) for v in votes.values())):
         for name in sorted({n for v in votes.values() for n in v.hyper[group]}):
             yield f"{name} of group {group}", partial(_value_in, group, name)
+    for name in sorted({n for v in votes.values() for n in v.commit}):
+        yield f"{name!r}, which is committed with the step", partial(_committed, name)
 
 
 def _taken(vote: Vote) -> str:
@@ -201,6 +215,10 @@ def _taken(vote: Vote) -> str:
 
 def _value_in(group: int, name: str, vote: Vote) -> str:
     return repr(vote.hyper[group].get(name, "absent"))
+
+
+def _committed(name: str, vote: Vote) -> str:
+    return vote.commit.get(name, "absent")
 
 
 def _problem(vote: Vote, optimizer: OptimizerSpec | None) -> str:

@@ -23,7 +23,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from axon_ps.coordinator.core import records
+from axon_ps.coordinator.core import committed, records
 from axon_ps.coordinator.core.actions import Outbox
 from axon_ps.coordinator.core.events import Ready, Vote
 from axon_ps.coordinator.core.models import Model, Models
@@ -166,6 +166,8 @@ class Stepping:
                 optimizer=model.registration.optimizer,
                 workers=attempts.workers(attempt),
             )
+            if decision.commit and (why := committed.problem({**model.committed, **decision.commit})):
+                decision = _impossible(model, decision, why)
             if copies and decision.outcome is Outcome.COMMIT:
                 decision = self._copied(model, decision)
             if attempts.asynchronous and decision.outcome is Outcome.COMMIT:
@@ -198,13 +200,7 @@ class Stepping:
         assert decision.copy is not None
         source = self._models.get(decision.copy.source)
         if problem := self._problem(model, source):
-            return Decision(
-                step=decision.step,
-                generation=decision.generation,
-                outcome=Outcome.ABORT,
-                version=model.version,
-                reason=problem,
-            )
+            return _impossible(model, decision, problem)
         assert source is not None
         model.registration.parameters.copied = decision.version
         self._out.persist([records.parameters_record(model.number, model.registration.parameters)])
@@ -254,7 +250,21 @@ class Stepping:
         model.decisions = records.retained(model.decisions, decision)
         self.counters[_COUNTER[decision.outcome]] += 1
         self._out.persist([records.decision_record(decision), records.progress_record(model.progress)])
+        if decision.commit:
+            model.committed = {**model.committed, **decision.commit}
+            self._out.persist([records.committed_record(model.number, model.committed)])
         self._out.push(self._roster.sessions(), decision)
+
+
+def _impossible(model: Model, decision: Decision, why: str) -> Decision:
+    """An abort instead of a commit or a skip that all voted for."""
+    return Decision(
+        step=decision.step,
+        generation=decision.generation,
+        outcome=Outcome.ABORT,
+        version=model.version,
+        reason=why,
+    )
 
 
 def _deadlock_reason(model: Model, left: Model, here: Iterable[int], there: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ Note: [On GPUs]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -102,30 +102,46 @@ class NodeSteps:
         """As `StepClient.register_optimizer`."""
         self._steps.register_optimizer(optimizer)
 
-    def agree(self) -> None:
+    def agree(self) -> bool:
         """At the start of a forward: settle on the newest (epoch, version) that any worker of the node knows.
 
         If a worker of the node was lost, this waits for it to be back, or for another in its place.
+
+        Returns:
+            Whether the groups were formed again. Then units that a worker has are to be gathered again, since the one
+            that has come has none, and gathering is what all of them do together.
 
         Raises:
             MemberLost: nobody came, and the job goes on without this node.
 
         After an error: the workers of the node do not agree; build the model again.
         """
-        own = self._steps.view
+        own, formed = self._steps.view, False
         while (rows := self._calls.exchange(own.latest)) is None:
             self._calls.form_again(own.job.timeout_s)
             self.parameters.make_shards()
             self.parameters.expected = None
+            formed = True
         self.view.agreed = max((int(e), int(v)) for e, v in rows)
         own.wait_latest(self.view.agreed)  # pulls are of versions that this worker was notified of
+        return formed
 
-    def ticket(self, began: tuple[int, int] | None = None) -> NodeTicket:
+    def settled(self, generation: int) -> bool:
+        """After `agree`: whether all workers of the node are in this generation; if not, they are in the same soon."""
+        rows = self._calls.exchange([generation])
+        if rows is None:
+            return False
+        newest = int(rows.max())
+        self.view.job.wait_generation(newest, self.view.job.timeout_s)
+        return bool((rows == newest).all())
+
+    def ticket(self, began: tuple[int, int] | None = None, dealt: int | None = None) -> NodeTicket:
         """The ticket of the node's first worker: whether it is valid is the same for all of them.
 
-        It is void if any of them began at something else than the node agreed on, or than is there now.
+        It is void if any of them began at something else than the node agreed on, or than is there now, or is in
+        another generation than `dealt`.
         """
-        mine = self._steps.ticket(began)
+        mine = self._steps.ticket(began, dealt)
         stale = mine.is_void or began not in (None, self.view.agreed)
         rows = self._calls.exchange([mine.generation, mine.step, mine.num_replicas, stale])
         if rows is None:
@@ -149,7 +165,15 @@ class NodeSteps:
             shared=shared,
         )
 
-    def vote(self, ticket: Ticket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]) -> Decision:
+    def vote(
+        self,
+        ticket: Ticket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        commit: Mapping[str, str] | None = None,
+    ) -> Decision:
         """As `StepClient.vote`, once all workers of the node are found to have done the same.
 
         Raises:
@@ -158,7 +182,7 @@ class NodeSteps:
         assert isinstance(ticket, NodeTicket)
         decision = None
         try:
-            decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper)
+            decision = self._vote(ticket, pushes, max_norm=max_norm, hyper=hyper, commit=commit)
         finally:
             self.parameters.settle(decision)
         if decision.outcome is Outcome.COMMIT:
@@ -167,7 +191,13 @@ class NodeSteps:
         return decision
 
     def _vote(
-        self, ticket: NodeTicket, pushes: Sequence[Awaited], *, max_norm: float, hyper: Sequence[Hyper]
+        self,
+        ticket: NodeTicket,
+        pushes: Sequence[Awaited],
+        *,
+        max_norm: float,
+        hyper: Sequence[Hyper],
+        commit: Mapping[str, str] | None,
     ) -> Decision:
         rows = self._calls.exchange([self._calls.take_digest()])
         if rows is None:
@@ -178,7 +208,7 @@ class NodeSteps:
                 "the workers of this node used different units, or in another order, in this step; under HYBRID_SHARD "
                 "they must run the same modules in the same order, since each of them has a shard of every unit"
             )
-        return self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper)
+        return self._steps.vote(ticket.shared, pushes, max_norm=max_norm, hyper=hyper, commit=commit)
 
     def copy_from(self, source: StepClient, weight: float) -> Decision:
         """As `StepClient.copy_from`: every worker of the node votes for it."""

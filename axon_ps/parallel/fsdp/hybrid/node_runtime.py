@@ -7,6 +7,7 @@ from typing import Any
 
 from axon_ps.parallel.fsdp.hybrid.node import NodeSteps
 from axon_ps.parallel.fsdp.server_runtime import ServerRuntime
+from axon_ps.parallel.fsdp.steps import Standing
 from axon_ps.types import Hyper
 
 
@@ -29,11 +30,20 @@ class NodeRuntime(ServerRuntime):
 
     def agree(self) -> None:
         """See `Runtime.agree`."""
-        self._node.agree()
+        if self._node.agree():
+            self.begin_anew()
+
+    def standing(self) -> Standing:
+        """See `Runtime.standing`; the same for all workers of the node but for their places in it."""
+        while True:
+            self.agree()
+            found = super().standing()
+            if self._node.settled(found.generation):
+                return found
 
     def refresh(self) -> None:
         """See `Runtime.refresh`."""
-        self._node.agree()
+        self.agree()
         self._node.parameters.wait_pulled()
 
     def _expect(self, hyper: Sequence[Hyper] | None) -> None:

@@ -225,8 +225,10 @@ class ReplicatedRuntime(Runtime):
         """
         self._optimizer = LocalOptimizer(spec, self._flats)
 
-    def step(self, hyper: Sequence[Hyper]) -> StepResult:
+    def step(self, hyper: Sequence[Hyper], commit: Mapping[str, str]) -> StepResult:
         """One local step; skipped when a gradient is not finite, as the servers skip it. Equal on every worker."""
+        if commit:
+            raise Misuse("under NO_SHARD steps are local, so nothing can be committed with one; save it in checkpoints")
         if self._optimizer is None:
             raise Misuse("no optimizer of axon_ps was made for this model")
         grads = [p.grad for f in self._trained for p in f.params if p.grad is not None]

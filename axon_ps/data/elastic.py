@@ -1,0 +1,220 @@
+"""Which samples each step takes and each worker computes with, whoever is there. Pure: knows no framework and no world.
+
+An epoch is an order of all samples (see `Permutation`); a step takes the next `batch_size` of it, by all workers
+together. They are cut into micro-batches of nearly equal size, at least one for each replica, and dealt to the replicas
+in turn: with fewer replicas each takes more of them, and the step is of the same samples. What the next step takes
+follows from the number of samples used alone. So that number is all that has to be stored, and every worker that knows
+it and the members knows what it has to compute.
+
+Invariants:
+- The micro-batches of all workers in a step, those of weight 0 left out, have each sample of the step exactly once.
+- Their weights add up to 1, and each is the micro-batch's part of the step's samples.
+- With the same members the same samples are cut in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from axon_ps.data.permutation import Permutation, check
+from axon_ps.errors import InvalidRequest
+
+_ORDER: Final = ("length", "shuffle", "seed")
+"""What a position means nothing without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker is among those that take part in a step.
+
+    Attributes:
+        replica: the number of its replica.
+        num_replicas: how many there are.
+        index: its number among the workers of its replica; all of them compute the same number of micro-batches.
+        workers: how many a replica has.
+    """
+
+    replica: int = 0
+    num_replicas: int = 1
+    index: int = 0
+    workers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far the data was used.
+
+    Attributes:
+        epoch: the data epoch.
+        samples: how many of its samples, by all workers together.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Samples that a worker computes a gradient of at a time.
+
+    Attributes:
+        before: the position at which the step begins.
+        after: the position that it leads to.
+        begin, end: which samples they are in the order of the epoch.
+        weight: the part that they are of the step's samples; 0 if they are another worker's, since there are too few.
+        index: its number among the worker's of this step.
+        count: how many these are.
+    """
+
+    before: Position
+    after: Position
+    begin: int
+    end: int
+    weight: float
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticBatch:
+    """The batch of a step, and how it is cut.
+
+    Args:
+        samples: of a step, by all workers together.
+        at_a_time: most samples that a worker computes with at a time.
+
+    Raises:
+        InvalidRequest: one of them is less than 1.
+    """
+
+    samples: int
+    at_a_time: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.at_a_time < 1:
+            raise InvalidRequest(
+                f"a step was to take {self.samples} samples, {self.at_a_time} at a time; both must be at least 1"
+            )
+
+    def cut(self, begin: int, count: int, place: Place) -> list[tuple[int, int]]:
+        """The ranges of a step's samples, which are `count` from `begin` on, that a worker computes with.
+
+        At least one; it is empty if there are fewer samples than workers. The shortest come first.
+        """
+        fitting = -(-count // (self.at_a_time * place.workers))
+        ranges = _divided(begin, count, max(fitting, min(place.num_replicas, count // place.workers), 1))
+        mine = ranges[place.replica :: place.num_replicas] or [(begin, begin)]
+        return [_divided(b, e - b, place.workers)[place.index] for b, e in reversed(mine)]
+
+
+def _divided(begin: int, count: int, ranges: int) -> list[tuple[int, int]]:
+    """Ranges of nearly equal length, the longer ones first."""
+    each, longer = divmod(count, ranges)
+    ends = [begin + each * (i + 1) + min(i + 1, longer) for i in range(ranges)]
+    return list(zip([begin, *ends[:-1]], ends, strict=True))
+
+
+class SamplePlan:
+    """The steps of a data set's epochs.
+
+    Args:
+        length: samples of the data set.
+        batch: what a step takes.
+        shuffle: whether each epoch has another order; if not it is that of the data set.
+        seed: which orders.
+        drop_last: leave what is less than a step's batch at the end of an epoch; if not, the last step is smaller.
+
+    Attributes:
+        end: how many samples of an epoch are used.
+
+    Raises:
+        InvalidRequest: a number is out of range, or an epoch has no step.
+    """
+
+    def __init__(
+        self, length: int, batch: ElasticBatch, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        check(length, seed, 0)
+        self.length, self.batch = length, batch
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.end = length // batch.samples * batch.samples if drop_last else length
+        self._order: Permutation | None = None
+        self._order_of = -1
+        if not self.end:
+            raise InvalidRequest(
+                f"the data set has {length} samples, so there is no step of {batch.samples}; make the batch smaller, "
+                "or leave drop_last out"
+            )
+
+    def current(self, position: Position) -> Position:
+        """The same position; at the end of an epoch, the beginning of the next one."""
+        return position if position.samples < self.end else Position(epoch=position.epoch + 1)
+
+    def micro_batches(self, position: Position, place: Place) -> Iterator[MicroBatch]:
+        """What a worker computes with in the rest of an epoch, if the members stay."""
+        while (count := min(self.batch.samples, self.end - position.samples)) > 0:
+            begin, after = position.samples, Position(epoch=position.epoch, samples=position.samples + count)
+            ranges = self.batch.cut(begin, count, place)
+            for index, (first, end) in enumerate(ranges):
+                yield MicroBatch(
+                    before=position,
+                    after=after,
+                    begin=first if first < end else begin,
+                    end=end if first < end else begin + 1,
+                    weight=(end - first) / count,
+                    index=index,
+                    count=len(ranges),
+                )
+            position = after
+
+    def indices(self, micro: MicroBatch) -> list[int]:
+        """Which samples of the data set they are."""
+        positions, epoch = np.arange(micro.begin, micro.end, dtype=np.int64), micro.before.epoch
+        if self.shuffle and self._order_of != epoch:
+            self._order, self._order_of = Permutation(self.length, self.seed, epoch), epoch
+        indices: list[int] = (positions if self._order is None else self._order[positions]).tolist()
+        return indices
+
+    # ------------------------------------------------------------------ as it is stored
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """A position, with all that every worker's plan must agree on."""
+        return {
+            "epoch": position.epoch,
+            "samples": position.samples,
+            **{name: getattr(self, name) for name in _ORDER},
+            "drop_last": self.drop_last,
+            "batch_size": self.batch.samples,
+            "micro_batch_size": self.batch.at_a_time,
+        }
+
+    def position(self, state: str | None) -> Position:
+        """The position in a stored state, which may be of another batch size; the beginning if there is none.
+
+        Raises:
+            InvalidRequest: it is of another data set or order, or no state.
+        """
+        if state is None:
+            return Position()
+        try:
+            values = json.loads(state)
+            position = Position(epoch=int(values["epoch"]), samples=int(values["samples"]))
+            stored = {name: values[name] for name in _ORDER}
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"this is no position in a data set: {state[:200]}") from error
+        mine = {name: getattr(self, name) for name in _ORDER}
+        if stored != mine or position.epoch < 0 or not 0 <= position.samples <= self.length:
+            raise InvalidRequest(
+                f"the job is at sample {position.samples} of epoch {position.epoch} of {_named(stored)}, and this "
+                f"loader has {_named(mine)}; make it as before, or give it a name of its own to begin anew"
+            )
+        return position
+
+
+def _named(order: dict[str, Any]) -> str:
+    return f"{order['length']} samples with shuffle={order['shuffle']}, seed={order['seed']}"

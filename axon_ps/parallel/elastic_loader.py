@@ -1,0 +1,343 @@
+"""`ElasticLoader`: batches of a data set for a training loop, each sample once an epoch, whoever dies or joins.
+
+Note: [Exactly once]
+    How many samples of the epoch were used is committed with the step that used them (`ServerOptimizer.step`), and the
+    samples of the next step, and who computes with which, follow from that number and from the members alone
+    (`data.elastic`). A step counts only among the members that its samples were dealt to: if they have changed, it is
+    void before anything of it is sent. So nothing but decided steps moves the position, all workers deal alike without
+    speaking to each other, and who joins or restores a checkpoint deals as the others do.
+
+Note: [Between decisions]
+    The program takes batches until it calls `optimizer.step()`. A step that was aborted has used none of the batches
+    since the decision before: they come again, dealt anew if the members have changed. If they are the same (another
+    worker has taken the place of the dead one) a batch is the same object, unless the program has changed its tensors
+    or it has others than tensors: then it is fetched again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from axon_ps.coordinator.core.committed import encoded
+from axon_ps.data.elastic import ElasticBatch, MicroBatch, Place, Position, SamplePlan
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.steps import Standing, StepBatch
+from axon_ps.parallel.fsdp.strategy import ShardingStrategy
+from axon_ps.worker.world import world_of
+
+_MOST_ABORTS: Final = 8
+"""How often in a row a step may be aborted while the members stay, before that is an error."""
+
+_OURS: Final = ("sampler", "batch_sampler")
+
+
+class ElasticLoader:
+    """Batches for the steps of a model on the shard servers, from a `torch.utils.data.DataLoader`.
+
+        loader = ElasticLoader(data, model, batch_size=64, num_workers=2)
+        for epoch in loader.epochs(3):
+            for x, y in loader:
+                loss_function(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    All workers make the same one. The samples of `batch_size` are those of a step, by all workers together; a worker
+    gets its micro-batches of them one after the other. If it has several, `optimizer.step()` and `zero_grad()` do
+    nothing until the last, so that each of its batches is one turn of the loop; the gradient of the step is the mean
+    over all its samples, if the loss is the mean over its batch. When a worker leaves, the others have more
+    micro-batches until another takes its place: a step is of the same samples. When a step has committed, or was
+    skipped, since its gradients were not finite, the position in the epoch is committed with it; when it was aborted,
+    its batches come again in the same loop. The position is in every checkpoint, and who restores one goes on with the
+    samples that it lacks.
+
+    Args:
+        dataset: a data set with a length; the same on every worker.
+        model: a wrapped model; the position is committed with its steps. Not under NO_SHARD or an asynchronous policy,
+            whose steps are no decisions of all workers: use `DistributedSampler` there.
+        batch_size: samples of a step, by all workers together.
+        micro_batch_size: most samples that a worker gets at a time; None = what each of the workers has that the job
+            starts with, so that none of them needs more memory when others leave. `batch_size` = all that it has in a
+            step at once.
+        shuffle: whether each epoch has another order; if not it is that of the data set.
+        seed: which orders.
+        drop_last: leave what is less than a step's batch at the end of an epoch; if not, the last step is smaller.
+        name: what the position is called among the values that are committed with the model's steps.
+        options: those of `torch.utils.data.DataLoader` that say how samples are fetched: `num_workers`, `collate_fn`,
+            `pin_memory`, `persistent_workers` (loader workers are started again when the members change, which takes
+            seconds where they are spawned) and so on.
+
+    Attributes:
+        samples: indices in the data set of the batch that it gave last; none if it counts for nothing, since the data
+            set ended with fewer samples than there are workers.
+
+    Raises:
+        InvalidRequest: the data set has no length or is too small, or a step of the model is no decision of all
+            workers, or an option is not for it.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        model: FullyShardedDataParallel,
+        batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        name: str = "samples",
+        **options: Any,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise InvalidRequest("the data set has no length, so its samples cannot be dealt; give one that has")
+        if model.strategy is ShardingStrategy.NO_SHARD or model.spec.policy.asynchronous:
+            what = "NO_SHARD" if model.strategy is ShardingStrategy.NO_SHARD else str(model.spec.policy)
+            raise InvalidRequest(
+                f"under {what} a step is no decision of all workers that the position could be a part of; use "
+                "DistributedSampler and advance()"
+            )
+        if wrong := [option for option in _OURS if option in options]:
+            raise InvalidRequest(f"ElasticLoader deals the samples itself; leave {wrong[0]}= out")
+        if micro_batch_size is None:
+            micro_batch_size = -(-batch_size // max(1, world_of(model.process_group).initial_world_size))
+        self.samples: list[int] = []
+        self._runtime = model.runtime
+        self._name = name
+        self._plan = SamplePlan(
+            len(dataset),
+            ElasticBatch(samples=batch_size, at_a_time=micro_batch_size),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self._prefetched = _Prefetched(dataset, self._plan, options)
+        self._again: deque[_Given] = deque()  # what comes before what is ahead
+        self._given: list[_Given] = []  # since the last decision
+        self._decisions = self._aborts = 0
+        self._generation = self._epoch = 0  # of what is given
+        self._iteration = 0
+        self._read(self._runtime.committed)
+
+    # ------------------------------------------------------------------ where it is
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins, by the last one that was decided."""
+        return self._plan.current(self._read(self._runtime.committed))
+
+    @property
+    def epoch(self) -> int:
+        """The data epoch of the next step."""
+        return self.position.epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The data epochs that are not over yet, of the first `count`: an iteration over the loader for each.
+
+        It begins in the epoch that the job is in, and ends with the job's last, whenever this worker has joined.
+
+        Raises:
+            Misuse: an epoch went by without a step.
+        """
+        while (epoch := self.epoch) < count:
+            decisions = self._runtime.decisions
+            yield epoch
+            if decisions == self._runtime.decisions:
+                raise Misuse(f"epoch {epoch} went by without optimizer.step(), so none of its samples has been used")
+
+    def __len__(self) -> int:
+        """How many batches this worker gets in the rest of the epoch, if the members stay."""
+        return sum(1 for _ in self._plan.micro_batches(self.position, self._runtime.place))
+
+    def _read(self, committed: Mapping[str, str]) -> Position:
+        return self._plan.position(committed.get(self._name))
+
+    # ------------------------------------------------------------------ the batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this worker until the end of the epoch; see Note: [Between decisions].
+
+        Raises:
+            Misuse: on going on with an iteration after a later one has begun; or a batch of another loader is waiting
+                for the model's step.
+            InvalidRequest: the job's position is of another data set.
+            StepAborted: the step was aborted again and again while the members stayed; the message says why.
+            Timeout: the job is not complete, and the message names what it waits for.
+        """
+        self._iteration += 1
+        return self._batches(self._iteration)
+
+    def close(self) -> None:
+        """Forget the batches that were given since the last decision, and end the loader's workers."""
+        if self._is_undecided:
+            self._runtime.batch = None
+        self._given = []
+        self._again.clear()
+        self._prefetched.close()
+
+    def _batches(self, iteration: int) -> Iterator[Any]:
+        if not (self._is_undecided and self._runtime.has_gradients):
+            self._given = []
+            self._deal(self._runtime.standing())
+        elif (after := self._given[-1].micro.after).samples >= self._plan.end:
+            self._prefetched.begin(self._plan.current(after), self._prefetched.place)
+        while (given := self._next()) is not None:
+            yield given.batch()
+            if iteration != self._iteration:
+                raise Misuse("another iteration over this loader has begun; go on with that one")
+
+    def _next(self) -> _Given | None:
+        """What comes next; None at the end of the epoch."""
+        if self._given and not self._is_undecided and not self._goes_on():
+            return None
+        given = self._again.popleft() if self._again else self._prefetched.next()
+        if given is None:
+            return None
+        if self._runtime.batch is not None and self._name not in self._runtime.batch.commit:
+            raise Misuse(
+                "a batch of another loader is waiting for the model's step; take all that a step needs from one data "
+                "set (torch.utils.data.StackDataset makes one of several), or close() the other loader"
+            )
+        self._given.append(given)
+        micro = given.micro
+        self._epoch = micro.before.epoch
+        self.samples = self._plan.indices(micro) if micro.weight else []
+        self._runtime.begin_batch(
+            StepBatch(
+                generation=self._generation,
+                weight=micro.weight,
+                index=micro.index,
+                count=micro.count,
+                commit=encoded({self._name: self._plan.state(micro.after)}),
+            )
+        )
+        return given
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether batches were given, and no step has been decided since."""
+        return bool(self._given) and self._decisions == self._runtime.decisions
+
+    def _goes_on(self) -> bool:
+        """After a decision: find what comes next; False if the epoch is over."""
+        standing = self._runtime.standing()
+        reached = self._read(standing.committed)
+        if reached.samples >= self._plan.end and reached.epoch >= self._epoch:
+            self._given = []
+            return False
+        self._deal(standing)
+        return True
+
+    def _deal(self, standing: Standing) -> None:
+        """Have what comes next begin where the last decision has left the data; nothing is given since then."""
+        begin = self._plan.current(self._read(standing.committed))
+        given, self._given = self._given, []
+        aborted = bool(given) and begin == given[0].micro.before
+        self._aborts = self._aborts + 1 if aborted and standing.generation == self._generation else 0
+        if self._aborts >= _MOST_ABORTS:
+            raise StepAborted(
+                f"the step at sample {begin.samples} of epoch {begin.epoch} was aborted {self._aborts} times in a row "
+                f"although the members stayed: {self._runtime.last_reason}"
+            )
+        self._generation, self._decisions = standing.generation, self._runtime.decisions
+        if standing.place == self._prefetched.place:
+            if given and begin == given[-1].micro.after:
+                return
+            if aborted and all(each.is_unchanged for each in given):
+                self._again.extendleft(reversed(given))
+                return
+        self._again.clear()
+        self._prefetched.begin(begin, standing.place)
+
+
+class _Given:
+    """A batch that is given to the program, perhaps more than once.
+
+    Args:
+        micro: what it is of.
+        batch: it.
+    """
+
+    def __init__(self, micro: MicroBatch, batch: Any) -> None:
+        self.micro = micro
+        self._first: Any = batch
+        self._leaves, self._tree = pytree.tree_flatten(batch)
+        self._versions = [_version_of(leaf) for leaf in self._leaves]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the program has not changed it, as far as torch knows."""
+        return None not in self._versions and self._versions == [_version_of(leaf) for leaf in self._leaves]
+
+    def batch(self) -> Any:
+        """It; from the second time on in new containers, since the program may have changed those."""
+        first, self._first = self._first, None
+        return pytree.tree_unflatten(self._leaves, self._tree) if first is None else first
+
+
+def _version_of(leaf: Any) -> int | None:
+    """A number that changes with the value; None = there is none."""
+    if isinstance(leaf, torch.Tensor):
+        return None if leaf.is_inference() else leaf._version
+    return 0 if leaf is None or isinstance(leaf, (bool, int, float, str, bytes)) else None
+
+
+class _Indices:
+    """The indices of the batches to fetch: what torch calls a batch sampler."""
+
+    def __init__(self, plan: SamplePlan) -> None:
+        self._plan = plan
+        self.position, self.place = Position(), Place()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(self._plan.indices, self._plan.micro_batches(self.position, self.place))
+
+
+class _Prefetched:
+    """The batches of the rest of an epoch, fetched ahead if the loader has workers.
+
+    Args:
+        dataset: the data set.
+        plan: its steps.
+        options: of torch's loader.
+    """
+
+    def __init__(self, dataset: Dataset[Any], plan: SamplePlan, options: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._indices = _Indices(plan)
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
+        self._micro_batches: Iterator[MicroBatch] = iter(())
+        self._batches: Iterator[Any] = iter(())
+
+    @property
+    def place(self) -> Place:
+        """The worker's that they are for."""
+        return self._indices.place
+
+    def begin(self, position: Position, place: Place) -> None:
+        """Drop what is there, and begin at a position."""
+        self.close()
+        self._indices.position, self._indices.place = position, place
+        self._micro_batches = self._plan.micro_batches(position, place)
+        self._batches = iter(self._loader)
+
+    def next(self) -> _Given | None:
+        """The next one; None at the end of the epoch."""
+        micro = next(self._micro_batches, None)
+        if micro is None:
+            self.close()
+            return None
+        return _Given(micro, next(self._batches))
+
+    def close(self) -> None:
+        """Drop what is there; the loader's workers end, unless they are persistent."""
+        self._micro_batches = self._batches = iter(())
+
+
+__all__ = ["ElasticLoader"]
