@@ -1,8 +1,9 @@
 """A member's end of its session with the coordinator.
 
 `CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), sends votes and reports,
-and reconnects when the stream breaks. All of it runs on one event loop, the one `start` runs on;
-`vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
+and reconnects when the stream breaks, to whichever of the coordinators leads then. All of it runs on one event loop,
+the one `start` runs on; `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any
+thread.
 
 Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
 the generation never falls; every vote is followed by exactly one `Decision` of its step.
@@ -19,6 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from axon_ps.coordinator.client.addresses import Addresses
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
@@ -61,7 +63,6 @@ from axon_ps.errors import (
     Timeout,
 )
 from axon_ps.observe.reminders import reminder_pauses
-from axon_ps.rpc.channels import connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -91,6 +92,9 @@ LEAVE_S: Final = 2.0
 RETIRE_S: Final = 1.0
 """How long calls may stay on a channel that was replaced."""
 
+FAILOVER_S: Final = 0.25
+"""The longest wait between two rounds, if there are several coordinators: one of them leads soon."""
+
 STANDBY_S: Final = 0.2
 """How often, at least, a standby asks to join."""
 
@@ -104,7 +108,7 @@ class CoordinatorClient(Calls):
     """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
 
     Args:
-        address: "host:port" of the coordinator.
+        address: "host:port" of the coordinator; of several, of which one leads, with commas between them.
         job: name of the job.
         role: worker or shard server.
         node: host or container.
@@ -143,6 +147,7 @@ class CoordinatorClient(Calls):
         reconnect_timeout_s: float = 60.0,
     ) -> None:
         self.address = address
+        self._addresses = Addresses(address)
         self.job = job
         self.role = role
         self.node = node
@@ -200,6 +205,7 @@ class CoordinatorClient(Calls):
         if self._task is not None or self._closing:
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
+        await self._addresses.look_up()
         self._connect()
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
@@ -347,15 +353,20 @@ class CoordinatorClient(Calls):
                     return
                 except _TEMPORARY as error:
                     self._last_error = error
-                    if self._attached.is_set():
+                    if was_attached := self._attached.is_set():
                         self._detach(error)
                         deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
-                    elif not isinstance(error, Busy):
-                        self._reconnect()
                     if deadline.expired:
                         raise
+                    before = self._addresses.present
+                    more = isinstance(error, Broken) and await self._addresses.next()
+                    if self._addresses.present != before or not (was_attached or isinstance(error, Busy)):
+                        self._reconnect()
+                    if more:
+                        continue
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
-                wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)
+                longest_s = FAILOVER_S if len(self._addresses) > 1 else STANDBY_S if self._standby else 2.0
+                wait_s = min(wait_s * 2, longest_s, self.lease_s / 4)
         except InvalidRequest as error:  # of a member: its rank was given to another
             was_member = self.membership is not None
             reason = (
@@ -371,6 +382,7 @@ class CoordinatorClient(Calls):
     async def _session(self) -> None:
         """One stream, from Join to its end; returns only after a Leave of ours."""
         assert self._stub is not None
+        await self._addresses.until_connected(self._channel)
         stream = self._stub.open("Session")
         request = JoinRequest(
             job=self.job,
@@ -424,6 +436,7 @@ class CoordinatorClient(Calls):
             return
         if not self._attached.is_set():
             self._attached.set()
+            self._addresses.found()
             if self._reminder is not None:
                 self._reminder.cancel()
             for message in self._delivery.to_resend():
@@ -444,7 +457,7 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ when it breaks
 
     def _connect(self) -> None:
-        self._channel = connect(self.address, self._security)
+        self._channel = self._addresses.connect(self._security)
         self._stub = Stub(self._channel, SERVICE, self._security.token)
 
     def _reconnect(self) -> None:

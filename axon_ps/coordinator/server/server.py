@@ -92,7 +92,7 @@ async def _lead_in_turn(
         except Broken as error:  # or the store could not be reached
             _logger.warning("%s; standing by", error)
         finally:
-            switch.servicer = None
+            switch.servicer, switch.why = None, "this coordinator leads no more; another one does soon"
             await set_serving(False)
             await asyncio.to_thread(store.resign)
         await rest(stop, REST_S)

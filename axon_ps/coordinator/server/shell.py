@@ -363,6 +363,8 @@ class Shell:
     def _is_cut_off(self) -> bool:
         """Whether the members may reach another coordinator that would lead, and not this one."""
         now, isolation, store = self.now(), self.state.isolation, self._store
+        if not store.is_shared:
+            return False
         if isolation.suspected(now):
             return store.has_standby()
         return isolation.silent_s(now) > ASKED_LEASES * self.state.config.lease_s and store.has_standby(asked=True)
