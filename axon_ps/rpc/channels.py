@@ -65,18 +65,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
 )
 """Options of both ends."""
 
-WATCHED_S: Final = 1.0
-"""As `KEEPALIVE_S`, on a connection to one of several servers of which another can take its place."""
-
-WATCHED_TIMEOUT_S: Final = 2.0
-"""As `KEEPALIVE_TIMEOUT_S`, likewise."""
-
-_WATCHED: Final[tuple[Option, ...]] = (
-    ("grpc.keepalive_time_ms", int(WATCHED_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(WATCHED_TIMEOUT_S * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(WATCHED_TIMEOUT_S * 1000)),
-)
-
 CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
     *OPTIONS,
     ("grpc.enable_http_proxy", 0),
@@ -108,7 +96,6 @@ def connect(address: str, security: Security, *, connection: int = 0, watched: b
             without gRPC's core.
         security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
         connection: its number; channels with different numbers never share a connection.
-        watched: notice within 3 s that the server is frozen or cut off, since another can take its place.
         name: the host that the server's certificate names, if `address` has a number instead.
 
     Raises:
@@ -120,8 +107,6 @@ def connect(address: str, security: Security, *, connection: int = 0, watched: b
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
-    if watched:
-        options = [option for option in options if option[0] not in dict(_WATCHED)] + list(_WATCHED)
     if name:
         options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     credentials = security.channel_credentials()

@@ -318,7 +318,7 @@ def test_an_address_where_nobody_answers_costs_a_second_a_round() -> None:
             worker = p.member(f"127.0.0.1:{silent.getsockname()[1]},{p.address(0)}", Role.WORKER)
             began_s = time.monotonic()
             await worker.start(SOON_S)
-            assert 0.9 < time.monotonic() - began_s < 4.0
+            assert 0.9 < time.monotonic() - began_s < 8.0  # a handshake alone may take 20 s
 
     run(test)
 

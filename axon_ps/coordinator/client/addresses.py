@@ -60,7 +60,7 @@ class Addresses:
 
     def connect(self, security: Security) -> Channel:
         """A channel to the present place; see `rpc.channels.connect`."""
-        return connect(self.present.address, security, watched=len(self) > 1, name=self.present.name)
+        return connect(self.present.address, security, name=self.present.name)
 
     async def until_connected(self, channel: Channel) -> None:
         """Return when a channel of `connect` can be used; at once where there is no other place to try.
@@ -75,16 +75,23 @@ class Addresses:
         """A coordinator leads at the present place: whoever loses it begins a new round."""
         self._tried = 0
 
-    async def next(self) -> bool:
-        """Go on to the next place; False when each has been tried, and the names are looked up again."""
+    async def next(self, known: Place | None = None) -> bool:
+        """Go on to the next place; False when each has been tried, and the names are looked up again.
+
+        Args:
+            known: where a coordinator leads now, if that is known: it is tried first.
+        """
+        if known in self._places:
+            self._index = self._places.index(known)
+            return True
         self._tried += 1
         if self._tried < len(self._places):
             self._index = (self._index + 1) % len(self._places)
             return True
         present = self.present
         await self.look_up()
-        known = [i for i, place in enumerate(self._places) if place == present]
-        self._index = (known[0] + 1 if known else 0) % len(self._places)
+        still = [i for i, place in enumerate(self._places) if place == present]
+        self._index = (still[0] + 1 if still else 0) % len(self._places)
         return False
 
     async def look_up(self) -> None:

@@ -20,10 +20,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from axon_ps.coordinator.client.addresses import Addresses
+from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
+from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
     Event,
@@ -177,6 +178,7 @@ class CoordinatorClient(Calls):
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
+        self._successor: Place | None = None  # where another coordinator leads, if that ended our session
 
     @property
     def membership(self) -> Membership | None:
@@ -359,7 +361,8 @@ class CoordinatorClient(Calls):
                     if deadline.expired:
                         raise
                     before = self._addresses.present
-                    more = isinstance(error, Broken) and await self._addresses.next()
+                    more = isinstance(error, Broken) and await self._addresses.next(self._successor)
+                    self._successor = None
                     if self._addresses.present != before or not (was_attached or isinstance(error, Busy)):
                         self._reconnect()
                     if more:
@@ -395,21 +398,33 @@ class CoordinatorClient(Calls):
             known=self._known,
         )
         self._outbox = asyncio.Queue()
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         try:
             await stream.write(join_to_proto(request, self.role))
             async for message in stream:
                 if (event := event_from_proto(message)) is not None:
                     await self._receive(event)
-                if writer is None:  # not before the Welcome, which has the lease
-                    writer = asyncio.create_task(self._write(stream, self._outbox))
+                if not tasks:  # not before the Welcome, which has the lease
+                    tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
+                    if len(self._addresses) > 1:
+                        tasks.append(asyncio.create_task(self._follow(stream)))
             if not self._closing:
                 raise Broken(f"the coordinator at {self.address} ended the session")
+        except Closed:
+            if self._successor is None:
+                raise
+            raise Broken(f"another coordinator leads, at {self._successor.address}") from None
         finally:
             stream.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.wait([writer])
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def _follow(self, stream: Stream) -> None:
+        """End the session once another coordinator leads, whatever became of the one that we have it with."""
+        self._successor = await successor(self._addresses, self._security, self.job)
+        stream.cancel()
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat whenever nothing else was sent for a third of the lease."""

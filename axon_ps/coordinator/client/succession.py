@@ -1,0 +1,48 @@
+"""How a member of a live session learns that another coordinator leads: it asks the others, now and then.
+
+A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
+next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.errors import AxonError
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+
+ASK_S: Final = 0.5
+"""How often the others are asked, and how long they may take to answer."""
+
+
+async def successor(addresses: Addresses, security: Security, job: str) -> Place:
+    """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
+    others = [place for place in addresses if place != addresses.present]
+    channels = [connect(place.address, security, name=place.name) for place in others]
+    stubs = [Stub(channel, SERVICE, security.token) for channel in channels]
+    try:
+        while True:
+            await asyncio.sleep(ASK_S)
+            answers = await asyncio.gather(*(_leads(stub, job) for stub in stubs))
+            for place, leads in zip(others, answers, strict=True):
+                if leads:
+                    return place
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+async def _leads(stub: Stub, job: str) -> bool:
+    """Whether a coordinator answers, rather than that it refuses: a standby refuses every call."""
+    context = common_pb2.CallContext(job=job)
+    request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="leads")
+    try:
+        await stub.call("KV", request, timeout_s=ASK_S)
+    except AxonError:
+        return False
+    return True
