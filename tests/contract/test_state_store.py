@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sqlite3
@@ -49,10 +50,17 @@ def leading(address: str) -> EtcdStateStore:
     store = EtcdStateStore(address)
     store.address = "here:1"
     deadline = time.monotonic() + SOON_S
-    while store.campaign():
+    while not leads(store):
         assert time.monotonic() < deadline, "nobody else may lead"
         time.sleep(0.01)
     return store
+
+
+def leads(store: EtcdStateStore) -> bool:
+    """Whether it could be made to lead; a busy machine's etcd may be late."""
+    with contextlib.suppress(Broken):
+        return not store.campaign()
+    return False
 
 
 @pytest.fixture(params=["memory", "sqlite", "etcd"])

@@ -19,8 +19,8 @@ from axon_ps.testing import preloaded
 from axon_ps.testing.faults.cluster import MODULES
 from axon_ps.testing.faults.failover import FailoverCluster
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _report
 from failover_job import FAULTS, Job, check, etcd_member_killed

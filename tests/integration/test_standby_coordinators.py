@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.client import addresses as addresses_module
+from axon_ps.coordinator.client import succession
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
-from axon_ps.coordinator.client.session import OperatorClient, SessionRestored
+from axon_ps.coordinator.client.session import OperatorClient, SessionLost, SessionRestored
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
 from axon_ps.errors import Broken, NotLeader, Unreachable
@@ -319,6 +320,18 @@ def test_an_address_where_nobody_answers_costs_a_second_a_round() -> None:
             began_s = time.monotonic()
             await worker.start(SOON_S)
             assert 0.9 < time.monotonic() - began_s < 8.0  # a handshake alone may take 20 s
+
+    run(test)
+
+
+def test_one_coordinator_by_two_names_is_not_taken_for_its_successor() -> None:
+    async def test(p: Pair) -> None:
+        worker = p.member(f"127.0.0.1:{p.ports[0]},localhost:{p.ports[0]}", Role.WORKER)
+        await worker.start(SOON_S)
+        asked = succession.successor(worker._addresses, Security(), "job")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asked, 2.5 * succession.ASK_S)
+        assert worker.received(SessionLost) == []
 
     run(test)
 

@@ -17,7 +17,9 @@ from axon_ps.rpc.in_process import is_in_process
 from axon_ps.rpc.security import Security
 
 CONNECT_S: Final = 1.0
-"""How long one of several addresses gets to take a connection."""
+"""How long one of several addresses gets to take a connection, at first; twice as long after each round in vain."""
+
+MAX_CONNECT_S: Final = 8.0
 
 RESOLVE_S: Final = 2.0
 """How long a look-up of a name may take; after that the name is used as it is."""
@@ -46,6 +48,7 @@ class Addresses:
         self._places = self._given
         self._index = 0
         self._tried = 0
+        self._connect_s = CONNECT_S
 
     def __len__(self) -> int:
         return len(self._places)
@@ -69,11 +72,11 @@ class Addresses:
             Unreachable: nobody answers there.
         """
         if len(self) > 1:
-            await until_connected(channel, CONNECT_S)
+            await until_connected(channel, self._connect_s)
 
     def found(self) -> None:
         """A coordinator leads at the present place: whoever loses it begins a new round."""
-        self._tried = 0
+        self._tried, self._connect_s = 0, CONNECT_S
 
     async def next(self, known: Place | None = None) -> bool:
         """Go on to the next place; False when each has been tried, and the names are looked up again.
@@ -89,6 +92,7 @@ class Addresses:
             self._index = (self._index + 1) % len(self._places)
             return True
         present = self.present
+        self._connect_s = min(2 * self._connect_s, MAX_CONNECT_S)
         await self.look_up()
         still = [i for i, place in enumerate(self._places) if place == present]
         self._index = (still[0] + 1 if still else 0) % len(self._places)

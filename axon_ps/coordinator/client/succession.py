@@ -1,7 +1,8 @@
 """How a member of a live session learns that another coordinator leads: it asks the others, now and then.
 
 A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
-next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`).
+next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`). So if two
+places answer they are one coordinator, by two names.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ ASK_S: Final = 0.5
 
 async def successor(addresses: Addresses, security: Security, job: str) -> Place:
     """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
-    others = [place for place in addresses if place != addresses.present]
-    channels = [connect(place.address, security, name=place.name) for place in others]
-    stubs = [Stub(channel, SERVICE, security.token) for channel in channels]
+    places = list(addresses)
+    channels = [connect(place.address, security, name=place.name) for place in places]
+    stubs = {place: Stub(channel, SERVICE, security.token) for place, channel in zip(places, channels, strict=True)}
+    present = stubs.pop(addresses.present)
     try:
         while True:
             await asyncio.sleep(ASK_S)
-            answers = await asyncio.gather(*(_leads(stub, job) for stub in stubs))
-            for place, leads in zip(others, answers, strict=True):
-                if leads:
-                    return place
+            answers = await asyncio.gather(*(_leads(stub, job) for stub in stubs.values()))
+            leading = [place for place, leads in zip(stubs, answers, strict=True) if leads]
+            if leading and not await _leads(present, job):
+                return leading[0]
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 

@@ -18,7 +18,7 @@ from axon_ps.coordinator.server import automatic
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
-from axon_ps.errors import Broken
+from axon_ps.errors import Broken, StorageFull
 from axon_ps.rpc.channels import join_address, split_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
@@ -89,7 +89,7 @@ async def _lead_in_turn(
         _logger.info("this coordinator leads")
         try:
             await _lead(config, store, switch, stop, lambda: set_serving(True))
-        except Broken as error:  # or the store could not be reached
+        except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
             _logger.warning("%s; standing by", error)
         finally:
             switch.servicer, switch.why = None, "this coordinator leads no more; another one does soon"

@@ -59,7 +59,7 @@ GROUP_OPERATIONS: Final = 120
 PAGE_KEYS: Final = 256
 RETRY_S: Final = 0.1
 TIMEOUTS: Final = 4
-"""How many requests may time out, one after the other, while a lease lasts."""
+"""How many requests may time out, one after the other, while a lease lasts; of a single etcd, half as many."""
 
 _CHUNK: Final = "#"  # in no quoted key
 _AFTER_CHUNKS: Final = "$"
@@ -80,7 +80,7 @@ class EtcdStateStore(SharedStateStore):
 
     def __init__(self, address: str) -> None:
         self._at = at = EtcdAddress.parse(address)
-        timeout_s = at.ttl_s / TIMEOUTS
+        timeout_s = at.ttl_s / (TIMEOUTS if len(at.endpoints) > 1 else TIMEOUTS / 2)
         self._cluster, self._renewals = EtcdCluster(at, timeout_s), EtcdCluster(at, timeout_s)
         self._leadership = Leadership(self._cluster, self._renewals, at.prefix, at.ttl_s)
         self._closed = threading.Event()

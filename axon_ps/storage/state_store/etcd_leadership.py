@@ -87,18 +87,20 @@ class Leadership:
             term = _Term(uuid.uuid4().hex, self._cluster.grant(self._ttl_s), began_s)
             self._cluster.transaction([], [self._candidate(term)])
             self._term = term
-        value = json.dumps({"id": term.id, "address": self.address}).encode()
-        won, revision, replies = self._cluster.transaction(
-            [created_at(self.leader_key, 0)], [put(self.leader_key, value, term.lease)], [read(self.leader_key)]
-        )
-        if won:
-            term.created = revision
+        there = read(self.leader_key)
+        if not (leaders := found(self._cluster.transaction([], [there])[2][0])):  # else nothing is to be written
+            value = json.dumps({"id": term.id, "address": self.address}).encode()
+            won, revision, replies = self._cluster.transaction(
+                [created_at(self.leader_key, 0)], [put(self.leader_key, value, term.lease)], [there]
+            )
+            if won:
+                term.created = revision
+                return ""
+            leaders = found(replies[0])
+        if _id_of(leaders[0]) == term.id:  # see Note: [Sent twice] of `etcd_cluster`
+            term.created = leaders[0].created
             return ""
-        (leader,) = found(replies[0])
-        if _id_of(leader) == term.id:  # see Note: [Sent twice] of `etcd_cluster`
-            term.created = leader.created
-            return ""
-        return str(json.loads(leader.value).get("address")) or "another coordinator"
+        return str(json.loads(leaders[0].value).get("address")) or "another coordinator"
 
     def leads(self) -> bool:
         """Whether we lead at this moment. See Note: [Who leads]."""
