@@ -47,13 +47,18 @@ def at(etcd: str) -> str:
 
 def leading(address: str) -> EtcdStateStore:
     """An open store that leads."""
-    store = EtcdStateStore(address)
+    store = opened(address)
     store.address = "here:1"
     deadline = time.monotonic() + SOON_S
     while not leads(store):
         assert time.monotonic() < deadline, "nobody else may lead"
         time.sleep(0.01)
     return store
+
+
+def opened(address: str) -> EtcdStateStore:
+    """An open store; of a test that does not say how long a lease lasts, for longer than a busy machine is away."""
+    return EtcdStateStore(address if "?" in address else f"{address}?ttl=20")
 
 
 def leads(store: EtcdStateStore) -> bool:
@@ -66,15 +71,15 @@ def leads(store: EtcdStateStore) -> bool:
 @pytest.fixture(params=["memory", "sqlite", "etcd"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, etcd: str) -> Iterator[Make]:
     """Opens the store; a second time the same one, as after a restart, if it is one that outlives its process."""
-    opened: list[StateStore] = []
+    stores: list[StateStore] = []
     address = request.getfixturevalue("at") if request.param == "etcd" else str(tmp_path / "state.db")
 
     def open_it() -> StateStore:
-        opened.append(leading(address) if request.param == "etcd" else open_store(request.param, address))
-        return opened[-1]
+        stores.append(leading(address) if request.param == "etcd" else open_store(request.param, address))
+        return stores[-1]
 
     yield open_it
-    for store in opened:
+    for store in stores:
         store.close()
 
 
@@ -300,7 +305,8 @@ def test_etcd_survives_a_kill_of_its_leader(at: str) -> None:
 
 
 def test_etcd_has_one_leader_and_the_others_know_where_it_is(at: str) -> None:
-    with leading(at) as store, EtcdStateStore(at) as other:
+    at += "?ttl=3"  # renewed twice a second: only then a leader looks for standbys
+    with leading(at) as store, opened(at) as other:
         assert other.campaign() == "here:1"
         assert store.leads()
         assert not other.leads()
@@ -319,7 +325,7 @@ def test_etcd_has_one_leader_and_the_others_know_where_it_is(at: str) -> None:
 
 
 def test_of_a_leader_that_does_not_know_yet_that_it_is_none_nothing_is_written(at: str) -> None:
-    with leading(at) as frozen, EtcdStateStore(at) as other:
+    with leading(at) as frozen, opened(at) as other:
         frozen.load()
         frozen.apply([Record("a", b"1")])
         deposed(frozen, at)
@@ -379,7 +385,7 @@ def test_a_large_batch_that_its_leader_did_not_finish_is_there_or_is_not(
     at: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, batch = {"a": b"0", "b": b"0"}, {"a": b"1", "c": b"1" * 600_000, "d": b"1" * 1_200_000}
-    with leading(at) as dying, EtcdStateStore(at) as other:
+    with leading(at) as dying, opened(at) as other:
         dying.load()
         dying.apply([Record(key, value) for key, value in before.items()])
         write, written = dying._write, []

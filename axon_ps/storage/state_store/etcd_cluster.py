@@ -242,6 +242,8 @@ def _text(error: Exception) -> str:
 def _final(error: Exception) -> AxonError | None:
     """What another member would say, too; None if another may do better."""
     text = _text(error)
+    if GONE in text:
+        return Broken("our lease in etcd is over")
     if _FULL in text:
         return StorageFull("etcd's quota is used up: compact and defragment it (docs/operations.md)")
     if any(sign in text for sign in _REFUSED):

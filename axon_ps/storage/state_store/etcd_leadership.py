@@ -94,11 +94,11 @@ class Leadership:
                 [created_at(self.leader_key, 0)], [put(self.leader_key, value, term.lease)], [there]
             )
             if won:
-                term.created = revision
+                self._others, term.created = (), revision
                 return ""
             leaders = found(replies[0])
         if _id_of(leaders[0]) == term.id:  # see Note: [Sent twice] of `etcd_cluster`
-            term.created = leaders[0].created
+            self._others, term.created = (), leaders[0].created
             return ""
         return str(json.loads(leaders[0].value).get("address")) or "another coordinator"
 

@@ -61,10 +61,10 @@ class FailoverCluster(LocalCluster):
         listening = [f"127.0.0.1:{(proxy.upstream or ('', 0))[1]}" for proxy in self._to_coordinators]
         return listening.index(leaders[0]) if leaders else -1
 
-    @property
-    def stalled_s(self) -> float:
-        """The longest time for which the proxies did not run, so that nothing was forwarded: the machine was busy."""
-        return self._proxies.stalled_s
+    def take_stall(self) -> float:
+        """The longest time since the last call in which the proxies did not run: the machine was busy."""
+        stalled_s, self._proxies.stalled_s = self._proxies.stalled_s, 0.0
+        return stalled_s
 
     def cut_from_etcd(self, index: int, seconds: float) -> None:
         """Nothing passes between a coordinator and etcd for a while; then all of it does, late."""
