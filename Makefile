@@ -18,8 +18,9 @@ CELLS ?=
 FAULTS_ARGS ?=
 SOAK_ARGS ?=
 ALL_KILLED_ARGS ?=
+FAILOVER_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults all-killed loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,9 @@ gpu: ## what needs a GPU: its tests, the main job, benchmarks; PYTHON=python3 wh
 
 faults: $(INSTALLED) ## the grid of faults, a job of 40 minutes; CELLS='worker*sigkill' for a part, FAULTS_ARGS=--help
 	$(BIN)/python tests/faults/fault_run.py $(FAULTS_ARGS) $(foreach cell,$(CELLS),'$(cell)')
+
+failover: $(INSTALLED) ## coordinators and etcd members that die, freeze and are cut off: how long no step commits (needs etcd)
+	$(BIN)/python tests/faults/failover_run.py $(FAILOVER_ARGS)
 
 soak: $(INSTALLED) ## 2,000 random faults on one job; 200 kills of ranks that share memory; 10,000 calls of overlapping groups
 	$(BIN)/python tests/faults/fault_soak.py $(SOAK_ARGS)

@@ -14,6 +14,7 @@ to gRPC statuses and back. Blame is in the class:
     ├── PermissionDenied (PermissionError)   wrong or missing token, job name or certificate
     ├── Broken (ConnectionError)             the peer's fault: it died or the network did
     │   ├── Unreachable                      nobody answers at the address
+    │   ├── NotLeader                        this coordinator stands by; another one leads
     │   ├── MemberLost                       a worker or shard server of the job has gone
     │   └── NcclError                        NCCL failed, or is not there
     ├── Timeout (TimeoutError)               the caller's deadline passed
@@ -76,6 +77,10 @@ class Broken(AxonError, ConnectionError):
 
 class Unreachable(Broken):
     """Nobody answered at the address."""
+
+
+class NotLeader(Broken):
+    """This coordinator does not lead, and has done nothing: ask the next one."""
 
 
 class MemberLost(Broken):

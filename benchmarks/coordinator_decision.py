@@ -1,7 +1,9 @@
 """How long a step's decision takes: from the last vote to the decision in every member's hands.
 
-The coordinator is a process of its own, as in life; all members live in this one. Measured per size: the time until the
-first and the last member has the decision, and what the store alone takes for the records of one decision.
+The coordinator is a process of its own, as in life; all members live in this one. Measured per size and store: the time
+until the first and the last member has the decision, and what the store alone takes for the records of one decision.
+etcd is of one member and of three, all on this machine and its disk; without it (apt-get install etcd-server) its rows
+are left out.
 
     python benchmarks/coordinator_decision.py [--quick] [--directory DIR]
 """
@@ -10,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import _report
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState
@@ -25,24 +27,27 @@ from axon_ps.coordinator.core.records import decision_record, progress_record
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
-from axon_ps.storage.state_store import SqliteStateStore
+from axon_ps.storage.state_store import SharedStateStore, open_store
+from axon_ps.testing.etcd import LocalEtcd, is_installed
 from axon_ps.types import Decision, DType, ModelProgress, OptimizerSpec, Outcome, Role
 
 _SERVER = """
 import asyncio, sys
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.server.server import serve
-from axon_ps.storage.state_store import MemoryStateStore, SqliteStateStore
+from axon_ps.storage.state_store import open_store
 from axon_ps.rpc.security import Security
 
-path, workers, shards = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+state, workers, shards = sys.argv[1].partition(":"), int(sys.argv[2]), int(sys.argv[3])
 config = CoordinatorConfig(job="bench", world_size=workers, num_shards=shards)
-with SqliteStateStore(path) if path else MemoryStateStore() as store:
+with open_store(state[0], state[2]) as store:
     ready = lambda port: print(port, flush=True)
     asyncio.run(serve(config, "127.0.0.1", 0, Security(), store, ready, asyncio.Event()))
 """
 
 HYPER = {"lr": 1e-3}
+SIZES = ((2, 2), (16, 4), (64, 8))
+"""Workers and shard servers."""
 
 
 class Bench:
@@ -121,10 +126,14 @@ async def measure(port: int, workers: int, shards: int, steps: int) -> tuple[lis
     return [first * 1e3 for first, _ in times], [last * 1e3 for _, last in times]
 
 
-def store_alone(path: str, steps: int) -> list[float]:
+def store_alone(state: str, steps: int) -> list[float]:
     """Times in ms that the store takes for what one decision writes."""
     times = []
-    with SqliteStateStore(path) as store:
+    name, _, address = state.partition(":")
+    with open_store(name, address) as store:
+        if isinstance(store, SharedStateStore):
+            store.campaign()
+        store.load()
         for step in range(steps):
             decision = Decision(step=step, generation=3, outcome=Outcome.COMMIT, version=step, hyper=(HYPER,))
             progress = ModelProgress(model=0, step=step, version=step)
@@ -142,6 +151,17 @@ def row(what: str, times: Sequence[float]) -> dict[str, str | float]:
     return {"what": what, "median_ms": statistics.median(ordered), "p95_ms": p95, "max_ms": ordered[-1]}
 
 
+def in_process(state: str, workers: int, shards: int, steps: int) -> tuple[list[float], list[float]]:
+    """`measure` with a coordinator of its own."""
+    command = [sys.executable, "-c", _SERVER, state, str(workers), str(shards)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            return asyncio.run(measure(int(server.stdout.readline()), workers, shards, steps))
+        finally:
+            server.kill()
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,20 +169,18 @@ def main() -> None:
     parser.add_argument("--directory", default=None, help="where the sqlite file is made: on the disk that matters")
     options = parser.parse_args()
     steps = 50 if options.quick else 300
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        rows = [row("the store alone (sqlite)", store_alone(str(Path(directory) / "alone.db"), steps))]
-        for workers, shards, stored in ((2, 2, False), (2, 2, True), (16, 4, True), (64, 8, True)):
-            path = str(Path(directory) / f"{workers}.db") if stored else ""
-            command = [sys.executable, "-c", _SERVER, path, str(workers), str(shards)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-                try:
-                    assert server.stdout is not None
-                    port = int(server.stdout.readline())
-                    first, last = asyncio.run(measure(port, workers, shards, steps))
-                finally:
-                    server.kill()
-            name = f"{workers} workers, {shards} shard servers, {'sqlite' if stored else 'memory'}"
-            rows += [row(f"{name}: first member", first), row(f"{name}: last member", last)]
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory))
+        stores = {"sqlite": f"sqlite:{directory}"}
+        if is_installed():
+            for members in (1, 3):
+                stores[f"etcd of {members}"] = f"etcd:{stack.enter_context(LocalEtcd(members)).address}"
+        rows = [row(f"the store alone ({name})", store_alone(f"{at}/alone", steps)) for name, at in stores.items()]
+        for workers, shards in SIZES:
+            for name, at in {"memory": "memory:", **stores}.items():
+                first, last = in_process(f"{at}/{workers}", workers, shards, steps)
+                what = f"{workers} workers, {shards} shard servers, {name}"
+                rows += [row(f"{what}: first member", first), row(f"{what}: last member", last)]
     columns = ("what", "median_ms", "p95_ms", "max_ms")
     _report.table("From the last vote to the decision", columns, [[r[c] for c in columns] for r in rows])
     if not options.quick:

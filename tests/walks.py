@@ -36,7 +36,7 @@ LEGS: Mapping[str, Sequence[str]] = {
         "coordinator/client/session.py CoordinatorClient.vote",
         "coordinator/messages.py vote_to_proto",
         "coordinator/core/steps/decision.py Tally.decide",
-        "storage/state_store.py MemoryStateStore.apply",
+        "storage/state_store/memory.py MemoryStateStore.apply",
         "coordinator/server/shell.py Session.send",
         "worker/steps/stepping.py SynchronousSteps.decided",
         "worker/steps/stepping.py SynchronousSteps.decision_on",

@@ -139,12 +139,15 @@ def _security(settings: Settings) -> Finding:
 def _coordinator(address: str) -> Finding:
     if not address:
         return Finding("coordinator", "none named (--coordinator or AXON_PS_COORDINATOR)")
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
-            return Finding("coordinator", f"{address} accepts connections")
-    except OSError as error:
-        return Finding("coordinator", address, f"nobody answers there: {error}")
+    troubles, addresses = [], address.split(",")
+    for each in addresses:
+        host, _, port = each.strip().rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
+                pass
+        except OSError as error:
+            troubles.append(f"nobody answers {'there' if len(addresses) == 1 else f'at {each}'}: {error}")
+    return Finding("coordinator", address if troubles else f"{address} accepts connections", "; ".join(troubles))
 
 
 def _hangs(settings: Settings) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import Callable
@@ -25,7 +26,7 @@ async def wait_until_listening(address: str, timeout_s: float, notify: Callable[
     """Return as soon as a server listens at `address`.
 
     Args:
-        address: "host:port".
+        address: "host:port"; of several, with commas between them, one is enough.
         timeout_s: how long to wait, in seconds.
         notify: gets a line after a while, and then ever more rarely, while no server does.
 
@@ -46,10 +47,10 @@ async def wait_until_listening(address: str, timeout_s: float, notify: Callable[
 
 
 async def _connect_until(address: str, timeout_s: float) -> None:
-    host, _, port = address.rpartition(":")
-    deadline = Deadline(timeout_s)
+    deadline, places = Deadline(timeout_s), itertools.cycle(address.split(","))
 
     async def connect() -> None:
+        host, _, port = next(places).strip().rpartition(":")
         connecting = asyncio.open_connection(host.strip("[]"), int(port))
         _, writer = await asyncio.wait_for(connecting, min(_ATTEMPT_S, deadline.remaining() + 0.1))
         writer.close()

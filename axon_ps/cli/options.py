@@ -14,7 +14,11 @@ Config = Annotated[
     Path | None, typer.Option(help="TOML file with settings; flags and environment win.", show_default=False)
 ]
 Coordinator = Annotated[
-    str | None, typer.Option(help="host:port of the coordinator [env: AXON_PS_COORDINATOR].", show_default=False)
+    str | None,
+    typer.Option(
+        help="host:port of the coordinator, or of several with commas between them [env: AXON_PS_COORDINATOR].",
+        show_default=False,
+    ),
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [env: AXON_PS_JOB].", show_default="default")]
 Token = Annotated[

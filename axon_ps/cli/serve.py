@@ -51,7 +51,8 @@ def coordinator(
     state: Annotated[
         str | None,
         typer.Option(
-            help="sqlite file that survives a restart, 'memory', or NAME:ADDRESS of another store.",
+            help="sqlite file that survives a restart, 'memory', etcd:HOST:PORT (several coordinators may have it), or "
+            "NAME:ADDRESS of another store.",
             show_default="under ~/.local/state",
         ),
     ] = None,
@@ -113,7 +114,8 @@ def coordinator(
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, host, port, security, store, ready, stop)
 
-    leave(_in_foreground(start, host, ready_fd))
+    with store:
+        leave(_in_foreground(start, host, ready_fd))
 
 
 def shard(
@@ -195,6 +197,9 @@ def _state_store(state: str | None, job: str) -> StateStore:
     from axon_ps.storage.state_store import SqliteStateStore, open_store
 
     name, colon, address = (state or "").partition(":")
+    if name == "etcd" and "/" not in address.partition("?")[0]:  # each job has keys of its own
+        place, mark, options = address.partition("?")
+        address = f"{place}/axon_ps/{job}{mark}{options}"
     if state == MEMORY or (colon and name.isidentifier()):
         return open_store(name, address)
     path = Path(state) if state else Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"

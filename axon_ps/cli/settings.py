@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     """The settings that several commands share; `axon-ps COMMAND --help` shows those of one.
 
     Attributes:
-        coordinator: "host:port" of the coordinator.
+        coordinator: "host:port" of the coordinator; of several, of which one leads, with commas between them.
         job: name of the job.
         token: the job's token; whoever holds it may join.
         token_file: a file that holds the token, when `token` is empty.
@@ -82,9 +82,10 @@ class Settings(BaseSettings):
     @field_validator("coordinator")
     @classmethod
     def _host_and_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if value and value != "-" and not (host and port.isdigit() and 0 < int(port) < 65536):
-            raise ValueError("it must be host:port, such as 10.0.0.1:7077")
+        for address in value.split(",") if value not in ("", "-") else ():
+            host, _, port = address.strip().rpartition(":")
+            if not (host and port.isdigit() and 0 < int(port) < 65536):
+                raise ValueError("it must be host:port, such as 10.0.0.1:7077, or several with commas between them")
         return value
 
     @classmethod

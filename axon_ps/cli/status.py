@@ -56,7 +56,9 @@ def status(
 
 
 def health(
-    address: Annotated[str, typer.Argument(help="host:port of a service.", show_default=False)],
+    address: Annotated[
+        str, typer.Argument(help="host:port of a service; of several, one that serves is enough.", show_default=False)
+    ],
     service: Annotated[str, typer.Option(help="Full name of one service.", show_default="the server as a whole")] = "",
     timeout_s: o.Timeout = 3.0,
     tls_ca: o.TlsCa = None,
@@ -66,10 +68,21 @@ def health(
 ) -> None:
     """Ask a service for its health; exit code 0 when it is serving."""
     from axon_ps.cli.settings import load
+    from axon_ps.errors import AxonError
     from axon_ps.rpc.health import SERVING, health_of
 
+    async def ask() -> str:
+        security, addresses = settings.security(), address.split(",")
+        asked = (health_of(each.strip(), security, service=service, timeout_s=timeout_s) for each in addresses)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        states = [answer for answer in answers if isinstance(answer, str)]
+        for error in answers:
+            if isinstance(error, BaseException) and (not states or not isinstance(error, AxonError)):
+                raise error
+        return SERVING if SERVING in states else states[0]
+
     settings = load(config, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, token="")
-    state = asyncio.run(health_of(address, settings.security(), service=service, timeout_s=timeout_s))
+    state = asyncio.run(ask())
     print(state)
     leave(0 if state == SERVING else 1)
 

@@ -6,6 +6,7 @@ of the two directions goes over different connections, so that neither queues be
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from axon_ps.errors import ConfigurationError
+from axon_ps.errors import ConfigurationError, Unreachable
 from axon_ps.host import fork
 from axon_ps.rpc.in_process import InProcessChannel, is_in_process
 from axon_ps.rpc.security import Security, is_loopback
@@ -87,7 +88,7 @@ _logger = logging.getLogger(__name__)
 _addresses: WeakKeyDictionary[Channel, str] = WeakKeyDictionary()
 
 
-def connect(address: str, security: Security, *, connection: int = 0) -> Channel:
+def connect(address: str, security: Security, *, connection: int = 0, watched: bool = False, name: str = "") -> Channel:
     """A channel to `address`. Nothing is sent before the first call; call it on the thread of a running event loop.
 
     Args:
@@ -95,6 +96,7 @@ def connect(address: str, security: Security, *, connection: int = 0) -> Channel
             without gRPC's core.
         security: `ca_file` makes it TLS. The token is not the channel's: give it to `service.Stub`.
         connection: its number; channels with different numbers never share a connection.
+        name: the host that the server's certificate names, if `address` has a number instead.
 
     Raises:
         ConfigurationError: the address is malformed, or a file of `security` cannot be used.
@@ -105,6 +107,8 @@ def connect(address: str, security: Security, *, connection: int = 0) -> Channel
         _addresses[inside] = address
         return inside
     options = [*CLIENT_OPTIONS, ("axon_ps.connection", connection)]
+    if name:
+        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     credentials = security.channel_credentials()
     if credentials is None:
         if security.token and not security.insecure and not is_loopback(host):
@@ -114,6 +118,26 @@ def connect(address: str, security: Security, *, connection: int = 0) -> Channel
         channel = grpc.aio.secure_channel(address, credentials, options=options)
     _addresses[channel] = address
     return channel
+
+
+async def until_connected(channel: Channel, timeout_s: float) -> None:
+    """Return when a channel is connected.
+
+    Raises:
+        Unreachable: it cannot be, or is not within `timeout_s` seconds; then the channel is of no use.
+    """
+    state = channel.get_state(try_to_connect=True)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while state is not grpc.ChannelConnectivity.READY:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    raise Unreachable(
+                        f"nobody answers at {address_of(channel)}: is the address right and the server up?"
+                    )
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
+    except TimeoutError:
+        raise Unreachable(f"nobody answers at {address_of(channel)} within {timeout_s:g} s") from None
 
 
 @cache
@@ -165,6 +189,18 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or (":" in host and not bracketed) or not 0 < number < 65536:
         raise ConfigurationError(f"address {address!r} is not host:port with a port from 1 to 65535")
     return host.strip("[]"), number
+
+
+def split_addresses(addresses: str) -> tuple[str, ...]:
+    """The addresses of "host:port,host:port".
+
+    Raises:
+        ConfigurationError: one of them has another form.
+    """
+    each = tuple(address.strip() for address in addresses.split(","))
+    for address in each:
+        split_address(address)
+    return each
 
 
 def join_address(host: str, port: int) -> str:

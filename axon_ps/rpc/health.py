@@ -12,7 +12,7 @@ SERVING = "SERVING"
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
 
-async def health_of(address: str, security: Security, *, service: str = "", timeout_s: float) -> str:
+async def health_of(address: str, security: Security, *, service: str = "", timeout_s: float, name: str = "") -> str:
     """The health that a server reports: `SERVING`, `NOT_SERVING`, `UNKNOWN` or `SERVICE_UNKNOWN`.
 
     Args:
@@ -20,11 +20,12 @@ async def health_of(address: str, security: Security, *, service: str = "", time
         security: TLS and token.
         service: full name of one service; empty = the server as a whole.
         timeout_s: seconds it may take.
+        name: as of `channels.connect`.
 
     Raises:
         AxonError: it does not answer, or refuses.
     """
-    channel = connect(address, security)
+    channel = connect(address, security, name=name)
     try:
         request = health_pb2.HealthCheckRequest(service=service)
         reply = await Stub(channel, _HEALTH, peer=address).call("Check", request, timeout_s=timeout_s)

@@ -73,8 +73,8 @@ class InProcessServer:
         """ "host:port" under which it is found."""
         return f"{self.host}:{self.port}"
 
-    async def start(self) -> int:
-        """Serve, and return the port.
+    async def start(self, *, serving: bool = True) -> int:
+        """Serve, and return the port. There is no health service, so `serving` says nothing to anybody.
 
         Raises:
             Misuse: there is a server of that name already.
@@ -84,6 +84,9 @@ class InProcessServer:
         self.loop = asyncio.get_running_loop()
         _servers[self.address] = self
         return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """Does nothing: there is no health service."""
 
     async def stop(self, grace_s: float) -> None:
         """Accept no new calls, give those under way `grace_s` seconds, then cancel them."""

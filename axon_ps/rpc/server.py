@@ -71,8 +71,11 @@ class Server:
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
 
-    async def start(self) -> int:
+    async def start(self, *, serving: bool = True) -> int:
         """Bind, serve, and return the port.
+
+        Args:
+            serving: what health says of the services at first; see `set_serving`.
 
         Raises:
             ConfigurationError: the address or port cannot be had, or a TLS file cannot be used.
@@ -89,9 +92,15 @@ class Server:
         self._bind(server, credentials)
         self._server = server
         await server.start()
-        await self._set_health(serving=True)
+        await self._set_health("", serving=True)
+        await self.set_serving(serving)
         _logger.info("listening on %s", self.address)
         return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says of the services; of the server as a whole it says SERVING until `stop`."""
+        for name in self._names:
+            await self._set_health(name, serving=serving)
 
     @property
     def address(self) -> str:
@@ -102,7 +111,8 @@ class Server:
         """Report NOT_SERVING, accept no new calls, give those under way `grace_s` seconds, then cancel them."""
         if self._server is None:
             return
-        await self._set_health(serving=False)
+        await self._set_health("", serving=False)
+        await self.set_serving(False)
         await self._server.stop(grace_s)
 
     async def wait(self) -> None:
@@ -140,12 +150,11 @@ class Server:
         names = (*self._names, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
-    async def _set_health(self, *, serving: bool) -> None:
+    async def _set_health(self, name: str, *, serving: bool) -> None:
         from grpc_health.v1 import health_pb2
 
         status = health_pb2.HealthCheckResponse
-        for name in ("", *self._names):
-            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+        await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 
 def _bind_error(host: str, port: int) -> str:

@@ -47,6 +47,7 @@ STATUS_OF: Final[Mapping[type[AxonError], grpc.StatusCode]] = {
     errors.PermissionDenied: _Code.PERMISSION_DENIED,
     errors.Broken: _Code.UNAVAILABLE,
     errors.Unreachable: _Code.UNAVAILABLE,
+    errors.NotLeader: _Code.UNAVAILABLE,
     errors.MemberLost: _Code.UNAVAILABLE,
     errors.NcclError: _Code.UNAVAILABLE,
     errors.Timeout: _Code.DEADLINE_EXCEEDED,

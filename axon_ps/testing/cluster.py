@@ -48,6 +48,8 @@ class LocalCluster:
         lease_s: seconds of silence after which a member is lost.
         step_timeout_s: seconds that a step waits for a worker that takes no part; None = for ever.
         durable: store the coordinator's state in a file, so that it can be restarted.
+        coordinators: how many, if they have `state` together: one leads, the others stand by.
+        state: their state, as `axon-ps coordinator --state` has it, in place of a file.
         resume: checkpoint to start from.
         checkpoint_dir: where the job writes checkpoints by itself, and what it resumes from by itself; empty = it does
             not.
@@ -74,6 +76,8 @@ class LocalCluster:
         lease_s: float = 5.0,
         step_timeout_s: float | None = None,
         durable: bool = False,
+        coordinators: int = 1,
+        state: str = "",
         resume: str = "",
         checkpoint_dir: str | Path = "",
         checkpoint_every: str = "",
@@ -110,11 +114,13 @@ class LocalCluster:
         if checkpoint_every:
             self._coordinator_options += ["--checkpoint-every", checkpoint_every]
         self._durable = durable
+        self._num_coordinators = coordinators
+        self._state = state
         self._plugins = tuple(plugins)
         self._environment = dict(environment or {})
         self._start_timeout_s = start_timeout_s
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._coordinator: Child | None = None
+        self._coordinators: list[Child] = []
         self._address = ""
         self._shards: list[Child] = []
         self._addresses: dict[int, str] = {}  # of services, by process id
@@ -132,11 +138,11 @@ class LocalCluster:
         """
         self._make_directory()
         try:
-            coordinator = self._spawn_coordinator(port=0)
+            coordinators = [self._spawn_coordinator(i, port=0) for i in range(self._num_coordinators)]
             for i in range(self._num_shards):
                 self._spawn_shard(i, "-")
             deadline = time.monotonic() + self._start_timeout_s
-            self._address = self._listening(coordinator, deadline)
+            self._address = ",".join(self._listening(coordinator, deadline) for coordinator in coordinators)
             for shard in self._shards:
                 shard.send_line(self._address)
             for shard in self._shards:
@@ -165,19 +171,18 @@ class LocalCluster:
         """End workers, shard servers, coordinator, in this order; returns their errors, and their logs."""
         for worker in self._workers:
             worker.process.end()
-        coordinator = [self._coordinator] if self._coordinator else []
-        troubles = [t for group in (self._shards, coordinator) for t in _end_services(group, self._drained)]
-        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*coordinator, *self._shards))
+        troubles = [t for group in (self._shards, self._coordinators) for t in _end_services(group, self._drained)]
+        logs = "\n".join(f"--- log of {p.name}:\n{p.output}" for p in (*self._coordinators, *self._shards))
         if self._temporary is not None:
             self._temporary.cleanup()
-        self._workers, self._shards, self._coordinator, self._temporary = [], [], None, None
+        self._workers, self._shards, self._coordinators, self._temporary = [], [], [], None
         return troubles, logs
 
     # ------------------------------------------------------------------ what workers need
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port"."""
+        """The coordinator's "host:port"; of several, with commas between them."""
         if self._temporary is None:
             raise Misuse("this LocalCluster is not running; use it as a context manager")
         return self._address
@@ -196,7 +201,7 @@ class LocalCluster:
             world_size: workers of the job; None = that of the cluster.
         """
         world_size = self.world_size if world_size is None else world_size
-        host, _, port = self.address.rpartition(":")
+        host, _, port = self.address.partition(",")[0].rpartition(":")
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
@@ -283,7 +288,7 @@ class LocalCluster:
         """
         name = role.value if isinstance(role, Role) else role
         groups: dict[str, list[Child]] = {
-            COORDINATOR: [self._coordinator] if self._coordinator else [],
+            COORDINATOR: self._coordinators,
             Role.SHARD.value: self._shards,
             Role.WORKER.value: [worker.process for worker in self._workers],
         }
@@ -308,8 +313,8 @@ class LocalCluster:
         if old.exit_code is None:
             raise Misuse(f"{old.name} still runs; kill it before you restart it")
         old.end()
-        if old is self._coordinator:
-            new = self._spawn_coordinator(port=int(self._address.rpartition(":")[2]))
+        if old in self._coordinators:
+            new = self._spawn_coordinator(index, port=int(self._address.split(",")[index].rpartition(":")[2]))
         elif old in self._shards:
             new = self._spawn_shard(index, self._address)
         else:
@@ -373,11 +378,17 @@ class LocalCluster:
         self._temporary = tempfile.TemporaryDirectory(prefix=f"axon-ps-{os.getpid()}-", ignore_cleanup_errors=True)
         self.directory = Path(self._temporary.name)
 
-    def _spawn_coordinator(self, port: int) -> Child:
-        state = str(self.directory / "coordinator.sqlite") if self._durable else "memory"
+    def _spawn_coordinator(self, index: int, port: int) -> Child:
+        state = self._state_of(index) or (str(self.directory / "coordinator.sqlite") if self._durable else "memory")
         options = [*self._coordinator_options, "--port", str(port), "--state", state]
-        self._coordinator = self._spawn(COORDINATOR, "coordinator", options)
-        return self._coordinator
+        name = COORDINATOR if self._num_coordinators == 1 else f"{COORDINATOR} {index}"
+        process = self._spawn(name, "coordinator", options)
+        self._coordinators[index : index + 1] = [process]
+        return process
+
+    def _state_of(self, index: int) -> str:
+        """The state that a coordinator is given; empty for a file or memory."""
+        return self._state
 
     def _spawn_shard(self, index: int, coordinator: str, rank: int | None = None) -> Child:
         rank = index if rank is None else rank

@@ -235,9 +235,10 @@ def _coordinator(env: Mapping[str, str]) -> str:
             "no coordinator is named: set AXON_PS_COORDINATOR=host:port, or start the script with `axon-ps run` or "
             "torchrun"
         )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"the coordinator's address is {address!r}; it must be host:port, such as node1:7077")
+    for each in address.split(","):
+        host, _, port = each.strip().rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigurationError(f"the coordinator's address is {each!r}; it must be host:port, such as node1:7077")
     return address
 
 

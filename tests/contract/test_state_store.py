@@ -1,33 +1,85 @@
-"""What every state store does, and what sqlite does besides."""
+"""What every state store does, and what sqlite and etcd do besides."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from axon_ps.errors import Closed, ConfigurationError, StorageFull
-from axon_ps.storage.state_store import MemoryStateStore, Record, SqliteStateStore, StateStore
+from axon_ps.errors import Broken, Closed, ConfigurationError, InvalidRequest, NotLeader, StorageFull
+from axon_ps.storage.state_store import EtcdStateStore, Record, SqliteStateStore, StateStore, open_store
+from axon_ps.storage.state_store import etcd as etcd_module
+from axon_ps.storage.state_store.etcd_cluster import EtcdAddress, EtcdCluster, Operation
+from axon_ps.testing.etcd import NEEDED, LocalEtcd, is_installed
 
 Make = Callable[[], StateStore]
 
+SOON_S = 30.0
 
-@pytest.fixture(params=["memory", "sqlite"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[str]:
+    """The address of a real etcd server; empty when there is none here."""
+    if not is_installed():
+        yield ""
+        return
+    with LocalEtcd() as server:
+        yield server.address
+
+
+@pytest.fixture
+def at(etcd: str) -> str:
+    """Where a test has an etcd of its own."""
+    if not etcd:
+        pytest.skip(NEEDED)
+    return f"{etcd}/test/{uuid.uuid4().hex}"
+
+
+def leading(address: str) -> EtcdStateStore:
+    """An open store that leads."""
+    store = opened(address)
+    store.address = "here:1"
+    deadline = time.monotonic() + SOON_S
+    while not leads(store):
+        assert time.monotonic() < deadline, "nobody else may lead"
+        time.sleep(0.01)
+    return store
+
+
+def opened(address: str) -> EtcdStateStore:
+    """An open store; of a test that does not say how long a lease lasts, for longer than a busy machine is away."""
+    return EtcdStateStore(address if "?" in address else f"{address}?ttl=20")
+
+
+def leads(store: EtcdStateStore) -> bool:
+    """Whether it could be made to lead; a busy machine's etcd may be late."""
+    with contextlib.suppress(Broken):
+        return not store.campaign()
+    return False
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def make(request: pytest.FixtureRequest, tmp_path: Path, etcd: str) -> Iterator[Make]:
     """Opens the store; a second time the same one, as after a restart, if it is one that outlives its process."""
-    opened: list[StateStore] = []
+    stores: list[StateStore] = []
+    address = request.getfixturevalue("at") if request.param == "etcd" else str(tmp_path / "state.db")
 
-    def open_store() -> StateStore:
-        opened.append(MemoryStateStore() if request.param == "memory" else SqliteStateStore(tmp_path / "state.db"))
-        return opened[-1]
+    def open_it() -> StateStore:
+        stores.append(leading(address) if request.param == "etcd" else open_store(request.param, address))
+        return stores[-1]
 
-    yield open_store
-    for store in opened:
+    yield open_it
+    for store in stores:
         store.close()
 
 
@@ -78,6 +130,23 @@ def test_a_closed_store_refuses(make: Make) -> None:
         store.load()
     with pytest.raises(Closed):
         store.apply([Record("a", b"1")])
+
+
+def test_many_records_and_large_ones_in_one_batch(make: Make) -> None:
+    store = make()
+    first = {f"kv/{i}": bytes([i % 256]) * 5000 for i in range(700)} | {"spec": os.urandom(3 << 20)}
+    store.apply([Record(key, value) for key, value in first.items()])
+    assert store.load() == first
+    second = {key: None if key.endswith("7") else b"" for key in first} | {"spec": os.urandom(600 << 10)}
+    store.apply([Record(key, value) for key, value in second.items()])
+    assert store.load() == {key: value for key, value in second.items() if value is not None}
+    store.apply([Record("spec", None), Record("optimizer", bytes(1 << 20))])
+    store.apply([Record("spec", b"short")])
+    assert {key: len(value) for key, value in store.load().items() if value} == {"optimizer": 1 << 20, "spec": 5}
+
+
+def test_who_has_it_open_leads(make: Make) -> None:
+    assert make().leads()
 
 
 # ---------------------------------------------------------------------- sqlite
@@ -194,3 +263,220 @@ def test_sqlite_reports_why_a_path_is_impossible(tmp_path: Path) -> None:
         SqliteStateStore(tmp_path / "file" / "state.db")
     with pytest.raises(ConfigurationError, match="cannot be opened"):
         SqliteStateStore(tmp_path)
+
+
+# ---------------------------------------------------------------------- etcd
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread or process does."""
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.01)
+
+
+def cluster_of(at: str) -> EtcdCluster:
+    return EtcdCluster(EtcdAddress.parse(at), 5.0)
+
+
+def deposed(store: EtcdStateStore, at: str) -> None:
+    """End the lease of a leader without its knowledge, as if it had been frozen for too long."""
+    term = store._leadership._term
+    assert term is not None
+    cluster = cluster_of(at)
+    cluster.revoke(term.lease)
+    cluster.close()
+
+
+def test_etcd_survives_a_kill_of_its_leader(at: str) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from axon_ps.storage.state_store import Record, open_store\n"
+        "store = open_store('etcd', sys.argv[1])\n"
+        "assert store.campaign() == ''\n"
+        "store.apply([Record('a', b'1'), Record('b', b'2')])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, f"{at}?ttl=2"], timeout=60, check=False)
+    assert done.returncode == -9
+    with leading(at) as store:
+        assert store.load() == {"a": b"1", "b": b"2"}
+
+
+def test_etcd_has_one_leader_and_the_others_know_where_it_is(at: str) -> None:
+    at += "?ttl=3"  # renewed twice a second: only then a leader looks for standbys
+    with leading(at) as store, opened(at) as other:
+        assert other.campaign() == "here:1"
+        assert store.leads()
+        assert not other.leads()
+        with pytest.raises(NotLeader):
+            other.load()
+        with pytest.raises(NotLeader):
+            other.apply([Record("a", b"1")])
+        until(store.has_standby)
+        assert not store.has_standby(asked=True)
+        other.refused()
+        until(lambda: store.has_standby(asked=True))
+        store.resign()
+        assert other.campaign() == ""
+        assert other.load() == {}
+        assert not store.leads()
+
+
+def test_of_a_leader_that_does_not_know_yet_that_it_is_none_nothing_is_written(at: str) -> None:
+    with leading(at) as frozen, opened(at) as other:
+        frozen.load()
+        frozen.apply([Record("a", b"1")])
+        deposed(frozen, at)
+        assert frozen.leads(), "it cannot know"
+        assert other.campaign() == ""
+        assert other.load() == {"a": b"1"}
+        with pytest.raises(NotLeader):
+            frozen.apply([Record("a", b"2")])
+        assert not frozen.leads()
+        other.apply([Record("b", b"3")])
+        assert other.load() == {"a": b"1", "b": b"3"}
+
+
+def test_a_decision_is_one_round_trip(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Sequence[Operation]] = []
+    with leading(at) as store:
+        store.load()
+        transaction = store._cluster.transaction
+        monkeypatch.setattr(store._cluster, "transaction", lambda *a: (sent.append(a[1]), transaction(*a))[1])
+        store.apply([Record("progress", b"8"), Record("decision/8", b"commit")])
+    assert len(sent) == 1
+
+
+def test_a_batch_whose_answer_was_lost_is_written_once(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with leading(at) as store:
+        store.load()
+        cluster, transaction, revisions = store._cluster, store._cluster.transaction, []
+
+        def deaf(*request: Any) -> Any:
+            reply = transaction(*request)
+            revisions.append(reply[1])
+            if len(revisions) == 1:
+                raise Broken("the answer was lost")
+            return reply
+
+        monkeypatch.setattr(cluster, "transaction", deaf)
+        store.apply([Record("a", b"1")])
+        store.apply([Record("a", b"2")])
+        assert revisions == [revisions[0], revisions[0], revisions[0] + 1]
+        assert store.load() == {"a": b"2"}
+
+
+def test_a_batch_that_arrives_late_and_again_is_not_written(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    with leading(at) as store:
+        store.load()
+        transaction = store._cluster.transaction
+        monkeypatch.setattr(store._cluster, "transaction", lambda *a: (sent.append(a), transaction(*a))[1])
+        store.apply([Record("a", b"1")])
+        store.apply([Record("a", b"2")])
+        assert [transaction(*request)[0] for request in sent] == [False, False]
+        assert store.load() == {"a": b"2"}
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_a_large_batch_that_its_leader_did_not_finish_is_there_or_is_not(
+    at: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, batch = {"a": b"0", "b": b"0"}, {"a": b"1", "c": b"1" * 600_000, "d": b"1" * 1_200_000}
+    with leading(at) as dying, opened(at) as other:
+        dying.load()
+        dying.apply([Record(key, value) for key, value in before.items()])
+        write, written = dying._write, []
+
+        def write_some(operations: Sequence[Operation]) -> None:
+            if len(written) == after:
+                raise NotLeader("it has died")
+            written.append(operations)
+            write(operations)
+
+        monkeypatch.setattr(dying, "_write", write_some)
+        died = False
+        try:
+            dying.apply([Record("b", None), *(Record(key, value) for key, value in batch.items())])
+        except NotLeader:
+            died = True
+        deposed(dying, at)
+        assert other.campaign() == ""
+        there = other.load()
+        assert there == (batch if len(written) >= 4 else before), "three are pending, the fourth makes them valid"
+        assert died == (after < 8)
+        assert list(other._read(other._pending)) == []
+
+
+def test_a_leader_that_cannot_reach_etcd_stops_leading_by_itself() -> None:
+    if not is_installed():
+        pytest.skip(NEEDED)
+    with LocalEtcd() as server, leading(f"{server.address}/cut?ttl=2") as store:
+        store.load()
+        server.kill(0)
+        began_s = time.monotonic()
+        with pytest.raises(NotLeader, match="was not renewed in 2 s"):
+            store.apply([Record("a", b"1")])
+        assert 0.5 < time.monotonic() - began_s < 4.0
+        assert not store.leads()
+        with pytest.raises(Broken, match="etcd cannot be used"):
+            store.campaign()
+
+
+def test_a_lease_is_renewed_as_long_as_its_leader_lives(at: str) -> None:
+    with leading(f"{at}?ttl=2") as store:
+        ends_s = time.monotonic() + 2.6
+        until(lambda: time.monotonic() > ends_s)
+        store.apply([Record("a", b"1")])
+
+
+def test_members_of_the_cluster_that_do_not_answer_are_passed_over(at: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
+        ports = [each.getsockname()[1] for each in (silent, gone)]
+        gone.close()
+        with leading(f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]},{at}?ttl=4") as store:
+            store.apply([Record("a", b"1")])
+            assert store.load() == {"a": b"1"}
+
+
+def test_etcd_reports_that_its_quota_is_used_up() -> None:
+    if not is_installed():
+        pytest.skip(NEEDED)
+    with LocalEtcd(quota_bytes=8 << 20) as server, leading(f"{server.address}/full") as store:
+        store.load()
+        with pytest.raises(StorageFull, match="quota is used up"):
+            for i in range(20):
+                store.apply([Record("large", os.urandom(500 << 10)), Record("a", str(i).encode())])
+        stored = store.load()
+        assert len(stored["large"]) == 500 << 10
+        assert store.leads()
+
+
+def test_etcd_refuses_another_version(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with leading(at) as store:
+        store.load()
+    monkeypatch.setattr(etcd_module, "SCHEMA", b"2")
+    with leading(at) as store, pytest.raises(ConfigurationError, match="has version 1, this program knows 2"):
+        store.load()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("node1", "is no member of an etcd cluster"),
+        ("node1:2379,node2", "'node2' is no member"),
+        ("node1:2379/job?color=red", "no option 'color'"),
+        ("node1:2379/job?ttl=1", "must be 2 to 60 seconds"),
+    ],
+)
+def test_etcd_refuses_an_address_that_is_none(address: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        open_store("etcd", address)
+
+
+def test_etcd_needs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "etcd3gw", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'axon-ps\[etcd\]'"):
+        open_store("etcd", "127.0.0.1:2379")

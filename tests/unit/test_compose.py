@@ -128,10 +128,11 @@ def test_images_run_as_nobody_in_particular_from_a_venv(service: str) -> None:
 def test_dockerfiles_differ_only_where_they_must() -> None:
     def build_stage(service: str) -> str:
         stage = dockerfile(service).split("\nFROM ")[0]
-        return stage.replace('".[$EXTRAS]"', ".").replace('ARG EXTRAS="torch"\n', "")
+        return re.sub(r'ARG EXTRAS="\w+"\n', "", stage).replace('".[$EXTRAS]"', ".")
 
     assert build_stage("coordinator") == build_stage("shard") == build_stage("worker")
     assert 'ARG EXTRAS="torch"' in dockerfile("worker")  # CUDA comes with EXTRAS=torch,cuda13
+    assert 'ARG EXTRAS="etcd"' in dockerfile("coordinator")
 
 
 def test_compose_waits_longer_than_services_drain() -> None:

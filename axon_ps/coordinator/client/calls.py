@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from axon_ps.coordinator.core.events import CheckpointReply, Registered, Status
 from axon_ps.coordinator.messages import status_from_proto
-from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, Unreachable
+from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, NotLeader, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
@@ -32,8 +32,11 @@ ANSWER_S = 2.0
 _RETRY_IDEMPOTENT = (Broken, GenerationChanged)
 """After these an idempotent call is retried: the connection broke, or this process was not a member."""
 
-_RETRY_ANY = (Unreachable, GenerationChanged)
-"""After these nothing was done, so every call can be retried."""
+_NOT_BEGUN = (Unreachable, NotLeader)
+"""After these nobody has begun it, so every call can be retried."""
+
+_RETRY_ANY = (*_NOT_BEGUN, GenerationChanged)
+"""Likewise: this process was not a member."""
 
 
 class Calls(ABC):
@@ -208,7 +211,7 @@ class Calls(ABC):
         After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
         """
         request = coordinator_pb2.SaveCheckpointRequest(context=self.context(), uri=uri, extra_json=extra_json)
-        return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=(Unreachable,)))
+        return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=_NOT_BEGUN))
 
     async def restore_checkpoint(
         self, uri: str, timeout_s: float | None = None, *, models: Sequence[str] = ()
@@ -228,7 +231,7 @@ class Calls(ABC):
         """
         request = coordinator_pb2.RestoreCheckpointRequest(context=self.context(), uri=uri, models=models)
         deadline = Deadline(timeout_s)
-        return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=(Unreachable,)))
+        return _info(await self._call("RestoreCheckpoint", lambda: request, deadline, again=_NOT_BEGUN))
 
     async def drain(self, rank: int, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> int:
         """Have a shard server give up what it holds, while training goes on; then it leaves and ends.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
-from axon_ps.rpc.channels import connect
+from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2
@@ -17,7 +21,7 @@ class OperatorClient(Calls):
     """The command line's client of a coordinator. Make, use and close it on one event loop.
 
     Args:
-        address: "host:port" of the coordinator.
+        address: "host:port" of the coordinator; of several, with commas between them: whichever leads is called.
         security: TLS and token.
         job: name of the job; empty = the one that the coordinator runs.
     """
@@ -26,8 +30,12 @@ class OperatorClient(Calls):
 
     def __init__(self, address: str, *, security: Security, job: str = "") -> None:
         self._job = job
-        self._channel = connect(address, security)
-        self._stub = Stub(self._channel, SERVICE, security.token)
+        self._security = security
+        self._addresses = Addresses(address)
+        self._connecting = asyncio.Lock()
+        self._place: Place | None = None
+        self._channel: Channel | None = None
+        self._stub: Stub | None = None
 
     def context(self) -> common_pb2.CallContext:
         """Who calls: an operator has no incarnation."""
@@ -35,7 +43,8 @@ class OperatorClient(Calls):
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def __aenter__(self) -> OperatorClient:
         return self
@@ -44,7 +53,33 @@ class OperatorClient(Calls):
         await self.close()
 
     async def _connected(self, deadline: Deadline) -> Stub:
-        return self._stub
+        async with self._connecting:
+            if self._stub is None:
+                await self._addresses.look_up()
+            place = await self._leader() if len(self._addresses) > 1 else self._addresses.present
+            if self._stub is None or place != self._place:
+                await self.close()
+                self._place, self._channel = place, connect(place.address, self._security, name=place.name)
+                self._stub = Stub(self._channel, SERVICE, self._security.token)
+            return self._stub
+
+    async def _leader(self) -> Place:
+        """Where a coordinator leads; else where one stands by, which refuses a call and says who leads.
+
+        Raises:
+            AxonError: none of them answers; why the first does not.
+        """
+        places = list(self._addresses)
+        asked = (
+            health_of(p.address, self._security, service=SERVICE.full_name, timeout_s=CONNECT_S, name=p.name)
+            for p in places
+        )
+        answers = dict(zip(places, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+        answering = [place for place, health in answers.items() if isinstance(health, str)]
+        for error in answers.values():
+            if isinstance(error, BaseException) and not answering:
+                raise error
+        return next((place for place in answering if answers[place] == SERVING), answering[0])
 
     async def _reached(self, generation: int, deadline: Deadline) -> None:
         return None

@@ -1,8 +1,9 @@
 """A member's end of its session with the coordinator.
 
 `CoordinatorClient` joins, sends heartbeats, delivers events (in order, on the loop's thread), sends votes and reports,
-and reconnects when the stream breaks. All of it runs on one event loop, the one `start` runs on;
-`vote`, `ready`, `initialized` and the reports only queue a message and may be called from any thread.
+and reconnects when the stream breaks, to whichever of the coordinators leads then. All of it runs on one event loop,
+the one `start` runs on; `vote`, `ready`, `initialized` and the reports only queue a message and may be called from any
+thread.
 
 Invariants (ensured by `delivery`): events arrive in the coordinator's order, a decision and an order at most once, and
 the generation never falls; every vote is followed by exactly one `Decision` of its step.
@@ -19,9 +20,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
+from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
     CheckpointReply,
     Copied,
@@ -63,7 +66,6 @@ from axon_ps.errors import (
     Timeout,
 )
 from axon_ps.observe.reminders import reminder_pauses
-from axon_ps.rpc.channels import connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -93,6 +95,9 @@ LEAVE_S: Final = 2.0
 RETIRE_S: Final = 1.0
 """How long calls may stay on a channel that was replaced."""
 
+FAILOVER_S: Final = 0.25
+"""The longest wait between two rounds, if there are several coordinators: one of them leads soon."""
+
 STANDBY_S: Final = 0.2
 """How often, at least, a standby asks to join."""
 
@@ -106,7 +111,7 @@ class CoordinatorClient(Calls):
     """One member's session. Make it anywhere; `start` and every other coroutine run on one event loop.
 
     Args:
-        address: "host:port" of the coordinator.
+        address: "host:port" of the coordinator; of several, of which one leads, with commas between them.
         job: name of the job.
         role: worker or shard server.
         node: host or container.
@@ -145,6 +150,7 @@ class CoordinatorClient(Calls):
         reconnect_timeout_s: float = 60.0,
     ) -> None:
         self.address = address
+        self._addresses = Addresses(address)
         self.job = job
         self.role = role
         self.node = node
@@ -174,6 +180,7 @@ class CoordinatorClient(Calls):
         self._error: AxonError | None = None
         self._last_error: AxonError | None = None
         self._closing = False
+        self._successor: Place | None = None  # where another coordinator leads, if that ended our session
 
     @property
     def membership(self) -> Membership | None:
@@ -202,6 +209,7 @@ class CoordinatorClient(Calls):
         if self._task is not None or self._closing:
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
+        await self._addresses.look_up()
         self._connect()
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
@@ -350,15 +358,21 @@ class CoordinatorClient(Calls):
                     return
                 except _TEMPORARY as error:
                     self._last_error = error
-                    if self._attached.is_set():
+                    if was_attached := self._attached.is_set():
                         self._detach(error)
                         deadline, wait_s = Deadline(self._reconnect_timeout_s), 0.05
-                    elif not isinstance(error, Busy):
-                        self._reconnect()
                     if deadline.expired:
                         raise
+                    before = self._addresses.present
+                    more = isinstance(error, Broken) and await self._addresses.next(self._successor)
+                    self._successor = None
+                    if self._addresses.present != before or not (was_attached or isinstance(error, Busy)):
+                        self._reconnect()
+                    if more:
+                        continue
                 await asyncio.sleep(min(self._random.uniform(wait_s / 2, wait_s), deadline.remaining()))
-                wait_s = min(wait_s * 2, STANDBY_S if self._standby else 2.0, self.lease_s / 4)
+                longest_s = FAILOVER_S if len(self._addresses) > 1 else STANDBY_S if self._standby else 2.0
+                wait_s = min(wait_s * 2, longest_s, self.lease_s / 4)
         except InvalidRequest as error:  # of a member: its rank was given to another
             was_member = self.membership is not None
             reason = (
@@ -374,6 +388,7 @@ class CoordinatorClient(Calls):
     async def _session(self) -> None:
         """One stream, from Join to its end; returns only after a Leave of ours."""
         assert self._stub is not None
+        await self._addresses.until_connected(self._channel)
         stream = self._stub.open("Session")
         request = JoinRequest(
             job=self.job,
@@ -386,21 +401,33 @@ class CoordinatorClient(Calls):
             known=self._known,
         )
         self._outbox = asyncio.Queue()
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         try:
             await stream.write(join_to_proto(request, self.role))
             async for message in stream:
                 if (event := event_from_proto(message)) is not None:
                     await self._receive(event)
-                if writer is None:  # not before the Welcome, which has the lease
-                    writer = asyncio.create_task(self._write(stream, self._outbox))
+                if not tasks:  # not before the Welcome, which has the lease
+                    tasks.append(asyncio.create_task(self._write(stream, self._outbox)))
+                    if len(self._addresses) > 1:
+                        tasks.append(asyncio.create_task(self._follow(stream)))
             if not self._closing:
                 raise Broken(f"the coordinator at {self.address} ended the session")
+        except Closed:
+            if self._successor is None:
+                raise
+            raise Broken(f"another coordinator leads, at {self._successor.address}") from None
         finally:
             stream.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.wait([writer])
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def _follow(self, stream: Stream) -> None:
+        """End the session once another coordinator leads, whatever became of the one that we have it with."""
+        self._successor = await successor(self._addresses, self._security, self.job)
+        stream.cancel()
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat whenever nothing else was sent for a third of the lease."""
@@ -427,6 +454,7 @@ class CoordinatorClient(Calls):
             return
         if not self._attached.is_set():
             self._attached.set()
+            self._addresses.found()
             if self._reminder is not None:
                 self._reminder.cancel()
             for message in self._delivery.to_resend():
@@ -447,7 +475,7 @@ class CoordinatorClient(Calls):
     # ------------------------------------------------------------------ when it breaks
 
     def _connect(self) -> None:
-        self._channel = connect(self.address, self._security)
+        self._channel = self._addresses.connect(self._security)
         self._stub = Stub(self._channel, SERVICE, self._security.token)
 
     def _reconnect(self) -> None:

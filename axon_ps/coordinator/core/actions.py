@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from axon_ps.coordinator.core.events import ServerEvent
 from axon_ps.errors import AxonError
-from axon_ps.storage.state_store import Record
+from axon_ps.storage.state_store.base import Record
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from axon_ps.coordinator.core.roster import Roster, RosterEntry
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.coordinator.core.steps.stepping import Stepping
 from axon_ps.sharding.placement import Server
-from axon_ps.storage.state_store import Record
+from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Member, Membership, ModelProgress, Role
 
 MAX_FINISHED = 1 << 10

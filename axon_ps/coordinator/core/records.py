@@ -29,7 +29,7 @@ from axon_ps.coordinator.core.events import RestoreOrder
 from axon_ps.errors import ConfigurationError, InvalidRequest
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
-from axon_ps.storage.state_store import Record
+from axon_ps.storage.state_store.base import Record
 from axon_ps.types import Decision, Membership, ModelProgress, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import checkpoint_pb2, common_pb2, membership_pb2, session_pb2, state_pb2

@@ -5,7 +5,7 @@ nothing is announced that is not durable. An event that must be refused raises, 
 passed in and only ever compared. Events of a session whose member is lost are ignored.
 
 It is composed of: `members` (joins, leaves and losses), `assembly` (generations), `models` and
-`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`.
+`registration` (layout and parameters), `stepping` (steps), `restores`, `barriers`, `kv`, `snapshots`, `isolation`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from axon_ps.coordinator.core.events import (
     Status,
     Vote,
 )
+from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
@@ -90,6 +91,7 @@ class CoordinatorState:
         self._restores = Restores(
             self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
         )
+        self.isolation = Isolation(self._assembly, config.lease_s, now)
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
 
     # ------------------------------------------------------------------ sessions

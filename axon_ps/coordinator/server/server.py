@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from axon_ps.coordinator.client.operator import SERVICE
@@ -17,16 +18,21 @@ from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import automatic, retention
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
-from axon_ps.errors import AxonError
+from axon_ps.coordinator.server.standby import Switch, rest, stand_by
+from axon_ps.errors import AxonError, Broken, StorageFull
+from axon_ps.rpc.channels import join_address, split_address
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
-from axon_ps.storage.state_store import StateStore
+from axon_ps.storage.state_store.base import SharedStateStore, StateStore
 
 _logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0
 """How long running calls may take when it stops."""
+
+REST_S: Final = 1.0
+"""How long a coordinator that has lost the lead lets others try first."""
 
 
 async def serve(
@@ -46,12 +52,65 @@ async def serve(
         port: port to listen on; 0 = any free one.
         security: TLS and token.
         store: durable state; a job found in it goes on. Not closed here.
-        ready: called with the port once members may join.
+        ready: called with the port once it listens.
         stop: set it to end the coordinator; its state stays.
 
     Raises:
         ConfigurationError: address, security, or what the store holds cannot work.
         AxonError: the store failed for good.
+
+    If several coordinators have the store, calls are refused with `NotLeader` while another one leads.
+    """
+    switch = Switch(store)
+    server = listen(host, port, security, [service_handler(SERVICE, switch)], [SERVICE.full_name])
+
+    async def begin() -> None:
+        ready(await server.start())
+
+    try:
+        if isinstance(store, SharedStateStore):
+            ready(await server.start(serving=False))
+            store.address = _name_of(server.address)
+            await _lead_in_turn(config, store, switch, stop, server.set_serving)
+        else:
+            await _lead(config, store, switch, stop, begin)
+    finally:
+        await server.stop(GRACE_S)
+
+
+async def _lead_in_turn(
+    config: CoordinatorConfig,
+    store: SharedStateStore,
+    switch: Switch,
+    stop: asyncio.Event,
+    set_serving: Callable[[bool], Awaitable[None]],
+) -> None:
+    """Stand by, lead, stand by, ... until we are to stop."""
+    while await stand_by(store, switch, stop):
+        _logger.info("this coordinator leads")
+        try:
+            await _lead(config, store, switch, stop, lambda: set_serving(True))
+        except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
+            _logger.warning("%s; standing by", error)
+        finally:
+            switch.servicer, switch.why = None, "this coordinator leads no more; another one does soon"
+            await set_serving(False)
+            await asyncio.to_thread(store.resign)
+        await rest(stop, REST_S)
+
+
+async def _lead(
+    config: CoordinatorConfig,
+    store: StateStore,
+    switch: Switch,
+    stop: asyncio.Event,
+    begin: Callable[[], Awaitable[None]],
+) -> None:
+    """Run the job from what is stored, until we are to stop.
+
+    Raises:
+        NotLeader: another coordinator is to lead.
+        AxonError: the store failed.
     """
     stored = await asyncio.to_thread(store.load)
     policy = config.checkpoints
@@ -60,16 +119,19 @@ async def serve(
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
-    servicer = CoordinatorServicer(shell)
-    handler = service_handler(SERVICE, servicer)
-    server = listen(host, port, security, [handler], [SERVICE.full_name])
     try:
-        ready(await server.start())
+        switch.servicer = servicer = CoordinatorServicer(shell)
+        await begin()
         checkpoints = automatic.AutomaticCheckpoints(shell, policy, servicer.save).run() if policy.directory else None
         await _until(stop, shell, checkpoints)
     finally:
         await shell.close()
-        await server.stop(GRACE_S)
+
+
+def _name_of(address: str) -> str:
+    """An address as others may know it."""
+    host, port = split_address(address)
+    return join_address(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
 
 
 def _resume(config: CoordinatorConfig) -> str:

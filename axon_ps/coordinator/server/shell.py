@@ -5,7 +5,8 @@ Note: [Written before published]
     actions so far, writes all their records in one transaction (in a thread if that may take a while), and only then
     pushes and replies. Moving records before pushes of the same batch is harmless: they are written earlier than
     they had to be. A full disk delays everything until there is space again, since a decision can neither be revoked
-    nor announced; any other failure of the store ends the coordinator.
+    nor announced; any other failure of the store ends the shell, and nothing is announced any more. So does the loss of
+    the lead, where several coordinators have the store: the members go to the next leader.
 
 Bounds: a session's queue holds `QUEUE_EVENTS`; a member that lets it fill up loses its session. `MAX_CALLS` calls
 wait at a time.
@@ -27,9 +28,9 @@ from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotO
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
-from axon_ps.errors import AxonError, Broken, Busy, InternalError, StorageFull
+from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
 from axon_ps.observe.moments import Moment, reached
-from axon_ps.storage.state_store import Record, StateStore
+from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
 from axon_ps.wire.v1 import session_pb2
 
@@ -48,6 +49,12 @@ The clock is read as often, so that neither the unseen part of a pause nor pause
 """
 
 LOG_PAUSE_S: Final = 0.2
+
+LEAD_LOOK_S: Final = 0.1
+"""How often it is looked whether we still lead."""
+
+ASKED_LEASES: Final = 2
+"""For how many leases no member was there when a standby that they have asked may lead."""
 
 _logger = logging.getLogger(__name__)
 
@@ -124,6 +131,7 @@ class Shell:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._announced = asyncio.Event()
         self._closed = False
+        self._failing = False
         self._pause_s = min(MAX_SLEEP_S, state.config.lease_s / PAUSES_IN_A_LEASE)
         self._set_timer()
 
@@ -147,12 +155,17 @@ class Shell:
         self._announced.clear()
 
     async def failed(self) -> None:
-        """Wait until the store fails for good.
+        """Wait until the store fails for good, or another coordinator is to lead.
 
         Raises:
-            AxonError: what it failed with.
+            NotLeader: we lead no more.
+            AxonError: what the store failed with.
         """
-        await asyncio.shield(self._failed)
+        while not self._failed.done():
+            if not self._store.leads():
+                self._fail(NotLeader("this coordinator leads no more: its lease was not renewed in time"))
+            await asyncio.wait([self._failed], timeout=LEAD_LOOK_S if self._store.is_shared else None)
+        self._failed.result()
 
     async def close(self) -> None:
         """Stop: sessions end as broken and calls fail. Members come back when a coordinator is back."""
@@ -165,7 +178,8 @@ class Shell:
                 self._writer.cancel()
             await asyncio.wait([self._writer])
         self._executor.shutdown()
-        self._failed.cancel()
+        if not self._failed.cancel() and not self._failed.cancelled():
+            self._failed.exception()  # retrieved, for nobody may have waited for it
 
     # ------------------------------------------------------------------ events in
 
@@ -175,8 +189,7 @@ class Shell:
         Raises:
             Broken: the coordinator is stopping.
         """
-        if self._closed:
-            raise Broken("the coordinator is stopping")
+        self._check()
         self._number += 1
         session = self._sessions[self._number] = Session(self._number)
         return session
@@ -197,8 +210,7 @@ class Shell:
             Busy: too many calls wait.
             AxonError: it was refused, or answered with an error.
         """
-        if self._closed:
-            raise Broken("the coordinator is stopping")
+        self._check()
         if len(self._calls) >= MAX_CALLS:
             raise Busy(f"{MAX_CALLS} calls wait for the coordinator already; try again later")
         self._number += 1
@@ -216,7 +228,7 @@ class Shell:
 
     def perform(self, actions: list[Action]) -> None:
         """Perform actions after all earlier ones. See Note: [Written before published]."""
-        if self._closed:
+        if self._closed or self._failing:
             return
         self._actions.extend(actions)
         if self._writer is None:
@@ -234,12 +246,11 @@ class Shell:
                 await self._write([r for a in batch if isinstance(a, Persist) for r in a.records])
                 self._publish(batch)
             self._writer = None
-        except Exception as error:  # from now on nothing is announced any more: `_writer` stays
+        except NotLeader as error:
+            self._fail(error)
+        except Exception as error:
             _logger.exception("the state store failed; the coordinator cannot go on")
-            broken = error if isinstance(error, AxonError) else InternalError(f"the state store failed: {error!r}")
-            self._close_everything(broken)
-            if not self._failed.done():
-                self._failed.set_exception(broken)
+            self._fail(error if isinstance(error, AxonError) else InternalError(f"the state store failed: {error!r}"))
 
     async def _write(self, records: list[Record]) -> None:
         while records:
@@ -258,6 +269,9 @@ class Shell:
                 await asyncio.sleep(self._store_retry_s)
 
     def _publish(self, batch: list[Action]) -> None:
+        if not self._store.leads():
+            self._fail(NotLeader("this coordinator leads no more: its lease was over before it announced anything"))
+            return
         messages: dict[int, session_pb2.SessionEvent] = {}  # an event to many members is encoded once
         for action in batch:
             if isinstance(action, SendEvent):
@@ -288,6 +302,21 @@ class Shell:
         else:
             answer.set_result(result)
 
+    def _fail(self, error: AxonError) -> None:
+        """Announce nothing any more: members and callers get the error, and `failed` raises it.
+
+        What they asked for may have been done: whether it was, the next leader knows.
+        """
+        if not self._failing:
+            self._failing = True
+            gone = "this coordinator leads no more; the next one knows what was done"
+            self._close_everything(Broken(gone) if isinstance(error, NotLeader) else error)
+            self._failed.set_exception(error)
+
+    def _check(self) -> None:
+        if self._closed or self._failing:
+            raise Broken("the coordinator is stopping")
+
     def _close_everything(self, error: AxonError) -> None:
         for session in list(self._sessions.values()):
             session.close(error)
@@ -317,7 +346,7 @@ class Shell:
 
     def _set_timer(self) -> None:
         """Wake when the state machine has something to do, or to see that the process was paused."""
-        if self._closed:
+        if self._closed or self._failing:
             return
         at = min(self.state.next_deadline(), self.now() + self._pause_s)
         if self._timer is None or at < self._timer.when() or self._timer.cancelled():
@@ -333,8 +362,19 @@ class Shell:
             level = logging.WARNING if loud else logging.DEBUG
             _logger.log(level, "the coordinator was paused for %.1f s; leases are extended by that", late_s)
             self.state.paused(late_s)
+        if self._is_cut_off():
+            self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
         self._log_stragglers()
+
+    def _is_cut_off(self) -> bool:
+        """Whether the members may reach another coordinator that would lead, and not this one."""
+        now, isolation, store = self.now(), self.state.isolation, self._store
+        if not store.is_shared:
+            return False
+        if isolation.suspected(now):
+            return store.has_standby()
+        return isolation.silent_s(now) > ASKED_LEASES * self.state.config.lease_s and store.has_standby(asked=True)
 
     def _log_stragglers(self) -> None:
         """Log once for whom the others wait, when they have for `LOG_STRAGGLERS_AFTER_S`."""

@@ -195,16 +195,17 @@ class FaultyCluster(LocalCluster):
 
     def _proxy_of(self, process: Child) -> TcpProxy | None:
         """The proxy of a service; None for a worker."""
-        if process is self._coordinator:
+        if process in self._coordinators:
             return self._to_coordinator
         return self._to_shards[self._shards.index(process)] if process in self._shards else None
 
     def _begin_coordinator(self) -> None:
         state = str(self.directory / "coordinator.sqlite")
-        self._coordinator = self._service(
+        coordinator = self._service(
             COORDINATOR, ["coordinator", *self._coordinator_options, "--port", "0", "--state", state], {}
         )
-        self._to_coordinator.upstream = self._listening_at(self._coordinator)
+        self._coordinators = [coordinator]
+        self._to_coordinator.upstream = self._listening_at(coordinator)
 
     def _begin_shard(self, index: int) -> None:
         argv = ["shard", "--coordinator", self._address, "--port", "0", "--rank", str(index), "--threads", "1"]
@@ -253,7 +254,7 @@ class FaultyCluster(LocalCluster):
 
     def _end_all(self) -> tuple[list[str], str]:
         for fork in self._forks:
-            if fork.process not in (*self._shards, self._coordinator):
+            if fork.process not in (*self._shards, *self._coordinators):
                 fork.end()
         ended = super()._end_all()
         self._proxies.__exit__(None, None, None)

@@ -52,12 +52,11 @@ class Client:
                 assert self.rank in (None, event.rank), "a rank is for life"
                 self.rank = self.peer.rank = event.rank
             for news in self.delivery.receive(event):
-                if isinstance(news, JobState):
-                    self.used = int(news.committed.get("used", "0"))
                 if isinstance(news, Decision):
                     self.used = int(news.commit.get("used", self.used))
                     self.received_by_step.setdefault(news.step, []).append(news)
                 elif isinstance(news, JobState):
+                    self.used = int(news.committed.get("used", "0"))
                     self.placed(news)
 
     def placed(self, job: JobState) -> None:

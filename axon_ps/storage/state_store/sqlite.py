@@ -1,143 +1,21 @@
-"""The coordinator's durable state: records by key, written in atomic batches.
-
-A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time. The
-kinds of stores have names, so that a coordinator can be told which: `--state NAME:ADDRESS`.
-
-Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
-of the batch is visible to a later `load`.
-"""
+"""Records in a sqlite file on a local disk: the store of one machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sqlite3
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Final, TypeVar
+from typing import Final
 
 from axon_ps.errors import AxonError, Closed, ConfigurationError, StorageFull
-from axon_ps.plugins import Registry
+from axon_ps.storage.state_store.base import Record, StateStore, register
 
 SCHEMA_VERSION: Final = 2
 """Schema of the sqlite file, and what its records are; stored in its `user_version`. In 1 they were JSON."""
 
 APPLICATION_ID: Final = 0x41584F4E
 """Marks a sqlite file as one of axon_ps: "AXON"."""
-
-_SelfT = TypeVar("_SelfT", bound="StateStore")
-
-
-@dataclass(frozen=True)
-class Record:
-    """One change: `key` gets `value`, or is removed when `value` is None."""
-
-    key: str
-    value: bytes | None
-
-
-class StateStore(ABC):
-    """Durable records. Methods are called one at a time, from one thread at a time.
-
-    Attributes:
-        name: what it is registered as; `register` sets it.
-        blocks: whether `apply` may block for long; then an event loop calls it in a thread.
-    """
-
-    name: ClassVar[str]
-    blocks: ClassVar[bool] = True
-
-    @classmethod
-    def open(cls, address: str) -> StateStore:
-        """The store at an address: what follows the name in `--state NAME:ADDRESS`."""
-        return cls(address)  # type: ignore[call-arg]
-
-    @abstractmethod
-    def load(self) -> Mapping[str, bytes]:
-        """Everything stored; empty for a new job.
-
-        Raises:
-            Closed: the store was closed.
-        """
-
-    @abstractmethod
-    def apply(self, records: Sequence[Record]) -> None:
-        """Make the changes durable, in order, all or none.
-
-        Raises:
-            StorageFull: no space left; nothing was changed, and the same batch may be tried again.
-            AxonError: the store failed; nothing was changed.
-            Closed: the store was closed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release all resources. Harmless when repeated."""
-
-    def __enter__(self: _SelfT) -> _SelfT:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-_REGISTRY: Registry[StateStore] = Registry("state store")
-
-register = _REGISTRY.register
-
-
-def open_store(name: str, address: str) -> StateStore:
-    """The store of a kind at an address.
-
-    Args:
-        name: "sqlite" (the address is a path), "memory" (it has none), or what a plugin has registered.
-        address: where it is.
-
-    Raises:
-        InvalidRequest: there is no such kind of store.
-        ConfigurationError: it cannot be opened.
-    """
-    return _REGISTRY.find(name).open(address)
-
-
-@register("memory")
-class MemoryStateStore(StateStore):
-    """Records in memory: a coordinator with this store has no state after a restart."""
-
-    blocks = False
-
-    def __init__(self) -> None:
-        self._records: dict[str, bytes] = {}
-        self._closed = False
-
-    @classmethod
-    def open(cls, address: str) -> MemoryStateStore:
-        """A new one; it has no address."""
-        return cls()
-
-    def load(self) -> Mapping[str, bytes]:
-        """Everything stored."""
-        self._check()
-        return dict(self._records)
-
-    def apply(self, records: Sequence[Record]) -> None:
-        """Make the changes."""
-        self._check()
-        for record in records:
-            if record.value is None:
-                self._records.pop(record.key, None)
-            else:
-                self._records[record.key] = record.value
-
-    def close(self) -> None:
-        """Refuse further use."""
-        self._closed = True
-
-    def _check(self) -> None:
-        if self._closed:
-            raise Closed("this state store was closed")
 
 
 @register("sqlite")

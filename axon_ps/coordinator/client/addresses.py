@@ -1,0 +1,130 @@
+"""The addresses of a job's coordinators, of which one leads; a client tries them in turn.
+
+A host name may stand for several of them: then each of its IP addresses is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from axon_ps.rpc.channels import Channel, connect, join_address, split_address, split_addresses, until_connected
+from axon_ps.rpc.in_process import is_in_process
+from axon_ps.rpc.security import Security
+
+CONNECT_S: Final = 1.0
+"""How long one of several addresses gets to take a connection, at first; twice as long after each round in vain."""
+
+MAX_CONNECT_S: Final = 8.0
+
+RESOLVE_S: Final = 2.0
+"""How long a look-up of a name may take; after that the name is used as it is."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One address, and the host name that it was looked up by, if it was."""
+
+    address: str
+    name: str = ""
+
+
+class Addresses:
+    """The places where a coordinator may lead, and the one to try now.
+
+    Args:
+        text: "host:port", or several with commas between them.
+
+    Raises:
+        ConfigurationError: one of them is malformed.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._given = [Place(address) for address in split_addresses(text)]
+        self._places = self._given
+        self._index = 0
+        self._tried = 0
+        self._connect_s = CONNECT_S
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._places)
+
+    @property
+    def present(self) -> Place:
+        """The place to try."""
+        return self._places[self._index]
+
+    def connect(self, security: Security) -> Channel:
+        """A channel to the present place; see `rpc.channels.connect`."""
+        return connect(self.present.address, security, name=self.present.name)
+
+    async def until_connected(self, channel: Channel) -> None:
+        """Return when a channel of `connect` can be used; at once where there is no other place to try.
+
+        Raises:
+            Unreachable: nobody answers there.
+        """
+        if len(self) > 1:
+            await until_connected(channel, self._connect_s)
+
+    def found(self) -> None:
+        """A coordinator leads at the present place: whoever loses it begins a new round."""
+        self._tried, self._connect_s = 0, CONNECT_S
+
+    async def next(self, known: Place | None = None) -> bool:
+        """Go on to the next place; False when each has been tried, and the names are looked up again.
+
+        Args:
+            known: where a coordinator leads now, if that is known: it is tried first.
+        """
+        if known in self._places:
+            self._index = self._places.index(known)
+            return True
+        self._tried += 1
+        if self._tried < len(self._places):
+            self._index = (self._index + 1) % len(self._places)
+            return True
+        present = self.present
+        self._connect_s = min(2 * self._connect_s, MAX_CONNECT_S)
+        await self.look_up()
+        still = [i for i, place in enumerate(self._places) if place == present]
+        self._index = (still[0] + 1 if still else 0) % len(self._places)
+        return False
+
+    async def look_up(self) -> None:
+        """Look up the names, and begin a new round with the first place."""
+        each = await asyncio.gather(*(_look_up(place.address) for place in self._given))
+        self._places, self._index, self._tried = [place for places in each for place in places], 0, 0
+
+
+async def _look_up(address: str) -> list[Place]:
+    """The places of one address: several if its host is a name of several."""
+    host, port = split_address(address)
+    if is_in_process(host) or _is_number(host):
+        return [Place(address)]
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # also a time-out; connecting says what is wrong with it
+        return [Place(address)]
+    families: dict[int, list[str]] = {}
+    for family, _, _, _, where in found:
+        families.setdefault(family, []).append(str(where[0]))
+    if all(len(numbers) < 2 for numbers in families.values()):
+        return [Place(address)]
+    return [Place(join_address(number, port), host) for numbers in families.values() for number in numbers]
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""How a member of a live session learns that another coordinator leads: it asks the others, now and then.
+
+A leader that is frozen or cut off does not end its sessions, and a connection's keepalive takes 15 s to notice. The
+next leader answers at once, and none does that while another one may lead (see `storage.state_store.base`). So if two
+places answer they are one coordinator, by two names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from axon_ps.coordinator.client.addresses import Addresses, Place
+from axon_ps.coordinator.client.operator import SERVICE
+from axon_ps.errors import AxonError
+from axon_ps.rpc.channels import connect
+from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import Stub
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+
+ASK_S: Final = 0.5
+"""How often the others are asked, and how long they may take to answer."""
+
+AGAIN_S: Final = 0.2
+"""How long the present leader has to answer, too, when another one does."""
+
+
+async def successor(addresses: Addresses, security: Security, job: str) -> Place:
+    """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
+    places = list(addresses)
+    channels = [connect(place.address, security, name=place.name) for place in places]
+    stubs = {place: Stub(channel, SERVICE, security.token) for place, channel in zip(places, channels, strict=True)}
+    present = stubs.pop(addresses.present)
+    try:
+        while True:
+            await asyncio.sleep(ASK_S)
+            answers = await asyncio.gather(*(_leads(stub, job, ASK_S) for stub in stubs.values()))
+            leading = [place for place, leads in zip(stubs, answers, strict=True) if leads]
+            if leading and not await _leads(present, job, AGAIN_S):
+                return leading[0]
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+async def _leads(stub: Stub, job: str, timeout_s: float) -> bool:
+    """Whether a coordinator answers, rather than that it refuses: a standby refuses every call."""
+    context = common_pb2.CallContext(job=job)
+    request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="leads")
+    try:
+        await stub.call("KV", request, timeout_s=timeout_s)
+    except AxonError:
+        return False
+    return True

@@ -1,0 +1,24 @@
+"""The coordinator's durable state: records by key, written in atomic batches.
+
+The kinds of stores have names, so that a coordinator can be told which: `--state NAME:ADDRESS`. `base` says what a
+store does; each other module is one of them (`etcd_cluster` and `etcd_leadership` are what `etcd` is made of).
+
+Invariants: when `apply` returns, the batch survives the death of the process and of the machine; when it raises, none
+of the batch is visible to a later `load` (see `SharedStateStore` for the one exception).
+"""
+
+from axon_ps.storage.state_store.base import Record, SharedStateStore, StateStore, open_store, register
+from axon_ps.storage.state_store.etcd import EtcdStateStore
+from axon_ps.storage.state_store.memory import MemoryStateStore
+from axon_ps.storage.state_store.sqlite import SqliteStateStore
+
+__all__ = [
+    "EtcdStateStore",
+    "MemoryStateStore",
+    "Record",
+    "SharedStateStore",
+    "SqliteStateStore",
+    "StateStore",
+    "open_store",
+    "register",
+]

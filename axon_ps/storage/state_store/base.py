@@ -1,0 +1,142 @@
+"""What a state store does, and the stores by name.
+
+A store does not interpret the records; `coordinator.core.records` does. One coordinator owns a store at a time: either
+nobody else can open it (`StateStore`), or one of those that have opened it leads (`SharedStateStore`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, TypeVar
+
+from axon_ps.plugins import Registry
+
+_SelfT = TypeVar("_SelfT", bound="StateStore")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One change: `key` gets `value`, or is removed when `value` is None."""
+
+    key: str
+    value: bytes | None
+
+
+class StateStore(ABC):
+    """Durable records. Methods are called one at a time, from one thread at a time.
+
+    Attributes:
+        name: what it is registered as; `register` sets it.
+        blocks: whether `apply` may block for long; then an event loop calls it in a thread.
+        is_shared: whether it is a `SharedStateStore`.
+    """
+
+    name: ClassVar[str]
+    blocks: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = False
+
+    @classmethod
+    def open(cls, address: str) -> StateStore:
+        """The store at an address: what follows the name in `--state NAME:ADDRESS`."""
+        return cls(address)  # type: ignore[call-arg]
+
+    @abstractmethod
+    def load(self) -> Mapping[str, bytes]:
+        """Everything stored; empty for a new job.
+
+        Raises:
+            Closed: the store was closed.
+        """
+
+    @abstractmethod
+    def apply(self, records: Sequence[Record]) -> None:
+        """Make the changes durable, in order, all or none.
+
+        Raises:
+            StorageFull: no space left; nothing was changed, and the same batch may be tried again.
+            NotLeader: see `SharedStateStore`.
+            AxonError: the store failed; nothing was changed.
+            Closed: the store was closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. Harmless when repeated."""
+
+    def leads(self) -> bool:
+        """Whether this process is the one that may write, and so may announce what it has written."""
+        return True
+
+    def has_standby(self, *, asked: bool = False) -> bool:
+        """Whether others would lead if this process did not; of those that members have just asked, if `asked`."""
+        return False
+
+    def __enter__(self: _SelfT) -> _SelfT:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class SharedStateStore(StateStore):
+    """A store that several coordinators have open. One at a time leads; the others stand by until it does not.
+
+    `campaign` until it is won, then `load`, then `apply`. Of a process that does not lead any more nothing is written,
+    whatever it believes: `apply` raises `NotLeader`. Then whether its last batch was written is known only to the next
+    leader, which loads it.
+
+    Attributes:
+        address: where this coordinator is reached, for those who ask another one; set before the first `campaign`.
+    """
+
+    is_shared = True
+    address: str = ""
+
+    @abstractmethod
+    def campaign(self) -> str:
+        """Try once to lead, and remain a candidate; returns the address of who leads, empty when we do.
+
+        Raises:
+            Broken: the store cannot be reached; try again.
+            ConfigurationError: it never can be, as it is configured.
+            Closed: the store was closed.
+        """
+
+    @abstractmethod
+    def leads(self) -> bool:
+        """Whether this process leads, for certain, at this moment. Quick; from any thread."""
+
+    @abstractmethod
+    def resign(self) -> None:
+        """Let another one lead. Harmless when we do not; never raises."""
+
+    @abstractmethod
+    def refused(self) -> None:
+        """A member of the job has asked us, who do not lead. Quick; from any thread."""
+
+    @abstractmethod
+    def has_standby(self, *, asked: bool = False) -> bool:
+        """Whether others stand by, as far as known. Quick."""
+
+
+_REGISTRY: Registry[StateStore] = Registry("state store")
+
+register = _REGISTRY.register
+
+
+def open_store(name: str, address: str) -> StateStore:
+    """The store of a kind at an address.
+
+    Args:
+        name: "sqlite" (the address is a path), "memory" (it has none), "etcd" (see `etcd`), or what a plugin has
+            registered.
+        address: where it is.
+
+    Raises:
+        InvalidRequest: there is no such kind of store.
+        ConfigurationError: it cannot be opened.
+    """
+    return _REGISTRY.find(name).open(address)

@@ -1,0 +1,39 @@
+"""A coordinator that may die: three etcd members, two coordinators, a job that makes steps; all of them real processes.
+
+`make failover` does each several times, freezes for longer, and prints a table of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from axon_ps.testing.etcd import NEEDED, is_installed
+from axon_ps.testing.faults.failover import FailoverCluster
+from failover_job import Job, check, cut_from_etcd, cut_from_workers, etcd_follower_killed, frozen, killed
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDED)
+
+Fault = Callable[[Job, float], float]
+
+AGAIN_S = 5.0
+"""The promise: a step commits again within this."""
+
+STALLS = 4
+"""How often in a row a busy machine may let nobody run, in a failover: lease, election, sessions, the step."""
+
+AWAY_S = 5.0
+"""How long the leader is away here: longer than its lease."""
+
+
+@pytest.mark.parametrize("faults", [(frozen, killed), (cut_from_etcd, cut_from_workers, etcd_follower_killed)])
+def test_a_job_outlives_whatever_happens_to_its_leader(faults: tuple[Fault, ...], tmp_path: Path) -> None:
+    with FailoverCluster(shards=2, world_size=2, lease_s=1.5) as cluster:
+        job = Job(cluster, tmp_path)
+        gaps = {fault.__name__: fault(job, AWAY_S) for fault in faults}
+        aborted, stalled_s = check(job), cluster.take_stall()
+    late = {name: gap_s for name, gap_s in gaps.items() if gap_s > AGAIN_S + STALLS * stalled_s}
+    assert late == {}, f"the machine was busy for up to {stalled_s:.1f} s at a time"
+    assert aborted <= len(faults) or stalled_s > 0.5
