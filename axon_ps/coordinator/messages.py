@@ -31,7 +31,7 @@ from axon_ps.errors import InvalidRequest
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, coordinator_pb2, placement_pb2, session_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, placement_pb2, session_pb2, status_pb2
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -328,9 +328,9 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
     return None
 
 
-def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
+def status_to_proto(status: Status) -> status_pb2.StatusReply:
     """The status of the job, as a message."""
-    return coordinator_pb2.StatusReply(
+    return status_pb2.StatusReply(
         job=status.job,
         membership=codec.membership_to_proto(status.membership),
         version=status.version,
@@ -342,14 +342,14 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         counters=dict(status.counters),
         pending=status.pending,
         lease_s=status.lease_s,
-        models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
+        models=[status_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
         replication=status.replication,
         draining=status.draining,
-        checkpoints=coordinator_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
+        checkpoints=status_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
     )
 
 
-def status_from_proto(message: coordinator_pb2.StatusReply) -> Status:
+def status_from_proto(message: status_pb2.StatusReply) -> Status:
     """The status of the job, from a message.
 
     Raises:

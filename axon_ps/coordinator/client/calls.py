@@ -21,7 +21,7 @@ from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import OptimizerSpec
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2
 
 DEFAULT_TIMEOUT_S = 60.0
 """Deadline of a call that waits for no other member."""
@@ -251,7 +251,7 @@ class Calls(ABC):
 
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
         """The status of the job."""
-        request = coordinator_pb2.StatusRequest(context=self.context())
+        request = status_pb2.StatusRequest(context=self.context())
         return status_from_proto(await self._call("Status", lambda: request, Deadline(timeout_s), again=()))
 
     async def _kv(

@@ -30,9 +30,9 @@ from axon_ps.coordinator.core.barriers import Barriers
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.events import JoinRequest
-from axon_ps.coordinator.core.handover import Handover, Joining
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.placements import Placements
+from axon_ps.coordinator.core.placement.handover import Handover, Joining
+from axon_ps.coordinator.core.placement.placements import Placements
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry, name_of
 from axon_ps.coordinator.core.steps.decision import format_ranks

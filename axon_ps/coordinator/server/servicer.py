@@ -33,7 +33,7 @@ from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, session_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, session_pb2, status_pb2
 
 JOIN_S: Final = 10.0
 """How long a stream may stay silent before its Join."""
@@ -235,7 +235,7 @@ class CoordinatorServicer:
         slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
         return placement_pb2.DrainReply(slices=slices)
 
-    async def status(self, request: coordinator_pb2.StatusRequest, context: Any) -> coordinator_pb2.StatusReply:
+    async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""
         self._shell.state.check_caller(_caller(request.context))
         return status_to_proto(self._shell.status())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.core.events import JobState, Welcome
-from axon_ps.coordinator.core.placements import REST
+from axon_ps.coordinator.core.placement.placements import REST
 from axon_ps.coordinator.core.state import Caller
 from axon_ps.errors import Broken, Drained, InvalidRequest, Misuse
 from axon_ps.sharding.placement import Placement

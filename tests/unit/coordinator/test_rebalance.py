@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_ps.coordinator.core.rebalance import Copy, Drop, Move, Promote, plan_moves
+from axon_ps.coordinator.core.placement.rebalance import Copy, Drop, Move, Promote, plan_moves
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.sharding.placement import Holders, Placement, Server, place
 from axon_ps.sharding.plan import PlanOptions, make_plan

@@ -16,7 +16,7 @@ from axon_ps.errors import ConfigurationError, Misuse, PermissionDenied
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import coordinator_pb2, session_pb2, shard_pb2
+from axon_ps.wire.v1 import session_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers
 
 TOKEN = "c0ffee-c0ffee"
@@ -156,7 +156,7 @@ def test_a_method_that_is_not_there_is_unimplemented_with_a_token_too() -> None:
     async def main() -> None:
         async with serving(security=Security(token=TOKEN)) as s:
             with pytest.raises(ConfigurationError):
-                await Stub(s.channel, COORDINATOR, TOKEN).call("Status", coordinator_pb2.StatusRequest())
+                await Stub(s.channel, COORDINATOR, TOKEN).call("Status", status_pb2.StatusRequest())
 
     run(main())
 
@@ -213,8 +213,8 @@ def test_stopping_says_so_lets_calls_finish_and_takes_no_new_ones() -> None:
         await may_end.wait()
         await context.write(session_pb2.SessionEvent())
 
-    async def status(request: Any, context: Any) -> coordinator_pb2.StatusReply:
-        return coordinator_pb2.StatusReply()
+    async def status(request: Any, context: Any) -> status_pb2.StatusReply:
+        return status_pb2.StatusReply()
 
     async def main() -> None:
         async with serving(COORDINATOR, session=session, status=status) as s:
@@ -226,7 +226,7 @@ def test_stopping_says_so_lets_calls_finish_and_takes_no_new_ones() -> None:
             stopping = asyncio.ensure_future(s.server.stop(10))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watch.cancel()
-            await until_nobody_answers(lambda: s.stub.call("Status", coordinator_pb2.StatusRequest()))
+            await until_nobody_answers(lambda: s.stub.call("Status", status_pb2.StatusRequest()))
             may_end.set()
             assert isinstance(await stream.read(), session_pb2.SessionEvent)
             assert await stream.read() is grpc.aio.EOF

@@ -28,7 +28,7 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub, method_name, service_handler
 from axon_ps.wire.frames import decode_chunk, encode_chunk
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, shard_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, session_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, FakeServicer, run, serving, write_forever
 
 GRADIENT = np.arange(1000, dtype=np.float32)
@@ -393,7 +393,7 @@ def test_a_service_that_is_not_there() -> None:
     async def main() -> None:
         async with serving(SHARD) as s:
             with pytest.raises(ConfigurationError, match="wrong service or version"):
-                await Stub(s.channel, COORDINATOR).call("Status", coordinator_pb2.StatusRequest())
+                await Stub(s.channel, COORDINATOR).call("Status", status_pb2.StatusRequest())
 
     run(main())
 

@@ -20,7 +20,7 @@ from axon_ps.rpc.channels import connect
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import coordinator_pb2, session_pb2, shard_pb2
+from axon_ps.wire.v1 import session_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, run, serving, until_nobody_answers, write_forever
 
 REQUEST = session_pb2.SessionRequest(leave=session_pb2.Leave(reason="x"))
@@ -288,7 +288,7 @@ def test_a_server_that_is_killed_breaks_calls_and_comes_back(server_process: Ser
         stub = Stub(channel, COORDINATOR)
         stream = stub.open("Session")
         await stream.read()
-        unary = asyncio.ensure_future(stub.call("Status", coordinator_pb2.StatusRequest()))
+        unary = asyncio.ensure_future(stub.call("Status", status_pb2.StatusRequest()))
         await stream.read()  # the call has arrived
         reading = asyncio.ensure_future(stream.read())
         server_process.kill()

@@ -30,7 +30,7 @@ from axon_ps.coordinator.core.assembly import Assembly
 from axon_ps.coordinator.core.checkpoints.snapshots import Snapshots
 from axon_ps.coordinator.core.events import Copied
 from axon_ps.coordinator.core.models import Model, Models
-from axon_ps.coordinator.core.rebalance import Copy, Drop, Move, Promote, plan_moves
+from axon_ps.coordinator.core.placement.rebalance import Copy, Drop, Move, Promote, plan_moves
 from axon_ps.coordinator.core.roster import RosterEntry
 from axon_ps.types import Member
 
