@@ -91,9 +91,11 @@ def until(true: Callable[[], bool], what: str) -> None:
 class Job:
     """A cluster on which two workers train."""
 
-    def __init__(self, cluster: LocalCluster, kind: str, end: Path) -> None:
+    def __init__(
+        self, cluster: LocalCluster, kind: str, end: Path, target: Callable[[str, Path], Trained] = train
+    ) -> None:
         self.cluster, self._end = cluster, end
-        self._workers: Sequence[WorkerProcess] = cluster.start_workers(train, args=(kind, end))
+        self._workers: Sequence[WorkerProcess] = cluster.start_workers(target, args=(kind, end))
         self.go_on()
 
     @property
@@ -211,3 +213,47 @@ def test_four_servers_survive_the_death_of_one_after_the_other_until_two_are_lef
             job.go_on()
         found = job.finish()
     assert all(len(trained.aborted) <= 2 for trained in found), found
+
+
+def train_others(kind: str, end: Path) -> Trained:
+    """As `train`: replicas that step asynchronously, or a second model that follows the average of the first."""
+    torch.set_num_threads(1)
+    trained, asynchronous = Trained(), kind == "asynchronous"
+    with axon_ps.World.init(timeout_s=60.0) as world:
+        common: dict[str, Any] = {
+            "sharding_strategy": parallel.ShardingStrategy.SHARD_GRAD_OP,
+            "unit_types": {Block},
+            "plan_options": PlanOptions(chunk_numel=512, min_slice_numel=128),
+        }
+        policy = parallel.BoundedStaleness(max_staleness=2) if asynchronous else None
+        model = parallel.FSDP(build(), world.default_group, policy=policy, **common)
+        average = None if asynchronous else parallel.FSDP(build(), world.default_group, name="average", **common)
+        optimizer = parallel.AdamW(model, lr=0.01)
+        last = 0
+        while not last or model.version < last:
+            model(batch(model.version, world.replica)).backward()
+            result = optimizer.step()
+            optimizer.zero_grad()
+            if not result.committed:
+                trained.aborted.append(result.reason)
+            if average is not None:
+                average.copy_from(model, weight=0.5)
+            if not last and end.exists():
+                last = int(end.read_text() or 0)
+        trained.version = model.version
+        trained.values = {name: value.numpy().copy() for name, value in (average or model).state_dict().items()}
+    return trained
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "copies"])
+def test_asynchronous_replicas_and_copies_of_models_survive_too(kind: str, tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2) as cluster:
+        job = Job(cluster, kind, tmp_path / "end", train_others)
+        for index in (0, 1):
+            cluster.kill(Role.SHARD, index)
+            job.go_on()
+            cluster.restart(Role.SHARD, index)
+            job.settle(2)
+            job.go_on()
+        found = job.finish()
+    assert all(np.isfinite(values).all() for trained in found for values in trained.values.values())
