@@ -67,10 +67,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             if world.rank == 0:
                 saving = world.save_checkpoint(f"{options.directory}/{number}", async_op=True, timeout_s=300.0)
             while True:  # on every rank the same number: rank 0 says when it is over
-                took_s = step()
+                busy_s.append(step())
                 over = saving is not None and saving.is_completed()
                 if not any(world.gather_json(over)):
-                    busy_s.append(took_s)
                     continue
                 if saving is not None:
                     size = saving.wait(300.0).bytes

@@ -203,7 +203,7 @@ class Supervisor:
     def run(self, kills: Sequence[Life]) -> Result:
         """Live and die, and at last live to the end."""
         result = Result()
-        expected, harmed = 0, ""
+        expected, harmed, logs = 0, "", ""
         for number, life in enumerate([*kills, None]):
             began_s = time.monotonic()
             log = self._directory / f"life-{number}.log"
@@ -217,8 +217,9 @@ class Supervisor:
                 finally:
                     kill_all(process)
             text, notes = log.read_text(errors="replace"), self._read_notes()
+            logs += text
             stepped = any("version" in note for note in notes)
-            if harmed and stepped and f"{harmed} is passed over: " not in text:
+            if harmed and stepped and f"{harmed} is passed over: " not in logs:
                 result.wrong.append(f"life {number}: nobody says that {harmed} is passed over")
             for began in {int(str(note["began"])) for note in notes if "began" in note}:
                 if began < expected:
@@ -226,12 +227,13 @@ class Supervisor:
             if life is None and (process.returncode != 0 or not self._digests()):
                 result.wrong.append(f"the last life failed with {process.returncode}:\n{text[-4000:]}")
             before, harmed = expected, "" if stepped else harmed
-            if life is not None and life.damage:
-                harmed = self._damage_newest(life.damage) or harmed
+            newly = ""
+            if life is not None and life.damage and (newly := self._damage_newest(life.damage)):
+                harmed, logs = newly, ""
             expected = max((m.version for m in self._complete()), default=0)
             reached = max((int(str(n["version"])) for n in notes if "version" in n), default=before)
             what = life.moment if life else "to the end"
-            harm = f", {life.damage} of a newer one" if life and harmed else ""
+            harm = f", {life.damage} of a newer one" if life and newly else ""
             result.lines.append(
                 f"life {number:2} ({what:10}): began at {before:3}, reached {reached:3}, newest good checkpoint "
                 f"{expected:3}{harm}, {time.monotonic() - began_s:.1f} s"
