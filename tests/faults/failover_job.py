@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ PAUSE_S = 0.02
 """Between steps: what is measured is how long none commits."""
 
 SOON_S = 30.0
+ETCD_S = 5.0
+"""How long a job is watched after a member of etcd was killed: longer than a lease."""
 
 
 def train(directory: Path) -> Any:
@@ -152,8 +155,6 @@ def killed(job: Job, seconds: float) -> float:
 
 def frozen(job: Job, seconds: float) -> float:
     """The leader is frozen for a while and woken; it finds out that it leads no more."""
-    import signal
-
     old, since_s = job.cluster.leader(), time.monotonic()
     known = job.cluster.log(COORDINATOR, old).count("standing by: ")
     job.cluster.kill(COORDINATOR, old, signal.SIGSTOP)
@@ -180,12 +181,21 @@ def cut_from_workers(job: Job, seconds: float) -> float:
     return job.goes_on(since_s, seconds + 1.0)
 
 
-def etcd_member_killed(job: Job, seconds: float, *, that_leads: bool = False) -> float:
-    """A member of etcd is killed; the one that leads the others, if `that_leads`."""
-    etcd = job.cluster.etcd
+def etcd_follower_killed(job: Job, seconds: float) -> float:
+    """A member of etcd that does not lead the others is killed."""
+    leader = job.cluster.etcd.leader()
+    return _etcd_killed(job, (leader + 1) % len(job.cluster.etcd.endpoints))
+
+
+def etcd_leader_killed(job: Job, seconds: float) -> float:
+    """The member of etcd that leads the others is killed."""
+    return _etcd_killed(job, job.cluster.etcd.leader())
+
+
+def _etcd_killed(job: Job, member: int) -> float:
     old, since_s = job.cluster.leader(), time.monotonic()
-    etcd.kill(etcd.leader() if that_leads else (etcd.leader() + 1) % len(etcd.endpoints))
-    gap_s = job.goes_on(since_s, 2.0 * seconds if that_leads else 2.0)
+    job.cluster.etcd.kill(member)
+    gap_s = job.goes_on(since_s, ETCD_S)
     assert job.cluster.leader() == old, "the coordinator leads on"
     return gap_s
 

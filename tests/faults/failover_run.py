@@ -12,6 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +25,39 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _report
-from failover_job import FAULTS, Job, check, etcd_member_killed
+from failover_job import FAULTS, Job, check, etcd_follower_killed, etcd_leader_killed
 
 PRELOADED = ("torch", "axon_ps.parallel", "axon_ps.worker.world", *MODULES)
 PROMISED_S = 5.0
 LEASE_S = 1.5
 
 
-def measure(rounds: int, away_s: float) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """The gaps of each fault, for how long the machine let nobody run meanwhile, and how many steps did not commit."""
-    gaps: dict[str, list[float]] = {}
-    stalls: dict[str, list[float]] = {}
+Fault = Callable[[Job, float], float]
+
+
+@dataclass
+class Times:
+    """The gaps of one fault, and for how long the machine let nobody run meanwhile."""
+
+    gaps: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+
+
+def measure(faults: Sequence[Fault], away_s: float, times: dict[str, Times]) -> int:
+    """Have them happen to a job, one after the other; how many steps did not commit."""
     with (
         tempfile.TemporaryDirectory() as directory,
         FailoverCluster(shards=2, world_size=2, lease_s=LEASE_S) as cluster,
     ):
         job = Job(cluster, Path(directory))
-        for fault in (*FAULTS * rounds, etcd_member_killed):
+        for fault in faults:
             cluster.take_stall()
-            gap_s = fault(job, away_s)
-            stall_s = cluster.take_stall()
-            gaps.setdefault(fault.__name__, []).append(gap_s)
-            stalls.setdefault(fault.__name__, []).append(stall_s)
-            print(f"{fault.__name__}: {gap_s:.2f} s (the machine was busy for {stall_s:.2f} s)", flush=True)
-        return gaps, stalls, check(job)
+            of = times.setdefault(fault.__name__, Times())
+            of.gaps.append(fault(job, away_s))
+            of.stalls.append(cluster.take_stall())
+            busy = f"the machine was busy for {of.stalls[-1]:.2f} s"
+            print(f"{fault.__name__}: {of.gaps[-1]:.2f} s ({busy})", flush=True)
+        return check(job)
 
 
 def main() -> int:
@@ -56,18 +67,19 @@ def main() -> int:
     parser.add_argument("--away-s", type=float, default=20.0, help="how long a leader is frozen or cut off")
     parser.add_argument("--quick", action="store_true", help="write no file")
     options = parser.parse_args()
-    began = time.monotonic()
+    began, times = time.monotonic(), dict[str, Times]()
     with preloaded(PRELOADED):
-        gaps, stalls, aborted = measure(options.rounds, options.away_s)
+        aborted = measure([*FAULTS * options.rounds, etcd_follower_killed], options.away_s, times)
+        aborted += measure([etcd_leader_killed], options.away_s, times)
     rows: list[dict[str, Any]] = [
         {
             "what": what,
-            "times": len(each),
-            "median_s": statistics.median(each),
-            "worst_s": max(each),
-            "machine_busy_s": max(stalls[what]),
+            "times": len(each.gaps),
+            "median_s": statistics.median(each.gaps),
+            "worst_s": max(each.gaps),
+            "machine_busy_s": max(each.stalls),
         }
-        for what, each in gaps.items()
+        for what, each in times.items()
     ]
     columns = ("what", "times", "median_s", "worst_s", "machine_busy_s")
     _report.table("The longest time without a committed step", columns, [[row[c] for c in columns] for row in rows])

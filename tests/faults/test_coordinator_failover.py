@@ -12,7 +12,7 @@ import pytest
 
 from axon_ps.testing.etcd import NEEDED, is_installed
 from axon_ps.testing.faults.failover import FailoverCluster
-from failover_job import Job, check, cut_from_etcd, cut_from_workers, etcd_member_killed, frozen, killed
+from failover_job import Job, check, cut_from_etcd, cut_from_workers, etcd_follower_killed, frozen, killed
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDED)
 
@@ -28,7 +28,7 @@ AWAY_S = 5.0
 """How long the leader is away here: longer than its lease."""
 
 
-@pytest.mark.parametrize("faults", [(frozen, killed), (cut_from_etcd, cut_from_workers, etcd_member_killed)])
+@pytest.mark.parametrize("faults", [(frozen, killed), (cut_from_etcd, cut_from_workers, etcd_follower_killed)])
 def test_a_job_outlives_whatever_happens_to_its_leader(faults: tuple[Fault, ...], tmp_path: Path) -> None:
     with FailoverCluster(shards=2, world_size=2, lease_s=1.5) as cluster:
         job = Job(cluster, tmp_path)

@@ -32,6 +32,8 @@ class OperatorClient(Calls):
         self._job = job
         self._security = security
         self._addresses = Addresses(address)
+        self._connecting = asyncio.Lock()
+        self._place: Place | None = None
         self._channel: Channel | None = None
         self._stub: Stub | None = None
 
@@ -51,12 +53,15 @@ class OperatorClient(Calls):
         await self.close()
 
     async def _connected(self, deadline: Deadline) -> Stub:
-        if self._stub is None:
-            await self._addresses.look_up()
+        async with self._connecting:
+            if self._stub is None:
+                await self._addresses.look_up()
             place = await self._leader() if len(self._addresses) > 1 else self._addresses.present
-            self._channel = connect(place.address, self._security, name=place.name)
-            self._stub = Stub(self._channel, SERVICE, self._security.token)
-        return self._stub
+            if self._stub is None or place != self._place:
+                await self.close()
+                self._place, self._channel = place, connect(place.address, self._security, name=place.name)
+                self._stub = Stub(self._channel, SERVICE, self._security.token)
+            return self._stub
 
     async def _leader(self) -> Place:
         """Where a coordinator leads; else where one stands by, which refuses a call and says who leads.

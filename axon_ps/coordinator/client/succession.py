@@ -21,6 +21,9 @@ from axon_ps.wire.v1 import common_pb2, coordinator_pb2
 ASK_S: Final = 0.5
 """How often the others are asked, and how long they may take to answer."""
 
+AGAIN_S: Final = 0.2
+"""How long the present leader has to answer, too, when another one does."""
+
 
 async def successor(addresses: Addresses, security: Security, job: str) -> Place:
     """Return once a coordinator leads at another place than the present one; where. Cancel it to end it before."""
@@ -31,20 +34,20 @@ async def successor(addresses: Addresses, security: Security, job: str) -> Place
     try:
         while True:
             await asyncio.sleep(ASK_S)
-            answers = await asyncio.gather(*(_leads(stub, job) for stub in stubs.values()))
+            answers = await asyncio.gather(*(_leads(stub, job, ASK_S) for stub in stubs.values()))
             leading = [place for place, leads in zip(stubs, answers, strict=True) if leads]
-            if leading and not await _leads(present, job):
+            if leading and not await _leads(present, job, AGAIN_S):
                 return leading[0]
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
 
-async def _leads(stub: Stub, job: str) -> bool:
+async def _leads(stub: Stub, job: str, timeout_s: float) -> bool:
     """Whether a coordinator answers, rather than that it refuses: a standby refuses every call."""
     context = common_pb2.CallContext(job=job)
     request = coordinator_pb2.KVRequest(context=context, op=coordinator_pb2.KV_OP_GET, key="leads")
     try:
-        await stub.call("KV", request, timeout_s=ASK_S)
+        await stub.call("KV", request, timeout_s=timeout_s)
     except AxonError:
         return False
     return True

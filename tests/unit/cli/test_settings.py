@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from axon_ps.cli import serve
 from axon_ps.cli.settings import PREFIX, environment_report, load
 from axon_ps.errors import ConfigurationError
 from axon_ps.observe.logging import LogStyle
+from axon_ps.storage.state_store import EtcdStateStore
 from axon_ps.worker.environment import worker_config
 
 
@@ -70,6 +72,7 @@ def test_the_report_hides_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "words"),
     [
         ({"coordinator": "nowhere"}, "--coordinator is 'nowhere': it must be host:port"),
+        ({"coordinator": "here:7077,nowhere"}, "or several with commas between them"),
         ({"coordinator": "host:99999"}, "--coordinator is 'host:99999'"),
         ({"log_level": "loud"}, "--log-level is 'loud'"),
         ({"log": "pretty"}, "--log is 'pretty'"),
@@ -120,3 +123,21 @@ def test_plugins_are_modules_that_services_import(tmp_path: Path, monkeypatch: p
     assert "plugin_one" not in sys.modules
     with pytest.raises(ConfigurationError, match="plugin 'plugin_three' cannot be imported"):
         load(plugins="plugin_three").load_plugins()
+
+
+def test_several_coordinators_have_commas_between_them() -> None:
+    assert load(coordinator="a:7077, b:7077").coordinator == "a:7077, b:7077"
+
+
+@pytest.mark.parametrize(
+    ("state", "prefix"),
+    [
+        ("etcd:n0:2379,n1:2379", "/axon_ps/gpt"),
+        ("etcd:n0:2379?ttl=5", "/axon_ps/gpt"),
+        ("etcd:n0:2379/mine/", "/mine"),
+    ],
+)
+def test_every_job_has_keys_of_its_own_in_etcd(state: str, prefix: str) -> None:
+    with serve._state_store(state, "gpt") as store:
+        assert isinstance(store, EtcdStateStore)
+        assert store._at.prefix == prefix

@@ -91,6 +91,7 @@ def test_a_token_may_come_from_a_file(tmp_path: Path) -> None:
         ({}, "AXON_PS_COORDINATOR=host:port"),
         ({"AXON_PS_COORDINATOR": "there"}, "'there'; it must be host:port"),
         ({"AXON_PS_COORDINATOR": "there:0"}, "host:port"),
+        ({"AXON_PS_COORDINATOR": "here:7077,there"}, "'there'; it must be host:port"),
         ({**AT, "RANK": "one"}, "RANK is 'one'; it must be an integer"),
         ({**AT, "RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2; it must be below that"),
         ({**AT, "LOCAL_RANK": "-1"}, "LOCAL_RANK is -1; it must be at least 0"),
