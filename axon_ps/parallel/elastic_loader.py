@@ -169,6 +169,7 @@ class ElasticLoader:
             InvalidRequest: the job's position is of another data set.
             StepAborted: the step was aborted again and again while the members stayed; the message says why.
             Timeout: the job is not complete, and the message names what it waits for.
+            MemberLost: this worker is no member any more.
         """
         self._iteration += 1
         return self._batches(self._iteration)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from axon_ps.data.elastic import Place
-from axon_ps.errors import Misuse, StepAborted
+from axon_ps.errors import InvalidRequest, Misuse, StepAborted
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.parallel.dtypes import TORCH_DTYPES
 from axon_ps.parallel.fsdp.flat_unit import FlatUnit, ModuleUnit
@@ -181,6 +181,10 @@ class ServerRuntime(Runtime):
             self.sent.decided(None)
             reason = f"micro-batch {self.batch.index + 1} of {self.batch.count} of this worker's in the step"
             return StepResult(committed=False, version=self.version, grad_norm=0.0, reason=reason)
+        of_loader = {} if self.batch is None else self.batch.commit
+        if taken := commit.keys() & of_loader.keys():
+            raise InvalidRequest(f"the loader commits {min(taken)!r} with this step; give your value another name")
+        together = {**commit, **of_loader}
         began = time.perf_counter()
         max_norm, norm = self.sent.checked_max_norm(), None
         try:
@@ -195,8 +199,7 @@ class ServerRuntime(Runtime):
                 else:
                     self._pushes.append(self._steps.gradients.push(flat.index, None, ticket))
                     self._pushed.add(flat.index)
-            commit = commit if self.batch is None else {**commit, **self.batch.commit}
-            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper, commit=commit)
+            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper, commit=together)
             norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()

@@ -180,6 +180,7 @@ def test_a_step_that_is_aborted_for_ever_is_an_error() -> None:
             for _, x, _ in ElasticLoader(DATA, model, BATCH, micro_batch_size=4 + 4 * world.rank):
                 model(x).sum().backward()
                 optimizer.step()
+        world.barrier()  # once one leaves, the other's step can commit
         return str(error.value)
 
     for message in run_threads(one, 2):
@@ -455,6 +456,9 @@ def test_values_of_your_own(world: World) -> None:
     for wrong, why in (({"x": {1, 2}}, "must be JSON"), ({"x": "y" * 5000}, "have 5003 bytes; at most 4096")):
         with pytest.raises(InvalidRequest, match=why):
             optimizer.step(commit=wrong)
+    with pytest.raises(InvalidRequest, match="the loader commits 'samples' with this step"):
+        for _, x, _ in ElasticLoader(DATA, model, BATCH):
+            step(model, optimizer, x, commit={"samples": 1})
     local = FSDP(build(), world.default_group, sharding_strategy=ShardingStrategy.NO_SHARD)
     with pytest.raises(Misuse, match="nothing can be committed"):
         sgd(local.parameters()).step(commit={"tokens": 7})
