@@ -1,0 +1,144 @@
+"""What the death of a shard server costs: from the signal to the next committed step, and until every slice has copies.
+
+A job of two workers and two shard servers on this machine, replication 2, a small transformer-sized MLP under
+FULL_SHARD. One server after the other is killed (SIGKILL, so that its connections are reset) or frozen (SIGSTOP, so
+that nobody hears of it before its lease is over), and then started again or woken.
+
+    python benchmarks/server_death.py [--kills 50] [--freezes 10] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import _report
+import axon_ps
+from axon_ps import parallel
+from axon_ps.testing import LocalCluster
+from axon_ps.types import Role
+
+WIDTH, BLOCKS, LEASE_S = 256, 4, 1.0
+
+
+class Block(nn.Sequential):
+    """One unit."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def train(directory: Path) -> dict[str, Any]:
+    """Train until there is a file `stop`; when steps committed (monotonic clock), and how many did not."""
+    torch.set_num_threads(1)
+    commits: list[float] = []
+    aborted = 0
+    with axon_ps.World.init(timeout_s=120.0) as world:
+        torch.manual_seed(0)
+        model = parallel.FSDP(nn.Sequential(*(Block() for _ in range(BLOCKS))), world.default_group, unit_types={Block})
+        optimizer = parallel.AdamW(model, lr=1e-3)
+        last = 0
+        while not last or world.version < last:
+            model(torch.randn(16, WIDTH)).square().mean().backward()
+            if optimizer.step().committed:
+                commits.append(time.monotonic())
+            else:
+                aborted += 1
+            optimizer.zero_grad()
+            stop = directory / "stop"
+            if not last and stop.exists():
+                last = int(stop.read_text() or 0)
+    return {"commits": commits, "aborted": aborted}
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what other processes do."""
+    deadline = time.monotonic() + 60.0
+    while not true():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the job did not come to rest within a minute")
+        time.sleep(0.02)
+
+
+def complete(cluster: LocalCluster) -> bool:
+    """Whether both servers are there and every slice has its copies."""
+    status = cluster.status()
+    return len(status.membership.shards) == 2 and status.version > 0 and not any(m.lacking for m in status.models)
+
+
+def measure(kills: int, freezes: int) -> dict[str, Any]:
+    """Strike so often; times of each strike, of the copies, and what came of the workers."""
+    struck: list[tuple[str, float]] = []
+    copied: list[float] = []
+    directory = Path(tempfile.mkdtemp())
+    with LocalCluster(shards=2, world_size=2, replication=2, lease_s=LEASE_S) as cluster:
+        workers = cluster.start_workers(train, args=(directory,))
+        until(lambda: complete(cluster))
+        for number in range(kills + freezes):
+            index, how = number % 2, "killed" if number < kills else "frozen"
+            time.sleep(0.3)
+            struck.append((how, time.monotonic()))
+            cluster.kill(Role.SHARD, index, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            if how == "killed":
+                cluster.restart(Role.SHARD, index)
+            else:
+                time.sleep(LEASE_S + 1.0)
+                cluster.kill(Role.SHARD, index, signal.SIGCONT)
+            back = time.monotonic()
+            until(lambda: complete(cluster))
+            copied.append(time.monotonic() - back)
+        (directory / "new").write_text(str(cluster.status().version + 10))
+        (directory / "new").rename(directory / "stop")
+        results: list[Any] = [worker.result() for worker in workers]
+    if errors := [result.error for result in results if result.error]:
+        raise RuntimeError(errors[0])
+    return {"struck": struck, "copied": copied, "workers": [result.value for result in results]}
+
+
+def main() -> None:
+    """Print the table and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--freezes", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="4 kills and 2 freezes")
+    options = parser.parse_args()
+    if options.quick:
+        options.kills, options.freezes = 4, 2
+    found = measure(options.kills, options.freezes)
+    commits = found["workers"][0]["commits"]
+    steps = statistics.median(b - a for a, b in itertools.pairwise(commits))
+    rows, ends = [], [*(at for _, at in found["struck"][1:]), math.inf]
+    for how in ("killed", "frozen"):
+        # the step under way may commit yet; what counts is the longest time without a commit from the strike on
+        waits = []
+        for (what, at), end in zip(found["struck"], ends, strict=True):
+            if what == how:
+                times = [at, *(t for t in commits if at < t < end)]
+                waits.append(max(b - a for a, b in itertools.pairwise(times)))
+        if waits:
+            median, worst = round(statistics.median(waits), 3), round(max(waits), 3)
+            rows.append({"server": how, "times": len(waits), "median_s": median, "worst_s": worst})
+    columns = ("server", "times", "median_s", "worst_s")
+    _report.table("From the death of a server to the next commit", columns, [[r[c] for c in columns] for r in rows])
+    aborted = [worker["aborted"] for worker in found["workers"]]
+    copies = [round(statistics.median(found["copied"]), 3), round(max(found["copied"]), 3)]
+    print(
+        f"a step takes {steps:.3f} s; steps not committed, by worker: {aborted}; until all copies are there: {copies} s"
+    )
+    settings = {"lease_s": LEASE_S, "width": WIDTH, "blocks": BLOCKS}
+    _report.write("server_death", rows, step_s=round(steps, 4), aborted=aborted, copies_s=copies, settings=settings)
+
+
+if __name__ == "__main__":
+    main()
