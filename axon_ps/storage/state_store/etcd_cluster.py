@@ -32,6 +32,8 @@ MAX_TTL_S: Final = 60
 
 GONE: Final = "requested lease not found"
 
+SLOWER: Final = 4
+
 _API: Final = "/v3/"
 _FULL: Final = "database space exceeded"
 _REFUSED: Final = ("permission denied", "authentication", "user name is empty", "invalid auth token")
@@ -90,7 +92,8 @@ class EtcdCluster:
 
     Args:
         address: where it is.
-        timeout_s: how long a member may take to answer before another is asked.
+        timeout_s: how long a member may take to answer before another is asked; twice as long after each time that
+            none did, up to `SLOWER` times: a busy cluster is better than none.
 
     Raises:
         ConfigurationError: the client is not installed.
@@ -107,6 +110,8 @@ class EtcdCluster:
         self._address = address
         self._failures: tuple[type[Exception], ...] = (etcd3gw.exceptions.Etcd3Exception, requests.RequestException)
         self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+        self._slower = 1
         self._first = 0
         self._clients = [self._client(etcd3gw, host, port, timeout_s) for host, port in address.endpoints]
         self._make_lease = etcd3gw.lease.Lease
@@ -171,14 +176,19 @@ class EtcdCluster:
         with self._lock:
             troubles = []
             for _ in self._clients:
+                client = self._clients[self._first]
+                client.timeout = self._timeout_s * self._slower
                 try:
-                    return call(self._clients[self._first])
+                    reply = call(client)
+                    self._slower = 1
+                    return reply
                 except self._failures as error:
                     if (final := _final(error)) is not None:
                         raise final from error
                     host, port = self._address.endpoints[self._first]
                     troubles.append(f"{host}:{port}: {_text(error)[:200]}")
                     self._first = (self._first + 1) % len(self._clients)
+            self._slower = min(2 * self._slower, SLOWER)
             raise Broken(f"etcd cannot be used ({'; '.join(troubles)})")
 
 

@@ -42,14 +42,14 @@ class _Term:
         lease: etcd's number of it.
         renewed_s: when its newest renewal was sent.
         created: the revision at which we created the leader's key; 0 = we have not.
-        asked: what etcd has about us: whether members have just asked us.
+        asked: what etcd has about us: whether members have just asked us; None = nothing yet.
     """
 
     id: str
     lease: int
     renewed_s: float
     created: int = 0
-    asked: bool = False
+    asked: bool | None = None
 
 
 class Leadership:
@@ -84,9 +84,7 @@ class Leadership:
         term = self._term
         if term is None or self._is_over(term):
             began_s = now_s()
-            term = _Term(uuid.uuid4().hex, self._cluster.grant(self._ttl_s), began_s)
-            self._cluster.transaction([], [self._candidate(term)])
-            self._term = term
+            self._term = term = _Term(uuid.uuid4().hex, self._cluster.grant(self._ttl_s), began_s)
         there = read(self.leader_key)
         if not (leaders := found(self._cluster.transaction([], [there])[2][0])):  # else nothing is to be written
             value = json.dumps({"id": term.id, "address": self.address}).encode()
@@ -165,11 +163,8 @@ class Leadership:
             (reply,) = self._renewals.transaction([], [read(self._candidates, end)])[2]
             self._others = tuple(c.value == _ASKED for c in found(reply) if not c.key.endswith(term.id.encode()))
         elif asked != term.asked:
+            self._renewals.transaction([], [put(self._candidates + term.id.encode(), _ASKED * asked, term.lease)])
             term.asked = asked
-            self._renewals.transaction([], [self._candidate(term)])
-
-    def _candidate(self, term: _Term) -> dict[str, object]:
-        return put(self._candidates + term.id.encode(), _ASKED if term.asked else b"", term.lease)
 
     def _is_over(self, term: _Term) -> bool:
         return now_s() >= term.renewed_s + self._ttl_s
