@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from axon_ps.errors import Broken, Closed, ConfigurationError, InvalidRequest, NotLeader, StorageFull
+from axon_ps.rpc.security import Security
 from axon_ps.storage.state_store import EtcdStateStore, Record, SqliteStateStore, StateStore, open_store
 from axon_ps.storage.state_store import etcd as etcd_module
 from axon_ps.storage.state_store.etcd_cluster import EtcdAddress, EtcdCluster, Operation
@@ -474,6 +476,26 @@ def test_etcd_refuses_another_version(at: str, monkeypatch: pytest.MonkeyPatch) 
 def test_etcd_refuses_an_address_that_is_none(address: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         open_store("etcd", address)
+
+
+def test_etcd_over_tls_and_with_a_certificate(tmp_path: Path) -> None:
+    if not is_installed():
+        pytest.skip(NEEDED)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    files = {"ca_file": str(tmp_path / "ca.pem")}
+    certificate = authority.issue_cert("127.0.0.1")
+    for kind, blobs in (("cert", certificate.cert_chain_pems), ("key", [certificate.private_key_pem])):
+        (tmp_path / kind).write_bytes(b"".join(blob.bytes() for blob in blobs))
+        files[f"{kind}_file"] = str(tmp_path / kind)
+    options = f"ca={files['ca_file']}&cert={files['cert_file']}&key={files['key_file']}"
+    with LocalEtcd(security=Security(**files)) as server:
+        with leading(f"{server.address}/tls?ttl=20&{options}") as store:
+            store.apply([Record("a", b"1")])
+            assert store.load() == {"a": b"1"}
+        for wrong in ("", f"?ca={files['ca_file']}"):
+            with EtcdStateStore(f"{server.address}/tls{wrong}") as other, pytest.raises(Broken, match="cannot be used"):
+                other.campaign()
 
 
 def test_etcd_needs_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
