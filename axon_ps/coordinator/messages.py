@@ -317,7 +317,7 @@ def status_to_proto(status: Status) -> coordinator_pb2.StatusReply:
         pending=status.pending,
         lease_s=status.lease_s,
         models=[coordinator_pb2.ModelStatus(**dataclasses.asdict(m)) for m in status.models],
-        checkpoints=coordinator_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
+        checkpoints=checkpoint_pb2.CheckpointStatus(**dataclasses.asdict(status.checkpoints)),
     )
 
 

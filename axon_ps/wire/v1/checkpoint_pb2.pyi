@@ -100,3 +100,23 @@ class RestoreOrder(_message.Message):
     model: int
     section: str
     def __init__(self, epoch: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., model: _Optional[int] = ..., section: _Optional[str] = ...) -> None: ...
+
+class CheckpointStatus(_message.Message):
+    __slots__ = ("uri", "version", "age_s", "took_s", "bytes", "failure", "failure_age_s", "activity")
+    URI_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    uri: str
+    version: int
+    age_s: float
+    took_s: float
+    bytes: int
+    failure: str
+    failure_age_s: float
+    activity: str
+    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ..., failure_age_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...

@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from axon_ps.wire.v1 import checkpoint_pb2 as axon__ps_dot_wire_dot_v1_dot_checkpoint__pb2
 from axon_ps.wire.v1 import common_pb2 as axon__ps_dot_wire_dot_v1_dot_common__pb2
 from axon_ps.wire.v1 import membership_pb2 as axon__ps_dot_wire_dot_v1_dot_membership__pb2
 from axon_ps.wire.v1 import session_pb2 as axon__ps_dot_wire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!axon_ps/wire/v1/coordinator.proto\x12\x0f\x61xon_ps.wire.v1\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1d\x61xon_ps/wire/v1/session.proto\"o\n\x0e\x42\x61rrierRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\"\n\x0c\x42\x61rrierReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xae\x01\n\tKVRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12!\n\x02op\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.KVOp\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x05 \x01(\x0c\x12\x0e\n\x06\x61mount\x18\x06 \x01(\x03\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\"4\n\x07KVReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x03\"\xa9\x01\n\x0fRegisterRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x03 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x0c\n\x04name\x18\x04 \x01(\t\"w\n\rRegisterReply\x12\r\n\x05\x66irst\x18\x01 \x01(\x08\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06upload\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\"N\n\x0eReleaseRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\r\n\x05model\x18\x02 \x01(\r\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\"g\n\x15SaveCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"f\n\x18RestoreCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xc5\x01\n\x0f\x43heckpointReply\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..axon_ps.wire.v1.CheckpointReply.VersionsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\rStatusRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"\xb5\x03\n\x0bStatusReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nregistered\x18\x05 \x01(\x08\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12<\n\x08\x63ounters\x18\t \x03(\x0b\x32*.axon_ps.wire.v1.StatusReply.CountersEntry\x12\x0f\n\x07pending\x18\n \x03(\t\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12,\n\x06models\x18\x0c \x03(\x0b\x32\x1c.axon_ps.wire.v1.ModelStatus\x12\x36\n\x0b\x63heckpoints\x18\x1e \x01(\x0b\x32!.axon_ps.wire.v1.CheckpointStatus\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x98\x01\n\x10\x43heckpointStatus\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x0e\n\x06took_s\x18\x04 \x01(\x01\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x06 \x01(\t\x12\x15\n\rfailure_age_s\x18\x07 \x01(\x01\x12\x10\n\x08\x61\x63tivity\x18\x08 \x01(\t\"\x81\x01\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04*\x87\x01\n\x04KVOp\x12\x15\n\x11KV_OP_UNSPECIFIED\x10\x00\x12\r\n\tKV_OP_PUT\x10\x01\x12\r\n\tKV_OP_GET\x10\x02\x12\x0e\n\nKV_OP_WAIT\x10\x03\x12\r\n\tKV_OP_ADD\x10\x04\x12\x19\n\x15KV_OP_COMPARE_AND_SET\x10\x05\x12\x10\n\x0cKV_OP_DELETE\x10\x06\x32\x82\x05\n\x0b\x43oordinator\x12M\n\x07Session\x12\x1f.axon_ps.wire.v1.SessionRequest\x1a\x1d.axon_ps.wire.v1.SessionEvent(\x01\x30\x01\x12I\n\x07\x42\x61rrier\x12\x1f.axon_ps.wire.v1.BarrierRequest\x1a\x1d.axon_ps.wire.v1.BarrierReply\x12:\n\x02KV\x12\x1a.axon_ps.wire.v1.KVRequest\x1a\x18.axon_ps.wire.v1.KVReply\x12L\n\x08Register\x12 .axon_ps.wire.v1.RegisterRequest\x1a\x1e.axon_ps.wire.v1.RegisterReply\x12I\n\x07Release\x12\x1f.axon_ps.wire.v1.ReleaseRequest\x1a\x1d.axon_ps.wire.v1.ReleaseReply\x12Z\n\x0eSaveCheckpoint\x12&.axon_ps.wire.v1.SaveCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12`\n\x11RestoreCheckpoint\x12).axon_ps.wire.v1.RestoreCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12\x46\n\x06Status\x12\x1e.axon_ps.wire.v1.StatusRequest\x1a\x1c.axon_ps.wire.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!axon_ps/wire/v1/coordinator.proto\x12\x0f\x61xon_ps.wire.v1\x1a axon_ps/wire/v1/checkpoint.proto\x1a\x1c\x61xon_ps/wire/v1/common.proto\x1a axon_ps/wire/v1/membership.proto\x1a\x1d\x61xon_ps/wire/v1/session.proto\"o\n\x0e\x42\x61rrierRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\"\n\x0c\x42\x61rrierReply\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"\xae\x01\n\tKVRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12!\n\x02op\x18\x02 \x01(\x0e\x32\x15.axon_ps.wire.v1.KVOp\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x05value\x18\x04 \x01(\x0c\x12\x10\n\x08\x65xpected\x18\x05 \x01(\x0c\x12\x0e\n\x06\x61mount\x18\x06 \x01(\x03\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\"4\n\x07KVReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x03\"\xa9\x01\n\x0fRegisterRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.axon_ps.wire.v1.JobSpec\x12\x31\n\toptimizer\x18\x03 \x01(\x0b\x32\x1e.axon_ps.wire.v1.OptimizerSpec\x12\x0c\n\x04name\x18\x04 \x01(\t\"w\n\rRegisterReply\x12\r\n\x05\x66irst\x18\x01 \x01(\x08\x12\x13\n\x0binitialized\x18\x02 \x01(\x08\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06upload\x18\x04 \x01(\x08\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\r\"N\n\x0eReleaseRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\r\n\x05model\x18\x02 \x01(\r\" \n\x0cReleaseReply\x12\x10\n\x08released\x18\x01 \x01(\x08\"g\n\x15SaveCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"f\n\x18RestoreCheckpointRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\x12\x0b\n\x03uri\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xc5\x01\n\x0f\x43heckpointReply\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12@\n\x08versions\x18\x05 \x03(\x0b\x32..axon_ps.wire.v1.CheckpointReply.VersionsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\">\n\rStatusRequest\x12-\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x1c.axon_ps.wire.v1.CallContext\"\xb5\x03\n\x0bStatusReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x34\n\nmembership\x18\x02 \x01(\x0b\x32 .axon_ps.wire.v1.MembershipEvent\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x12\n\nregistered\x18\x05 \x01(\x08\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12<\n\x08\x63ounters\x18\t \x03(\x0b\x32*.axon_ps.wire.v1.StatusReply.CountersEntry\x12\x0f\n\x07pending\x18\n \x03(\t\x12\x0f\n\x07lease_s\x18\x0b \x01(\x01\x12,\n\x06models\x18\x0c \x03(\x0b\x32\x1c.axon_ps.wire.v1.ModelStatus\x12\x36\n\x0b\x63heckpoints\x18\x1e \x01(\x0b\x32!.axon_ps.wire.v1.CheckpointStatus\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x81\x01\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x13\n\x0binitialized\x18\x06 \x01(\x08\x12\x12\n\nparameters\x18\x07 \x01(\x04*\x87\x01\n\x04KVOp\x12\x15\n\x11KV_OP_UNSPECIFIED\x10\x00\x12\r\n\tKV_OP_PUT\x10\x01\x12\r\n\tKV_OP_GET\x10\x02\x12\x0e\n\nKV_OP_WAIT\x10\x03\x12\r\n\tKV_OP_ADD\x10\x04\x12\x19\n\x15KV_OP_COMPARE_AND_SET\x10\x05\x12\x10\n\x0cKV_OP_DELETE\x10\x06\x32\x82\x05\n\x0b\x43oordinator\x12M\n\x07Session\x12\x1f.axon_ps.wire.v1.SessionRequest\x1a\x1d.axon_ps.wire.v1.SessionEvent(\x01\x30\x01\x12I\n\x07\x42\x61rrier\x12\x1f.axon_ps.wire.v1.BarrierRequest\x1a\x1d.axon_ps.wire.v1.BarrierReply\x12:\n\x02KV\x12\x1a.axon_ps.wire.v1.KVRequest\x1a\x18.axon_ps.wire.v1.KVReply\x12L\n\x08Register\x12 .axon_ps.wire.v1.RegisterRequest\x1a\x1e.axon_ps.wire.v1.RegisterReply\x12I\n\x07Release\x12\x1f.axon_ps.wire.v1.ReleaseRequest\x1a\x1d.axon_ps.wire.v1.ReleaseReply\x12Z\n\x0eSaveCheckpoint\x12&.axon_ps.wire.v1.SaveCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12`\n\x11RestoreCheckpoint\x12).axon_ps.wire.v1.RestoreCheckpointRequest\x1a .axon_ps.wire.v1.CheckpointReply\x12\x46\n\x06Status\x12\x1e.axon_ps.wire.v1.StatusRequest\x1a\x1c.axon_ps.wire.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,42 +39,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREPLY_COUNTERSENTRY']._loaded_options = None
   _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_KVOP']._serialized_start=2137
-  _globals['_KVOP']._serialized_end=2272
-  _globals['_BARRIERREQUEST']._serialized_start=149
-  _globals['_BARRIERREQUEST']._serialized_end=260
-  _globals['_BARRIERREPLY']._serialized_start=262
-  _globals['_BARRIERREPLY']._serialized_end=296
-  _globals['_KVREQUEST']._serialized_start=299
-  _globals['_KVREQUEST']._serialized_end=473
-  _globals['_KVREPLY']._serialized_start=475
-  _globals['_KVREPLY']._serialized_end=527
-  _globals['_REGISTERREQUEST']._serialized_start=530
-  _globals['_REGISTERREQUEST']._serialized_end=699
-  _globals['_REGISTERREPLY']._serialized_start=701
-  _globals['_REGISTERREPLY']._serialized_end=820
-  _globals['_RELEASEREQUEST']._serialized_start=822
-  _globals['_RELEASEREQUEST']._serialized_end=900
-  _globals['_RELEASEREPLY']._serialized_start=902
-  _globals['_RELEASEREPLY']._serialized_end=934
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=936
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1039
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1041
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1143
-  _globals['_CHECKPOINTREPLY']._serialized_start=1146
-  _globals['_CHECKPOINTREPLY']._serialized_end=1343
-  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_start=1296
-  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_end=1343
-  _globals['_STATUSREQUEST']._serialized_start=1345
-  _globals['_STATUSREQUEST']._serialized_end=1407
-  _globals['_STATUSREPLY']._serialized_start=1410
-  _globals['_STATUSREPLY']._serialized_end=1847
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=1800
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=1847
-  _globals['_CHECKPOINTSTATUS']._serialized_start=1850
-  _globals['_CHECKPOINTSTATUS']._serialized_end=2002
-  _globals['_MODELSTATUS']._serialized_start=2005
-  _globals['_MODELSTATUS']._serialized_end=2134
-  _globals['_COORDINATOR']._serialized_start=2275
-  _globals['_COORDINATOR']._serialized_end=2917
+  _globals['_KVOP']._serialized_start=2016
+  _globals['_KVOP']._serialized_end=2151
+  _globals['_BARRIERREQUEST']._serialized_start=183
+  _globals['_BARRIERREQUEST']._serialized_end=294
+  _globals['_BARRIERREPLY']._serialized_start=296
+  _globals['_BARRIERREPLY']._serialized_end=330
+  _globals['_KVREQUEST']._serialized_start=333
+  _globals['_KVREQUEST']._serialized_end=507
+  _globals['_KVREPLY']._serialized_start=509
+  _globals['_KVREPLY']._serialized_end=561
+  _globals['_REGISTERREQUEST']._serialized_start=564
+  _globals['_REGISTERREQUEST']._serialized_end=733
+  _globals['_REGISTERREPLY']._serialized_start=735
+  _globals['_REGISTERREPLY']._serialized_end=854
+  _globals['_RELEASEREQUEST']._serialized_start=856
+  _globals['_RELEASEREQUEST']._serialized_end=934
+  _globals['_RELEASEREPLY']._serialized_start=936
+  _globals['_RELEASEREPLY']._serialized_end=968
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=970
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1073
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1075
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1177
+  _globals['_CHECKPOINTREPLY']._serialized_start=1180
+  _globals['_CHECKPOINTREPLY']._serialized_end=1377
+  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_start=1330
+  _globals['_CHECKPOINTREPLY_VERSIONSENTRY']._serialized_end=1377
+  _globals['_STATUSREQUEST']._serialized_start=1379
+  _globals['_STATUSREQUEST']._serialized_end=1441
+  _globals['_STATUSREPLY']._serialized_start=1444
+  _globals['_STATUSREPLY']._serialized_end=1881
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=1834
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=1881
+  _globals['_MODELSTATUS']._serialized_start=1884
+  _globals['_MODELSTATUS']._serialized_end=2013
+  _globals['_COORDINATOR']._serialized_start=2154
+  _globals['_COORDINATOR']._serialized_end=2796
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2
@@ -196,28 +197,8 @@ class StatusReply(_message.Message):
     pending: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
     models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
-    checkpoints: CheckpointStatus
-    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., checkpoints: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
-
-class CheckpointStatus(_message.Message):
-    __slots__ = ("uri", "version", "age_s", "took_s", "bytes", "failure", "failure_age_s", "activity")
-    URI_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    AGE_S_FIELD_NUMBER: _ClassVar[int]
-    TOOK_S_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_FIELD_NUMBER: _ClassVar[int]
-    FAILURE_AGE_S_FIELD_NUMBER: _ClassVar[int]
-    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
-    uri: str
-    version: int
-    age_s: float
-    took_s: float
-    bytes: int
-    failure: str
-    failure_age_s: float
-    activity: str
-    def __init__(self, uri: _Optional[str] = ..., version: _Optional[int] = ..., age_s: _Optional[float] = ..., took_s: _Optional[float] = ..., bytes: _Optional[int] = ..., failure: _Optional[str] = ..., failure_age_s: _Optional[float] = ..., activity: _Optional[str] = ...) -> None: ...
+    checkpoints: _checkpoint_pb2.CheckpointStatus
+    def __init__(self, job: _Optional[str] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ..., registered: bool = ..., initialized: bool = ..., parameters: _Optional[int] = ..., uptime_s: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pending: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., checkpoints: _Optional[_Union[_checkpoint_pb2.CheckpointStatus, _Mapping]] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("model", "name", "version", "step", "epoch", "initialized", "parameters")
