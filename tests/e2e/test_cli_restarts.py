@@ -118,7 +118,7 @@ def test_a_shard_server_that_dies_is_replaced_and_the_job_goes_on_from_a_checkpo
     assert done.stdout == undisturbed.stdout, "the bits of a run that was not disturbed"
     lines = done.stderr.splitlines()
     assert (
-        "axon-ps: shard 0 was ended by SIGKILL; it is started again, and the job restores its newest checkpoint "
+        "axon-ps: shard 0 was ended by SIGKILL; it is started again: the job restores its newest checkpoint "
         "(restart 1 of 5)" in lines
     )
 

@@ -207,7 +207,7 @@ def test_one_signal_ends_everything(number: signal.Signals, code: int, script: C
 
 
 def test_a_dead_service_ends_the_run_too(script: Callable[..., str]) -> None:
-    with started("run", "--shards", "2", script(WAIT)) as process:
+    with started("run", "--shards", "2", "--replication", "1", script(WAIT)) as process:
         lines_until(process, "pids")
         below = descendants(process.pid)
         next(p for p in below if "shard" in p.cmdline()).kill()

@@ -93,6 +93,9 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 understood([*entry_point(service), *arguments[begin + 1 :]])
             case ["pkill", "-9", "-o", "-f", what]:
                 assert what == "axon_ps.cli.main shard", "what `axon-ps run` starts is called so"
+            case ["pip", "install", what]:
+                extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+                assert what.removeprefix("axon-ps[").removesuffix("]") in extras
             case ["export", *variables]:
                 assert all(re.match(r"AXON_PS_TOKEN=", v) for v in variables)
             case _:

@@ -49,6 +49,9 @@ DISTURBANCES = {
     Fault.RESETS: Disturbance(kind=Kind.RESETS, seconds=5.0, every_s=0.1),
 }
 
+MOMENTS = tuple(moment for moment in Moment if moment not in (Moment.RESTORE, Moment.REMOVE))
+"""Those of a step; the two others are all_killed.py's."""
+
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 
 
@@ -117,7 +120,7 @@ def all_cells() -> tuple[Cell, ...]:
     return tuple(
         Cell(target=target, fault=fault, moment=moment, strategy=strategy, direct=direct, replication=replication)
         for replication, strategy, direct, moment, fault, target in itertools.product(
-            (1, 2), STRATEGIES, (True, False), Moment, Fault, Target
+            (1, 2), STRATEGIES, (True, False), MOMENTS, Fault, Target
         )
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, OperatorClient
 from axon_ps.coordinator.core.config import CoordinatorConfig
+from axon_ps.coordinator.core.events import Ready
 from axon_ps.coordinator.server.server import serve
 from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
@@ -138,3 +139,11 @@ async def coordinator(tmp_path: Path, **config: Any) -> AsyncIterator[Coordinato
         yield c
     finally:
         await c.close()
+
+
+def ready(shard: Member, generation: int, step: int, sum_of_squares: float) -> Ready:
+    """The report of a shard server that holds all slices."""
+    assert shard.job_state is not None
+    assert shard.job_state.placement is not None
+    number = shard.job_state.placement.number
+    return Ready(generation=generation, step=step, sums_of_squares=(sum_of_squares,), placement=number)

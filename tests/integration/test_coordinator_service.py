@@ -25,7 +25,7 @@ from axon_ps.coordinator.client.session import (
     SnapshotFile,
     SnapshotOrder,
 )
-from axon_ps.coordinator.core.events import JoinRequest, Ready
+from axon_ps.coordinator.core.events import JoinRequest
 from axon_ps.coordinator.messages import join_to_proto
 from axon_ps.coordinator.server.shell import QUEUE_EVENTS, Session
 from axon_ps.errors import (
@@ -56,7 +56,7 @@ from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.storage.manifest import read_manifest
 from axon_ps.types import Decision, DType, Membership, Outcome, Role
 from axon_ps.wire.v1 import session_pb2
-from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator
+from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Coordinator, Member, coordinator, ready
 
 Test = Callable[[Coordinator], Awaitable[None]]
 
@@ -95,14 +95,6 @@ class RawSession:
     async def close(self) -> None:
         self.stream.cancel()
         await self._channel.close()
-
-
-def ready(shard: Member, generation: int, step: int, sum_of_squares: float) -> Ready:
-    """The report of a shard server that holds all slices."""
-    assert shard.job_state is not None
-    assert shard.job_state.placement is not None
-    number = shard.job_state.placement.number
-    return Ready(generation=generation, step=step, sums_of_squares=(sum_of_squares,), placement=number)
 
 
 def state_of(member: Member) -> JobState | None:

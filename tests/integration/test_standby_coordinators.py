@@ -28,7 +28,7 @@ from axon_ps.rpc.health import health_of
 from axon_ps.rpc.security import Security
 from axon_ps.storage.state_store import Record, SharedStateStore
 from axon_ps.types import Decision, Outcome, Role
-from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Member
+from coordinator_harness import OPTIMIZER, SOON_S, SPEC, Member, ready
 
 
 @dataclass
@@ -156,7 +156,7 @@ async def step(worker: Member, shard: Member, number: int) -> Decision:
     """One step of a job; after a failover its first messages may be of a generation that is over."""
     seen = len(worker.received(Decision))
     generation = (await worker.until_complete()).generation
-    shard.ready(generation=generation, step=number, sum_of_squares=1.0)
+    shard.ready(ready(shard, generation, number, 1.0))
     worker.vote(generation=generation, step=number, hyper=({"lr": 0.1},))
     return await worker.wait_for(Decision, after=seen)
 
@@ -225,7 +225,7 @@ def test_a_leader_that_is_none_any_more_writes_and_announces_nothing_and_stands_
         p.stores[0].may_lead = False
         p.stores[1].campaign()  # before the old one notices
         generation = worker.context().generation
-        shard.ready(generation=generation, step=2, sum_of_squares=1.0)
+        shard.ready(ready(shard, generation, 2, 1.0))
         worker.vote(generation=generation, step=2, hyper=({"lr": 0.1},))
         decision = await worker.wait_for(Decision, after=1)  # the messages are sent again to the next leader
         assert (decision.step, decision.outcome) == (2, Outcome.COMMIT)

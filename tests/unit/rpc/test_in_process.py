@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rpc_fakes
-from axon_ps.errors import InvalidRequest, Misuse, Unreachable
+from axon_ps.errors import Closed, InvalidRequest, Misuse, Unreachable
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.in_process import MAX_QUEUED_BYTES, SUFFIX, InProcessServer, new_network
 from axon_ps.rpc.security import Security
@@ -133,7 +133,7 @@ def test_a_channel_that_was_closed_ends_its_calls() -> None:
             call = asyncio.ensure_future(s.stub.call("Stats", shard_pb2.StatsRequest()))
             await entered.wait()
             await s.channel.close()
-            with pytest.raises(asyncio.CancelledError):  # as gRPC's; `stream`, Note: [Whose cancellation]
+            with pytest.raises(Closed, match="was closed before Stats was done"):
                 await call
 
     entered = asyncio.Event()
