@@ -26,7 +26,7 @@ def train(pipes: Path | None, follow: Path | str | None = None) -> tuple[int, Va
 
     Args:
         pipes: pause once, at version FATAL.
-        follow: never be more than a step ahead of the checkpoints in this directory, so that they are of even versions.
+        follow: never be more than `ahead` steps ahead of the checkpoints in this directory, so that they are of even versions.
     """
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
@@ -47,7 +47,7 @@ def train(pipes: Path | None, follow: Path | str | None = None) -> tuple[int, Va
             optimizer.step()
             optimizer.zero_grad()
             if follow is not None and world.version > 1:
-                until(lambda: max(versions(follow), default=0) >= world.version - 1)
+                until(lambda: max(versions(follow), default=0) >= world.version - ahead)
         return began, {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
 

@@ -75,7 +75,7 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
     make_pipes(tmp_path)
     checkpoints = tmp_path / "checkpoints"
     with cluster_of(checkpoints, checkpoint_every="1", checkpoint_limit=20) as cluster:
-        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
+        (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints, 0))
         with paused(tmp_path):
             until(lambda: versions(checkpoints) == [*range(1, FATAL + 1)])
             for rank in range(2):

@@ -37,8 +37,8 @@ def server(started: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
 
 def cluster_on(uri: str, server: S3Server) -> LocalCluster:
     return LocalCluster(
-        shards=2, world_size=1, lease_s=3.0, replication=1, checkpoint_dir=uri, checkpoint_every="5", checkpoint_limit=1,
-        environment=server.environment,
+        shards=2, world_size=1, lease_s=3.0, replication=1, checkpoint_dir=uri, checkpoint_every="5",
+        checkpoint_limit=1, environment=server.environment,
     )  # fmt: skip
 
 

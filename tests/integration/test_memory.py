@@ -97,7 +97,7 @@ def test_full_shard_memory_and_traffic(
         kept = total["master_bytes"] + total["state_bytes"] + total["accumulator_bytes"]
         assert kept == replication * 16 * owned
         # what a backup costs in traffic: the sum, f32, once a step, from the primary; with Adam's state it would be 3 x
-        # (as bf16 where gradients are; what a host's processes read of each other's memory is f32, but for small chunks)
+        # (as bf16 where gradients are; what processes of a host read of each other's memory is f32, if it is not small)
         sums = 4 * BLOCKS * BLOCK_NUMEL + wire * ROOT_NUMEL
         assert total["bytes_forwarded"] == total["bytes_followed"] == STEPS * (replication - 1) * sums
         # (the root lies on one server and is mapped, in whole pages, if it travels as what it computes in; as f32 it
