@@ -21,12 +21,13 @@ STEPS, FATAL = 12, 7
 SOON_S = 30.0
 
 
-def train(pipes: Path | None, follow: Path | str | None = None) -> tuple[int, Values]:
+def train(pipes: Path | None, follow: Path | str | None = None, ahead: int = 1) -> tuple[int, Values]:
     """Train to version STEPS; the version with which it began, and the values.
 
     Args:
         pipes: pause once, at version FATAL.
-        follow: never be more than `ahead` steps ahead of the checkpoints in this directory, so that they are of even versions.
+        follow: never be more than `ahead` steps ahead of the checkpoints in this directory.
+        ahead: 1 where they are of even versions, 0 where they are of all.
     """
     torch.set_num_threads(1)
     with axon_ps.World.init(timeout_s=60.0) as world:
