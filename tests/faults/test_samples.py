@@ -12,6 +12,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,12 +40,16 @@ SAMPLES, BATCH, EPOCHS, WIDTH = 44, 8, 2, 16
 STEPS = EPOCHS * 6
 """An epoch ends with a step of 4 samples."""
 
+SEEDED = threading.Lock()
+"""Workers that are threads have one random generator."""
+
 Values = dict[str, Any]
 
 
 def build() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    with SEEDED:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 def samples() -> TensorDataset:
