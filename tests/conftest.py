@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,6 +24,9 @@ WORKERS_IMPORT = (
     *SERVICES_IMPORT,
 )
 """What nearly every worker of a test imports; one process does it for all of them, and for services that fork."""
+
+hypothesis.settings.register_profile("no test asserts a time", deadline=None)
+hypothesis.settings.load_profile("no test asserts a time")
 
 
 @pytest.fixture(scope="session", autouse=True)

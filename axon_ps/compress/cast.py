@@ -37,6 +37,24 @@ def encode(src: Array, dst: Array, dtype: DType) -> None:
     rounding.convert(readonly(_checked("src", src, DType.F32, src.size)), _checked("dst", dst, dtype, src.size))
 
 
+def encoded(values: Array, dtype: DType) -> Array:
+    """f32[n] rounded to a wire dtype, in an array of its own; f32 itself for F32. Raises as `encode` does."""
+    if dtype is DType.F32:
+        return values
+    out = np.empty(values.size, dtype.numpy)
+    encode(values, out, dtype)
+    return out
+
+
+def decoded(values: Array, dtype: DType) -> Array:
+    """dtype.numpy[n] widened to f32, in an array of its own; the same for F32. Raises as `decode` does."""
+    if dtype is DType.F32:
+        return values
+    out = np.empty(values.size, np.float32)
+    decode(values, out, dtype)
+    return out
+
+
 def decode(src: Array, dst: Array, dtype: DType) -> None:
     """Widens a wire dtype to f32; exact.
 

@@ -68,7 +68,7 @@ class Placement:
     Attributes:
         holders: by the number of the slice.
         num_cuts: over how many servers the plan cuts units.
-        number: grows with every change.
+        number: one more than that of the placement before.
         replication: how many servers are to hold each slice.
     """
 
@@ -89,6 +89,10 @@ class Placement:
     def without(self, rank: int) -> Placement:
         """A server is lost: backups become primaries. It stays the only holder of what nobody else has completely."""
         return self._map(range(len(self.holders)), lambda h: _without(h, rank))
+
+    def not_copying(self, rank: int) -> Placement:
+        """What a server was getting it gets no more."""
+        return self._map(range(len(self.holders)), lambda h: _without(h, rank) if rank in h.copying else h)
 
     def copying(self, index: int, rank: int) -> Placement:
         """A server begins to get a slice."""
@@ -116,7 +120,7 @@ class Placement:
         holders = list(self.holders)
         for index in indexes:
             holders[index] = change(holders[index])
-        return replace(self, holders=tuple(holders), number=self.number + 1)
+        return replace(self, holders=tuple(holders))
 
 
 def _without(h: Holders, rank: int) -> Holders:

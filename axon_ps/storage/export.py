@@ -86,12 +86,8 @@ def _values(
 
 def _converted(values: Array, dtype: DType) -> Array:
     """f32 values in another dtype, rounded to nearest."""
-    if dtype is DType.F32:
-        return values
     if dtype in WIRE_DTYPES:
         from axon_ps.compress import cast
 
-        out = np.empty(values.size, dtype.numpy)
-        cast.encode(values, out, dtype)
-        return out
+        return cast.encoded(values, dtype)
     return values.astype(dtype.numpy) if dtype.is_float else np.rint(values).astype(dtype.numpy)

@@ -24,6 +24,26 @@ def cluster_of(directory: Path, **options: Any) -> LocalCluster:
     return LocalCluster(shards=2, world_size=1, checkpoint_dir=directory, **chosen)
 
 
+def kill_servers(cluster: LocalCluster) -> None:
+    for rank in range(2):
+        cluster.kill(Role.SHARD, rank)
+
+
+def restart_servers(cluster: LocalCluster) -> None:
+    for rank in range(2):
+        cluster.restart(Role.SHARD, rank)
+
+
+def kill_services(cluster: LocalCluster) -> None:
+    kill_servers(cluster)
+    cluster.kill(COORDINATOR)
+
+
+def restart_services(cluster: LocalCluster) -> None:
+    cluster.restart(COORDINATOR)
+    restart_servers(cluster)
+
+
 def test_they_are_written_verified_and_the_old_ones_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "by-hand"
     mine.mkdir()
@@ -78,8 +98,7 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
         (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints, 0))
         with paused(tmp_path):
             until(lambda: versions(checkpoints) == [*range(1, FATAL + 1)])
-            for rank in range(2):
-                cluster.kill(Role.SHARD, rank)
+            kill_servers(cluster)
             if everything:
                 cluster.kill(COORDINATOR)
             for version, how in DAMAGES.items():
@@ -87,8 +106,7 @@ def test_damaged_ones_are_passed_over_loudly_for_the_one_before(everything: bool
         if everything:
             worker.kill()
             cluster.restart(COORDINATOR)
-        for rank in range(2):
-            cluster.restart(Role.SHARD, rank)
+        restart_servers(cluster)
         if everything:
             (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
@@ -122,13 +140,9 @@ def test_everything_may_die_at_once(durable: bool, tmp_path: Path) -> None:
         (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
             until(lambda: 6 in versions(checkpoints))
-            for rank in range(2):
-                cluster.kill(Role.SHARD, rank)
-            cluster.kill(COORDINATOR)
+            kill_services(cluster)
         worker.kill()
-        cluster.restart(COORDINATOR)
-        for rank in range(2):
-            cluster.restart(Role.SHARD, rank)
+        restart_services(cluster)
         (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
     assert began == 6
@@ -151,13 +165,9 @@ def test_a_job_that_lost_everything_before_its_first_one_begins_again(tmp_path: 
     with cluster_of(tmp_path / "checkpoints", durable=True, checkpoint_every="1h") as cluster:
         (worker,) = cluster.start_workers(train, args=(tmp_path,))
         with paused(tmp_path):
-            for rank in range(2):
-                cluster.kill(Role.SHARD, rank)
-            cluster.kill(COORDINATOR)
+            kill_services(cluster)
         worker.kill()
-        cluster.restart(COORDINATOR)
-        for rank in range(2):
-            cluster.restart(Role.SHARD, rank)
+        restart_services(cluster)
         (worker,) = cluster.start_workers(train, args=(None,))
         began, values = value_of(worker)
         log = cluster.log(COORDINATOR)
@@ -174,14 +184,10 @@ def test_a_directory_that_is_gone_is_no_reason_to_begin_again(tmp_path: Path) ->
         (worker,) = cluster.start_workers(train, args=(tmp_path,))
         with paused(tmp_path):
             until(lambda: "is complete and verified" in cluster.log(COORDINATOR))
-            for rank in range(2):
-                cluster.kill(Role.SHARD, rank)
-            cluster.kill(COORDINATOR)
+            kill_services(cluster)
             checkpoints.rename(tmp_path / "elsewhere")
         worker.kill()
-        cluster.restart(COORDINATOR)
-        for rank in range(2):
-            cluster.restart(Role.SHARD, rank)
+        restart_services(cluster)
         until(lambda: "has no checkpoint that can be restored" in cluster.log(COORDINATOR))
         (tmp_path / "elsewhere").rename(checkpoints)
         (worker,) = cluster.start_workers(train, args=(None,))
@@ -229,10 +235,8 @@ def test_two_servers_that_die_at_once_take_both_copies_with_them_and_the_newest_
         (worker,) = cluster.start_workers(train, args=(tmp_path, checkpoints))
         with paused(tmp_path):
             until(lambda: 6 in versions(checkpoints))
-            for rank in range(2):
-                cluster.kill(Role.SHARD, rank)
-            for rank in range(2):
-                cluster.restart(Role.SHARD, rank)
+            kill_servers(cluster)
+            restart_servers(cluster)
         _, values = value_of(worker)
         log = cluster.log(COORDINATOR)
     assert_close(values, plain([1] * STEPS))

@@ -17,6 +17,7 @@ from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server
 from axon_ps.rpc.service import Stub, service_handler
 from axon_ps.shard.client.client import ShardGroup
+from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.sharding import placement as placements
@@ -59,15 +60,18 @@ class FakeReports:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ready_for: list[tuple[int, int, float]] = []
+        self.ready_by: set[tuple[int, int, int]] = set()  # (generation, step, placement)
+        self.copied_slices: list[Copied] = []
         self.initialized_at: list[tuple[int, int]] = []
         self.snapshots: asyncio.Queue[tuple[int, tuple[SnapshotFile, ...], AxonError | None]] = asyncio.Queue()
         self.restores: asyncio.Queue[AxonError | int] = asyncio.Queue()
 
     def ready(self, ready: Ready, replica: int | None = None) -> None:
         self.ready_for.append((ready.generation, ready.step, math.fsum(ready.sums_of_squares)))
+        self.ready_by.add((ready.generation, ready.step, ready.placement))
 
     def copied(self, copied: Copied) -> None:
-        raise AssertionError("nothing is to be copied here")
+        self.copied_slices.append(copied)
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
         self.initialized_at.append((version, epoch))
@@ -172,11 +176,11 @@ class Job:
 
 @contextlib.asynccontextmanager
 async def job(
-    spec: JobSpec, *, servers: int = 1, workers: int = 1, optimizer: OptimizerSpec | None = None
+    spec: JobSpec, *, servers: int = 1, workers: int = 1, replication: int = 1, optimizer: OptimizerSpec | None = None
 ) -> AsyncIterator[Job]:
     """A running job, configured, with no values yet."""
     made = Job(spec, workers)
-    placement = placements.place(spec.plan(servers), [placements.Server(rank) for rank in range(servers)], 1)
+    placement = placements.place(spec.plan(servers), [placements.Server(rank) for rank in range(servers)], replication)
     try:
         for rank in range(servers):
             shell = ShardShell("j", threads=2)
@@ -184,6 +188,8 @@ async def job(
             reports = FakeReports(rank)
             made.reports.append(reports)
             shell.reports = reports
+            if replication > 1:
+                shell.links = Links(Security(), "n", "j", f"shard-{rank}")
             server = Server(
                 "127.0.0.1", 0, Security(), [service_handler(SERVICE, ShardServicer(shell))], [SERVICE.full_name]
             )

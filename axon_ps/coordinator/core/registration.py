@@ -111,10 +111,14 @@ class Registration:
         self.parameters.placement = placement
         self._find_owners()
 
-    def begin_copy(self, index: int, rank: int) -> None:
-        """A server is to get a copy of a slice."""
-        self.place(self.placement.copying(index, rank))
-        self._copying_since[index, rank] = self.placement_number
+    def change_placement(self, placement: Placement) -> None:
+        """The next placement; servers get what it says they are getting, and did not before."""
+        number = self.placement_number + 1
+        for index, (before, after) in enumerate(zip(self.placement.holders, placement.holders, strict=True)):
+            for rank in after.copying:
+                if rank not in before.copying:
+                    self._copying_since[index, rank] = number
+        self.place(replace(placement, number=number))
 
     def copied(self, shard: Member, report: Copied) -> bool:
         """A server has got slices; returns whether that is new."""
@@ -126,15 +130,15 @@ class Registration:
         if after.holders == p.placement.holders:
             return False
         p.holders[shard.rank] = shard.incarnation
-        self.place(after)
+        self.change_placement(after)
         return True
 
     def lose(self, rank: int) -> None:
         """A shard server is lost: others go on with what they hold, too."""
         p = self.parameters
         if p.initialized and p.placement is not None and rank in p.placement.servers:
-            self.place(p.placement.without(rank))
-            if rank not in p.placement.servers:
+            self.change_placement(p.placement.without(rank))
+            if rank not in self.placement.servers:
                 p.holders.pop(rank, None)
 
     def cancel_copies(self, rank: int) -> bool:
@@ -142,8 +146,7 @@ class Registration:
         placement = self.parameters.placement
         if placement is None or not any(rank in h.copying for h in placement.holders):
             return False
-        holders = tuple(replace(h, copying=tuple(r for r in h.copying if r != rank)) for h in placement.holders)
-        self.place(replace(placement, holders=holders, number=placement.number + 1))
+        self.change_placement(placement.not_copying(rank))
         return True
 
     def check_optimizer(self, optimizer: OptimizerSpec, spec: JobSpec | None, rank: int) -> OptimizerSpec | None:

@@ -36,7 +36,7 @@ from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.placement import Placement
 from axon_ps.sharding.plan import Slice
 from axon_ps.types import Array, DType, Hyper, Membership
-from axon_ps.wire.v1 import shard_pb2
+from axon_ps.wire.v1 import common_pb2, shard_pb2
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -126,11 +126,18 @@ class ShardGroup:
             end=end,
             array=array,
             chunk_numel=spec.options.chunk_numel,
-            context=context,
+            context=partial(self._context, context),
             deadline=deadline,
             same_host=self._same_host,
         )
         return spec, [s for s in plan.slices[unit] if s.begin < end and s.end > begin], transfer
+
+    def _context(self, context: MakeContext) -> common_pb2.CallContext:
+        """Who calls, and by which placement: a server that is behind catches up before it answers."""
+        made = context()
+        if self._placement is not None:
+            made.placement = self._placement.number
+        return made
 
     @staticmethod
     def warm_up(spec: JobSpec) -> None:
@@ -379,7 +386,8 @@ class ShardGroup:
         if values.dtype != np.float32:
             raise InvalidRequest(f"first values of unit {unit} are {values.dtype}; they travel as float32")
         t = transfer(dtype=DType.F32, epoch=epoch)
-        copies = max(len(h.complete) for h in self._placement.holders) if self._placement is not None else 1
+        assert self._placement is not None  # `_transfer` waited for it
+        copies = max(len(h.complete) for h in self._placement.holders)
         calls = [
             self._retries.call(self._transfers.store, _PUSHES, s, t, holder=holder)
             for s in slices

@@ -74,14 +74,15 @@ class Retries:
         pause_s = _FIRST_PAUSE_S
         while True:
             s = self._holder(s, holder)
-            stub = await self._stub(s, holder, connection, transfer)
-            if stub is None:
-                continue
+            if not self._peers.has(s.server) and not transfer.deadline.expired:
+                await self._peers.wait(transfer.deadline.remaining())
+                continue  # meanwhile another one may hold it
+            stub = await self._peers.stub(s.server, connection, transfer.deadline)
             try:
                 return await do(stub, s, transfer)
             except (Broken, Closed, GenerationChanged, SliceMoved) as error:
-                another_generation = isinstance(error, (GenerationChanged, SliceMoved))
-                if another_generation and not repeatable:
+                elsewhere = isinstance(error, (GenerationChanged, SliceMoved))
+                if elsewhere and not repeatable:
                     if isinstance(error, SliceMoved):  # the members have changed, which we are about to learn
                         raise StepAborted(f"the step is lost: {error}") from error
                     raise
@@ -90,17 +91,7 @@ class Retries:
                     raise Timeout(what) from error
             self.count += 1
             await self._peers.wait(pause_s)
-            if not another_generation:
+            if not elsewhere:
                 self._same_host.forget(s.server)
                 transfer = dataclasses.replace(transfer, socket_only=True, resume=not repeatable)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _stub(self, s: Slice, holder: int, connection: int, transfer: Transfer) -> Stub | None:
-        """How to reach the server of a slice; None once another one holds it, while it was waited for."""
-        while not self._peers.has(s.server):
-            if transfer.deadline.expired:
-                break
-            await self._peers.wait(transfer.deadline.remaining())
-            if self._holder(s, holder).server != s.server:
-                return None
-        return await self._peers.stub(s.server, connection, transfer.deadline)

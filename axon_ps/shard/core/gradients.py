@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from axon_ps.compress.compressor import Compressor
-from axon_ps.errors import InvalidRequest, Misuse, StepAborted
+from axon_ps.errors import InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.shard.core.slices import OwnedSlice, OwnedSlices
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType
@@ -165,7 +165,8 @@ class GradientSums:
             total: f32[c]; None when no replica had a gradient for the unit.
 
         Raises:
-            InvalidRequest: this server is no backup of it, or its length is wrong.
+            InvalidRequest: the unit is frozen, or its length is wrong.
+            SliceMoved: this server is no backup of it.
             StepAborted: the step ended without a commit.
         """
         owned = self._slices.of(unit, offset)
@@ -175,8 +176,10 @@ class GradientSums:
         attempt, accumulator = self.attempts[number], owned.accumulators[number]
         if step != attempt.step:
             return self._other_step(step, attempt)
-        if owned.primary or not owned.trainable:
-            raise InvalidRequest(f"a sum of unit {unit} was forwarded to a shard server that is no backup of it")
+        if not owned.trainable:
+            raise InvalidRequest(f"a sum of unit {unit} was forwarded, which is frozen")
+        if owned.primary:
+            raise SliceMoved(f"a sum of unit {unit} was forwarded to the primary of its slice")
         if accumulator.is_complete(index, attempt.replicas):
             self._counters["duplicates"] += 1
             return Push.DUPLICATE

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from axon_ps.compress import cast
 from axon_ps.errors import InvalidRequest, Misuse, SliceMoved
@@ -343,6 +344,7 @@ class OwnedSlices(dict[int, OwnedSlice]):
         """Set what slices there can be: the plan's over `num_cuts` servers."""
         self._spec, self._plan = spec, spec.plan(num_cuts)
         self.num_units = len(spec.layout.units)
+        self._first_parameter = tuple(accumulate((len(u.parameters) for u in spec.layout.units), initial=0))
 
     def place(self, placement: Placement, server: int) -> tuple[list[OwnedSlice], list[OwnedSlice]]:
         """Hold what a placement gives to `server`; returns the slices that are new, and those that are given up."""
@@ -367,9 +369,8 @@ class OwnedSlices(dict[int, OwnedSlice]):
 
     def _make(self, number: int) -> OwnedSlice:
         s, spec = self._plan.numbered[number], self._spec
-        units = spec.layout.units
-        first_parameter = sum(len(unit.parameters) for unit in units[: s.unit])
-        return OwnedSlice(number, s, units[s.unit], first_parameter, spec.options.chunk_numel, spec.precision)
+        unit, first_parameter = spec.layout.units[s.unit], self._first_parameter[s.unit]
+        return OwnedSlice(number, s, unit, first_parameter, spec.options.chunk_numel, spec.precision)
 
     def of(self, unit: int, offset: int) -> OwnedSlice:
         """The slice that element `offset` of `unit` is in.

@@ -129,11 +129,7 @@ class WireCopy:
 
     def encode_as(self, dtype: DType, index: int, version: int, values: Array) -> bytes:
         """The frame of chunk `index`, f32[c], in a dtype that the job does not send by itself."""
-        if dtype is not DType.F32:
-            out = np.empty(values.size, dtype.numpy)
-            cast.encode(values, out, dtype)
-            values = out
-        return self._frame(index, version, dtype, values)
+        return self._frame(index, version, dtype, cast.encoded(values, dtype))
 
     def encode_all(self, version: int, values: Array) -> int:
         """Make all frames, of f32[n] at a version; returns how many. Compressed ones move the residual."""

@@ -111,11 +111,10 @@ class Copying:
         while (owned := self._next()) is not None:
             try:
                 await self._copy(owned)
-            except AxonError as error:
-                _logger.info("copying slice %d from its primary: %s; trying again", owned.number, error)
-                await asyncio.sleep(_RETRY_S)
-            except Exception:
-                _logger.exception("copying slice %d from its primary failed; trying again", owned.number)
+            except Exception as error:
+                unforeseen = not isinstance(error, AxonError)
+                level = logging.ERROR if unforeseen else logging.INFO
+                _logger.log(level, "copying slice %d: %s; trying again", owned.number, error, exc_info=unforeseen)
                 await asyncio.sleep(_RETRY_S)
 
     async def _copy(self, owned: OwnedSlice) -> None:
@@ -123,7 +122,10 @@ class Copying:
         assert placement is not None
         stub = await self._links.stub(placement.holders[owned.number].primary)
         request = shard_pb2.CopyRequest(
-            context=self._links.context(self._model), slice=owned.number, version=engine.version, epoch=epoch
+            context=self._links.context(self._model, placement.number),
+            slice=owned.number,
+            version=engine.version,
+            epoch=epoch,
         )
         arrays, frames = _tensors(owned), []
         async with stub.open("Copy") as stream:

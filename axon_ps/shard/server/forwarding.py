@@ -3,6 +3,7 @@
 Each backup has a stream and a queue; a chunk is queued when its sum is complete, and looked up again when it is its
 turn, so what the decision has made pointless is dropped. A backup's `ready` is the acknowledgement: no step commits
 before it has every chunk. After a broken stream, everything complete is queued again; the backup drops duplicates.
+The first chunk by each placement says which that is: a backup takes none before it has heard that it is one.
 On one host a chunk is not sent but leased, and the backup reads it from the accumulator (`host.leases`).
 """
 
@@ -11,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
 
 from axon_ps.compress import cast
 from axon_ps.errors import AxonError
@@ -25,7 +24,7 @@ from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host.access import MIN_LEASED_BYTES
 from axon_ps.shard.server.links import Links
-from axon_ps.types import Array, DType
+from axon_ps.types import DType
 from axon_ps.wire.codec import dtype_to_proto
 from axon_ps.wire.frames import encode_chunk
 from axon_ps.wire.v1 import common_pb2
@@ -44,18 +43,14 @@ class _Sum:
     step: int
 
 
+@dataclass
 class _Follower:
-    """What is yet to be sent to one server."""
+    """One server: what is yet to be sent to it, the slices of which it follows us, and what sends."""
 
-    def __init__(self) -> None:
-        self.queue: deque[_Sum] = deque()
-        self.filled = asyncio.Event()
-        self.slices: frozenset[int] = frozenset()
-        self.task: asyncio.Task[None] | None = None
-
-    def put(self, item: _Sum) -> None:
-        self.queue.append(item)
-        self.filled.set()
+    queue: deque[_Sum] = field(default_factory=deque)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    slices: frozenset[int] = frozenset()
+    task: asyncio.Task[None] | None = None
 
 
 class Forwarding:
@@ -74,11 +69,13 @@ class Forwarding:
         self._followers: dict[int, _Follower] = {}
         self._followers_of: dict[int, tuple[int, ...]] = {}  # by slice
         self._leases = ReadLeases()
+        self._placed = 0  # number of the placement
 
     def place(self) -> None:
         """The placement has changed: end the streams to servers that follow no more, and catch up new ones."""
         placement, slices = self._engine.placement, self._engine.slices
         assert placement is not None
+        missed, self._placed = placement.number > self._placed + 1, placement.number  # what a server holds may be new
         primaries = [s for s in slices.values() if s.primary and s.trainable]
         self._followers_of = {s.number: placement.holders[s.number].followers for s in primaries}
         wanted: dict[int, set[int]] = {}
@@ -89,9 +86,9 @@ class Forwarding:
             self._end(rank)
         for rank, numbers in wanted.items():
             follower = self._followers.setdefault(rank, _Follower())
-            new, follower.slices = numbers - follower.slices, frozenset(numbers)
-            for item in self._complete(new):
-                self._put(rank, follower, item)
+            known, follower.slices = frozenset() if missed else follower.slices, frozenset(numbers)
+            for item in self._complete(numbers - known):
+                self._put(rank, item)
 
     def restart(self) -> None:
         """Another generation: the streams of the one before end."""
@@ -111,7 +108,7 @@ class Forwarding:
         if ranks := self._followers_of.get(owned.number):
             item = _Sum(owned.number, index, number, self._engine.gradients.attempts[number].step)
             for rank in ranks:
-                self._put(rank, self._followers[rank], item)
+                self._put(rank, item)
 
     def settled(self) -> None:
         """A step is decided: its sums are about to be used or dropped."""
@@ -119,8 +116,10 @@ class Forwarding:
 
     # ------------------------------------------------------------------ inside
 
-    def _put(self, rank: int, follower: _Follower, item: _Sum) -> None:
-        follower.put(item)
+    def _put(self, rank: int, item: _Sum) -> None:
+        follower = self._followers[rank]
+        follower.queue.append(item)
+        follower.filled.set()
         if follower.task is None:
             follower.task = asyncio.get_running_loop().create_task(self._run(rank, follower))
 
@@ -129,7 +128,7 @@ class Forwarding:
         if task is not None:
             task.cancel()
 
-    def _complete(self, numbers: set[int]) -> Iterator[_Sum]:
+    def _complete(self, numbers: Set[int]) -> Iterator[_Sum]:
         gradients = self._engine.gradients
         for number, attempt in enumerate(gradients.attempts):
             for owned in map(self._engine.slices.__getitem__, sorted(numbers)):
@@ -151,21 +150,29 @@ class Forwarding:
                 leases = not leases  # what failed is not tried the same way again
                 await asyncio.sleep(_RETRY_S)
                 follower.queue.clear()
-                follower.queue.extend(self._complete(set(follower.slices)))
+                follower.queue.extend(self._complete(follower.slices))
+
+    def _is_wanted(self, item: _Sum, follower: _Follower) -> bool:
+        """Whether a sum is still of the step under way, and of a slice that is followed."""
+        attempts = self._engine.gradients.attempts
+        if item.slice not in follower.slices or item.number >= len(attempts):
+            return False
+        attempt, accumulator = attempts[item.number], self._engine.slices[item.slice].accumulators[item.number]
+        return attempt.step == item.step and accumulator.is_complete(item.index, attempt.replicas)
 
     async def _send(self, stream: Stream, follower: _Follower, readable: bool) -> None:
         engine, wire = self._engine, self._engine.precision.grad
-        header = common_pb2.Chunk(context=self._links.context(self._model))
+        header, told = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
         while True:
             while follower.queue:
                 item = follower.queue.popleft()
-                owned = engine.slices.get(item.slice)
-                attempts = engine.gradients.attempts
-                if owned is None or item.number >= len(attempts) or attempts[item.number].step != item.step:
+                if not self._is_wanted(item, follower):
                     continue
+                owned = engine.slices[item.slice]
                 accumulator = owned.accumulators[item.number]
-                if not accumulator.is_complete(item.index, attempts[item.number].replicas):
-                    continue
+                if told != self._placed:
+                    told = self._placed
+                    header.context.CopyFrom(self._links.context(self._model, told))
                 elements = owned.chunks.ranges[item.index]
                 header.step, header.unit, header.replica = item.step, owned.chunks.unit, item.number
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start
@@ -180,17 +187,10 @@ class Forwarding:
                 else:
                     if total is not None and accumulator.rounds and wire is not DType.F32:
                         header.dtype = dtype_to_proto(wire)
-                        total = rounded(total, wire)
+                        total = cast.encoded(total, wire)
                         nbytes = total.nbytes
                     await stream.write(encode_chunk(header, total))
                 header.ClearField("context")
                 engine.counters["bytes_forwarded"] += nbytes
             follower.filled.clear()
             await follower.filled.wait()
-
-
-def rounded(values: Array, dtype: DType) -> Array:
-    """f32 values that are some of `dtype` already, in that."""
-    out = np.empty(values.size, dtype.numpy)
-    cast.encode(values, out, dtype)
-    return out

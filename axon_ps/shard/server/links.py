@@ -35,9 +35,15 @@ class Links:
         self._peers.set_members(membership)
         self._same_host.set_members(membership, me)
 
-    def context(self, model: int) -> CallContext:
-        """Who calls."""
-        return CallContext(job=self._job, generation=self._generation, incarnation=self._incarnation, model=model)
+    def context(self, model: int, placement: int = 0) -> CallContext:
+        """Who calls, about which model, and by which placement of it."""
+        return CallContext(
+            job=self._job,
+            generation=self._generation,
+            incarnation=self._incarnation,
+            model=model,
+            placement=placement,
+        )
 
     async def stub(self, rank: int) -> Stub:
         """How to reach a server, once it is a member; whoever waits is cancelled when the generation ends."""

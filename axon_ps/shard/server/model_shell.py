@@ -413,13 +413,24 @@ class ModelShell:
             self._report_ready()
         return True
 
-    async def push_sum(self, step: int, unit: int, offset: int, number: int, total: Array | None) -> bool:
-        """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more."""
+    async def push_sum(
+        self, step: int, unit: int, offset: int, number: int, total: Array | None, placement: int
+    ) -> bool:
+        """Take a chunk of a sum from the primary; False for a duplicate, or one that is of no use any more.
+
+        Raises:
+            SliceMoved: by `placement`, the number of the one that the primary goes by, this server is no backup.
+        """
         try:
             while (done := self.engine.gradients.push_sum(step, unit, offset, number, total)) is Push.WAIT:
                 await self._waiters.wait(unit)
-        except (StepAborted, SliceMoved):
+        except StepAborted:
             return False
+        except SliceMoved:
+            assert self.engine.placement is not None
+            if placement < self.engine.placement.number:
+                return False
+            raise
         if done is Push.DUPLICATE:
             return False
         self._report_ready()

@@ -210,6 +210,9 @@ class ShardServicer:
         shell, member = await self._shell.fence_server(header.context)
         async with shell.pushing(header.context.generation):
             while message is not EOF:
+                if header.HasField("context"):
+                    placement = header.context.placement
+                    await self._shell.fence_server(header.context)
                 total, nbytes = None, payload.nbytes
                 if header.leases:
                     total = self._leased_sum(shell.engine, member, header)
@@ -217,7 +220,7 @@ class ShardServicer:
                 elif not header.absent:
                     total = _total(header, payload)
                 shell.engine.counters["bytes_followed"] += nbytes
-                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total)
+                await shell.push_sum(header.step, header.unit, header.offset, header.replica, total, placement)
                 message = await self._idle.next(context.read())
                 if message is not EOF:
                     header, payload = decode_chunk(message)
@@ -324,12 +327,7 @@ def _total(header: common_pb2.Chunk, payload: memoryview) -> Array:
     dtype = dtype_from_proto(header.dtype)
     if dtype not in WIRE_DTYPES:
         raise InvalidRequest(f"sums cannot travel as {dtype.value}")
-    values = payload_array(header, payload, header.numel)
-    if dtype is DType.F32:
-        return values
-    widened = np.empty(values.size, np.float32)
-    cast.decode(values, widened, dtype)
-    return widened
+    return cast.decoded(payload_array(header, payload, header.numel), dtype)
 
 
 def _count(engine: ShardEngine, direction: str, message_bytes: int) -> None:

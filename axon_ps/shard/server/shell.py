@@ -231,7 +231,7 @@ class ShardShell:
     # ------------------------------------------------------------------ streams
 
     async def fence(self, context: CallContext) -> tuple[ModelShell, Member]:
-        """The model and the worker that calls, once our generation is the caller's and the layout is known.
+        """The model and the worker that calls, once our generation is the caller's and we know its placement.
 
         Raises:
             PermissionDenied: another job, or not a worker of the generation it names.
@@ -289,4 +289,6 @@ class ShardShell:
         if context.model in self._released or context.generation < self._generation:
             return True
         model = self._models.get(context.model)
-        return model is not None and model.engine.configured and model.engine.generation >= context.generation
+        if model is None or (placement := model.engine.placement) is None:
+            return False
+        return model.engine.generation >= context.generation and placement.number >= context.placement

@@ -78,7 +78,7 @@ def test_a_sum_is_in_rank_order_whatever_the_order_of_arrival(order: Sequence[in
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_interleaving_of_every_operation_gives_the_oracles_result(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stripes, "SEGMENT_BYTES", 16)

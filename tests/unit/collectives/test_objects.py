@@ -42,7 +42,7 @@ def kinds(value: Any) -> Any:
     return type(value), [kinds(v) for v in value] if isinstance(value, (list, tuple)) else None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values)
 def test_what_comes_out_is_what_went_in(value: Any) -> None:
     found = decode(encode(value, "a test"), "a test")

@@ -75,7 +75,7 @@ def test_int8_is_what_numpy_makes(numel: int) -> None:
     assert unpacked(c, data, numel).tobytes() == expected.tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(arrays(np.float32, st.integers(1, 70), elements=FINITE))
 def test_int8_loses_at_most_half_a_scale(values: Array) -> None:
     c = compressor("int8", block_numel=16)
@@ -96,7 +96,7 @@ def test_int8_keeps_what_is_exact() -> None:
     assert residual.tobytes() == tiny.tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     arrays(np.float32, st.integers(0, 70), elements=st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -3.0, 1e-42, 7e8])),
     st.sampled_from([0.001, 0.1, 0.5, 1.0]),

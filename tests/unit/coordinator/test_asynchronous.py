@@ -142,7 +142,7 @@ def test_a_worker_with_another_policy_is_refused(ours: Policy) -> None:
 
 
 @given(bound=st.integers(0, 3), replicas=st.integers(1, 4), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_the_order_the_bound_holds_and_somebody_can_always_go_on(
     bound: int, replicas: int, data: st.DataObject
 ) -> None:

@@ -312,7 +312,7 @@ class Simulation:
     workers=st.integers(1, 3),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_gradient_counts_once_everywhere_in_one_order(policy: Policy, workers: int, seed: int) -> None:
     rng = random.Random(seed)
     sim = Simulation(policy, workers)

@@ -180,7 +180,7 @@ def on_nodes(ranks: Iterable[int], nodes: dict[int, str]) -> int:
 
 
 @given(st.integers(0, 1 << 32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_servers_do_every_slice_gets_its_copies_and_loads_become_even(seed: int) -> None:
     world = World(seed)
     for _ in range(world.random.randint(1, 8)):

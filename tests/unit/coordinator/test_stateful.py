@@ -349,7 +349,6 @@ TestCoordinatorStateful = pytest.mark.timeout(300)(Coordinator.TestCase)
 TestCoordinatorStateful.settings = settings(
     max_examples=40,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

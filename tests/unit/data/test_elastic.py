@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_ps.data.elastic import ElasticBatch, MicroBatch, Place, Position, SamplePlan
@@ -66,7 +66,6 @@ def test_survivors_take_over_the_same_samples_in_the_same_cut() -> None:
     assert five == [[(0, 7)], [(7, 14)], [(14, 20)], [(20, 26)], [(26, 32)]], "all of them take part"
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 60),
     samples=st.integers(1, 20),

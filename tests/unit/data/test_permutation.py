@@ -22,7 +22,7 @@ def test_every_number_stands_at_one_position(short: int, monkeypatch: pytest.Mon
         assert len(order) == length
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(length=st.integers(1, 1 << 40), seed=st.integers(0, (1 << 64) - 1), epoch=st.integers(0, (1 << 64) - 1))
 def test_a_stretch_needs_nothing_of_the_rest(length: int, seed: int, epoch: int) -> None:
     order = Permutation(length, seed, epoch)

@@ -33,7 +33,7 @@ def replicas(dataset: int, n: int, **options: Any) -> list[DistributedSampler]:
 STRETCHES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20), st.sampled_from(["resize", "load", "fetch"])))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     length=st.integers(0, 120),
     last=st.integers(1, 9),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_ps.kernels import stream_copy
 
 
-@settings(deadline=None)  # the first one compiles
 @given(
     size=st.integers(0, 1000) | st.sampled_from([63, 64, 65, 4096, 100_003]),
     to=st.integers(0, 130),

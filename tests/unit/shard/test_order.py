@@ -31,7 +31,7 @@ def numpy_sum(grads: list[list[Array]], unit: int, dtype: DType) -> Array:
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
     units = data.draw(st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=3), min_size=1, max_size=3), "units")
@@ -87,7 +87,7 @@ def test_every_interleaving_gives_the_same_bits(data: st.DataObject) -> None:
     assert np.isclose(sum(x for of_server in sums for x in of_server or ()), total, rtol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(order=st.permutations(range(12)), length=st.integers(1, 8), dtype=st.sampled_from([DType.F32, DType.BF16]))
 def test_chunks_may_be_applied_in_any_order_and_in_runs(order: list[int], length: int, dtype: DType) -> None:
     layout = layout_of([100, 20], [60])

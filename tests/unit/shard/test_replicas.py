@@ -280,13 +280,13 @@ def test_workers_push_to_the_primary_and_the_primary_forwards_to_backups() -> No
     unit, ones = owned.chunks.unit, np.ones(end - begin, np.float32)
     with pytest.raises(InvalidRequest, match="a backup of unit 0 .*push to the primary"):
         backup.gradients.push(1, unit, begin, 0, DType.F32, ones)
-    with pytest.raises(InvalidRequest, match="forwarded to a shard server that is no backup"):
+    with pytest.raises(SliceMoved, match="forwarded to the primary of its slice"):
         primary.gradients.push_sum(1, unit, begin, 0, ones)
     with pytest.raises(InvalidRequest, match=f"has {ones.size + 1} elements; it must have {ones.size}"):
         backup.gradients.push_sum(1, unit, begin, 0, np.ones(ones.size + 1, np.float32))
     with pytest.raises(InvalidRequest, match="of attempt 3 was forwarded; there are 1"):
         backup.gradients.push_sum(1, unit, begin, 3, ones)
-    with pytest.raises(InvalidRequest, match="no backup"):
+    with pytest.raises(InvalidRequest, match="which is frozen"):
         backup.gradients.push_sum(1, 2, 0, 0, ones)  # frozen
     missing = backup.gradients.attempts[0].missing
     assert backup.gradients.push_sum(1, unit, begin, 0, ones) is Push.SUMMED

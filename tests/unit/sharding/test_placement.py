@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_ps.errors import InvalidRequest
@@ -34,7 +34,6 @@ sizes_of_units = st.lists(st.integers(1, 2000), min_size=1, max_size=20)
 
 
 @given(sizes_of_units, st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.integers(1, 4))
-@settings(deadline=None)
 def test_every_slice_of_a_new_model_has_holders_on_different_nodes(
     sizes: list[int], nodes: list[str], replication: int
 ) -> None:
@@ -51,7 +50,6 @@ def test_every_slice_of_a_new_model_has_holders_on_different_nodes(
 
 @pytest.mark.parametrize("several_nodes", [False, True])
 @given(sizes_of_units, st.integers(2, 6), st.integers(2, 3))
-@settings(deadline=None)
 def test_backups_of_a_server_are_spread_evenly_over_all_others(
     several_nodes: bool, sizes: list[int], count: int, replication: int
 ) -> None:
@@ -91,7 +89,8 @@ def test_a_lost_server_is_replaced_by_backups_but_stays_the_holder_of_what_nobod
         Holders((3, 2)),
     )
     assert placement.holders[0] == Holders((1, 2)), "a placement is a value; it does not change"
-    assert (placement.number, placement.without(1).number, placement.without(1).num_cuts) == (1, 2, 3)
+    assert placement.without(1).num_cuts == 3
+    assert placement.not_copying(2).holders == (*placement.holders[:2], Holders((1,)), placement.holders[3])
 
 
 def test_a_copy_is_begun_and_completed() -> None:

@@ -77,7 +77,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
         assert reader.metadata == {"who": "them"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     numels=st.dictionaries(st.text(min_size=1, max_size=8), st.integers(0, 300), min_size=1, max_size=6),
     piece=st.integers(1, 500),
@@ -212,7 +212,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) 
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_damage_to_the_header_is_our_error_or_none(data: st.DataObject) -> None:
     store = open_store("memory://damage")

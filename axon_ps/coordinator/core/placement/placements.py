@@ -94,26 +94,27 @@ class Placements:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
                 continue
-            followed = self._follows(model).registration.placement_number
-            given = r.placement_number, followed, self._assembly.generation, self._assembly.draining
+            numbers = tuple(m.registration.placement_number for m in self._models.registered)
+            given = numbers, self._assembly.generation, self._assembly.draining
             if self._settled.get(model.number) == given:
                 continue
             moves = self._moves(model)
             if not moves:
                 self._settled[model.number] = given
-            before = r.placement_number
+            placement = r.placement
             if not self._under_way():  # those of before may have been given up
                 self._began = math.inf
             for move in moves:
                 if isinstance(move, Promote):
                     if model is ending and not self._snapshots.under_way:
-                        r.place(r.placement.promoted(move.index, move.rank))
+                        placement = placement.promoted(move.index, move.rank)
                 elif isinstance(move, Drop):
-                    r.place(r.placement.dropped(move.index, move.rank))
+                    placement = placement.dropped(move.index, move.rank)
                 elif ending is None and now >= self._rest_until:
-                    r.begin_copy(move.index, move.rank)
+                    placement = placement.copying(move.index, move.rank)
                     self._began = min(self._began, now)
-            if r.placement_number != before:
+            if placement is not r.placement:
+                r.change_placement(placement)
                 self._changed(model)
 
     def next_deadline(self) -> float:
