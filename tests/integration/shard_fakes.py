@@ -254,7 +254,7 @@ class CuttingProxy:
         there_reader, there_writer = await asyncio.open_connection(*self._target)
         try:
             await asyncio.gather(self._pump(reader, there_writer, "up"), self._pump(there_reader, writer, "down"))
-        except ConnectionError:
+        except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
             for end in (writer, there_writer):

@@ -17,7 +17,7 @@ import pytest
 from axon_ps.coordinator.core.events import Event, JobState
 from axon_ps.sharding import placement as placements
 from axon_ps.types import Array, Decision, Outcome
-from shard_fakes import TIMEOUT_S, Job, job, spec_of
+from shard_fakes import TIMEOUT_S, CuttingProxy, Job, job, spec_of
 
 SPEC = spec_of(1500, 700, chunk_numel=128)
 SERVERS, WORKERS, STEPS = 3, 2, 12
@@ -125,10 +125,17 @@ async def train(made: Job, coordinator: Coordinator, rank: int, values: list[Arr
     )
 
 
-async def run(seed: int) -> None:
+async def run(seed: int, *, cuts: bool = False) -> None:
     rng = random.Random(seed)
     async with contextlib.AsyncExitStack() as stack:
         made = await stack.enter_async_context(job(SPEC, servers=SERVERS, workers=WORKERS, replication=2))
+        proxies = []
+        if cuts:  # every connection to a server breaks after so many bytes, the first ones at least
+            for address in made.addresses:
+                limits = [rng.randrange(500, 9_000) for _ in range(20)]
+                proxies.append(await stack.enter_async_context(CuttingProxy(address, up=limits)))
+            made.addresses = [proxy.address for proxy in proxies]
+            made.tell(made.membership)
         coordinator = Coordinator(made, rng)
         stack.push_async_callback(coordinator.close)
         await asyncio.sleep(0)
@@ -146,8 +153,14 @@ async def run(seed: int) -> None:
             coordinator.send(Decision(step=made.step - 1, generation=1, outcome=Outcome.COMMIT, version=made.version))
             values = [v - sum(rank + 1 + unit for rank in range(WORKERS)) for unit, v in enumerate(values)]
             await until(lambda: coordinator.known == [made.version] * WORKERS)
+        assert all(proxy.cuts > 1 for proxy in proxies)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_end_whoever_hears_of_a_placement_first(seed: int) -> None:
     asyncio.run(run(seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sum_that_is_lost_with_its_connection_is_sent_again(seed: int) -> None:
+    asyncio.run(run(seed, cuts=True))

@@ -30,6 +30,7 @@ from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.stream_pool import StreamPool
+from axon_ps.rpc.together import together
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto
@@ -159,7 +160,7 @@ class CollectiveClient:
         servers = [(home + stripe) % num_servers for stripe in range(stripes)]
         first = group.rank + 1  # ranks begin with different servers: no network card gets the first segments of all
         order = sorted(range(stripes), key=lambda stripe: (servers[stripe] - first) % num_servers)
-        await _together(
+        await together(
             [self._run_stripe(group, plans[s], ranks[servers[s]], buffers, flow_control, deadline) for s in order]
         )
 
@@ -189,7 +190,7 @@ class CollectiveClient:
                 upload = self._upload(
                     stream, group.rank, rest, buffers.source, buffers.source_starts, None, before_sending
                 )
-                await _together([upload, download])
+                await together([upload, download])
             else:
                 await download
             if numel and plan.call.operation is Operation.ALL_REDUCE:  # with the result, all that we sent is used
@@ -379,17 +380,3 @@ async def _in_time(call: Coroutine[Any, Any, T], deadline: Deadline, what: str) 
         if isinstance(error, Disagreement):
             raise
         raise InternalError(f"{what} was refused by a shard server: {error}") from error
-
-
-async def _together(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all concurrently; the first error cancels the others, and is raised when they have ended."""
-    if len(calls) == 1:
-        return await calls[0]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -10,13 +10,11 @@ What is retried and what is not: see `shard.client.retries`.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import logging
-from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.together import together
 from axon_ps.shard.client import transfers
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers
@@ -207,7 +206,7 @@ class ShardGroup:
                 one_version=not spec.policy.asynchronous,
                 compressor=how,
             )
-            versions = await _together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
+            versions = await together([self._retries.call(self._transfers.pull, _GATHERS, s, t) for s in slices])
             if min(versions) == max(versions) or spec.policy.asynchronous:
                 return max(min(versions), min_version)
             min_version = max(versions)  # some owners committed in between: ask all of them for the later one
@@ -315,7 +314,7 @@ class ShardGroup:
             s = self._holder(s)
             return await self._transfers.pull(await self._peers.stub(s.server, _GATHERS, t.deadline), s, t)
 
-        return max(await _together([pull(s) for s in slices]))
+        return max(await together([pull(s) for s in slices]))
 
     async def reduce_scatter(
         self,
@@ -361,7 +360,7 @@ class ShardGroup:
         if how is not None and grad is not None:
             t = dataclasses.replace(t, residuals=self._feedback.open(unit, t.begin, t.end, step))
         push = self._transfers.push
-        await _together([self._retries.call(push, _PUSHES, s, t, repeatable=False) for s in slices])
+        await together([self._retries.call(push, _PUSHES, s, t, repeatable=False) for s in slices])
 
     async def upload(
         self, unit: int, values: Array, *, context: MakeContext, timeout_s: float | None, epoch: int = 0
@@ -393,7 +392,7 @@ class ShardGroup:
             for s in slices
             for holder in range(copies)
         ]
-        await _together(calls)
+        await together(calls)
 
     async def stats(self, server: int, *, context: MakeContext, timeout_s: float | None = 10.0) -> dict[str, float]:
         """The counters of one shard server, as its `statistics()` returns them.
@@ -437,17 +436,3 @@ def _range(spec: JobSpec, unit: int, begin: int, end: int | None, array: Array |
             f"{array.strides}; needed is a contiguous 1-D array of {end - begin} elements"
         )
     return begin, end
-
-
-async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first error ends the others, and is raised once they are over."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -3,6 +3,7 @@
 Each backup has a stream and a queue; a chunk is queued when its sum is complete, and looked up again when it is its
 turn, so what the decision has made pointless is dropped. A backup's `ready` is the acknowledgement: no step commits
 before it has every chunk. After a broken stream, everything complete is queued again; the backup drops duplicates.
+Nothing is sent back: what is read is the end of the stream, or nobody would notice that what was written last is lost.
 The first chunk by each placement says which that is: a backup takes none before it has heard that it is one.
 On one host a chunk is not sent but leased, and the backup reads it from the accumulator (`host.leases`).
 """
@@ -16,10 +17,11 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from axon_ps.compress import cast
-from axon_ps.errors import AxonError
+from axon_ps.errors import AxonError, Broken, GenerationChanged
 from axon_ps.host.leases import ReadLeases, address_of
 from axon_ps.host.process_memory import grant
 from axon_ps.rpc.stream import Stream
+from axon_ps.rpc.together import together
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host.access import MIN_LEASED_BYTES
@@ -143,9 +145,12 @@ class Forwarding:
                 stub = await self._links.stub(rank)
                 readable = leases and await self._links.reads_us(rank, stub, self._model)
                 async with stub.open("Replicate") as stream:
-                    await self._send(stream, follower, readable)
-            except AxonError as error:
-                _logger.info("forwarding gradients to shard server %d: %s; trying again", rank, error)
+                    await together([self._send(stream, follower, readable), _read_end(stream)])
+            except Exception as error:
+                unforeseen = not isinstance(error, AxonError)
+                level = logging.ERROR if unforeseen else logging.INFO
+                if not isinstance(error, GenerationChanged):  # of which we are about to hear
+                    _logger.log(level, "forwarding to server %d: %s; trying again", rank, error, exc_info=unforeseen)
                 self._links.forget(rank)
                 leases = not leases  # what failed is not tried the same way again
                 await asyncio.sleep(_RETRY_S)
@@ -194,3 +199,9 @@ class Forwarding:
                 engine.counters["bytes_forwarded"] += nbytes
             follower.filled.clear()
             await follower.filled.wait()
+
+
+async def _read_end(stream: Stream) -> None:
+    """Wait for the end of a stream on which nothing is sent back; raises why it ended."""
+    await stream.read()
+    raise Broken(f"{stream.place} was ended by the backup")

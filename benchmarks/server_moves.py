@@ -1,0 +1,155 @@
+"""Step time while a shard server is added and one is drained, against step time while nothing moves, in one job.
+
+Two workers and two shard servers on this machine, a 17M-parameter residual MLP under FULL_SHARD with few rows a batch,
+so that a step is mostly what the servers do. In each round a server is added, slices move to it until the loads are
+even, and one is drained, whose slices move to the others; no step may be aborted. A phase lasts until nothing has been
+copied for two seconds. Everything shares the cores of this machine; what a new server takes of them to start, which is
+a second of one, is not counted.
+
+    python benchmarks/server_moves.py [--rounds 3] [--replication 1 2] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _report
+import axon_ps
+from axon_ps import parallel
+from axon_ps.testing import LocalCluster
+from step_worker import Block, ResidualMLP
+
+WIDTH, BLOCKS, TOKENS = 1024, 8, 8
+QUIET_S = 2.0
+LIMIT_S = 120.0
+
+
+def train(directory: Path) -> dict[str, Any]:
+    """Train until there is a file `stop`; when steps committed (monotonic clock), and how many did not."""
+    torch.set_num_threads(1)
+    commits: list[float] = []
+    aborted = 0
+    with axon_ps.World.init(timeout_s=120.0) as world:
+        torch.manual_seed(0)
+        model = parallel.FSDP(ResidualMLP(WIDTH, BLOCKS), world.default_group, unit_types={Block})
+        optimizer = parallel.AdamW(model, lr=1e-3)
+        last = 0
+        while not last or world.version < last:
+            model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
+            if optimizer.step().committed:
+                commits.append(time.monotonic())
+            else:
+                aborted += 1
+            optimizer.zero_grad()
+            stop = directory / "stop"
+            if not last and stop.exists():
+                last = int(stop.read_text() or 0)
+    return {"commits": commits, "aborted": aborted}
+
+
+def copied(cluster: LocalCluster) -> float:
+    """Slices that servers have got so far."""
+    return float(cluster.status().counters.get("slices_copied", 0.0))
+
+
+def settle(cluster: LocalCluster, servers: int) -> None:
+    """Wait until there are so many servers, and nothing has been copied for a while."""
+    deadline, count, since = time.monotonic() + LIMIT_S, -1.0, time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"slices still move after {LIMIT_S:g} s")
+        if len(cluster.status().membership.shards) != servers or copied(cluster) != count:
+            count, since = copied(cluster), time.monotonic()
+        time.sleep(0.05)
+
+
+def measure(replication: int, rounds: int) -> list[dict[str, Any]]:
+    """The phases of a job, and what its steps took in each."""
+    phases: list[tuple[str, float, float, float]] = []
+    directory = Path(tempfile.mkdtemp())
+    with LocalCluster(shards=2, world_size=2, replication=replication) as cluster:
+
+        def phase(name: str, began: float, ended: float, before: float) -> None:
+            phases.append((name, began, ended, copied(cluster) - before))
+
+        workers = cluster.start_workers(train, args=(directory,))
+        while cluster.status().version < 20:
+            time.sleep(0.1)
+        for _ in range(rounds):
+            settle(cluster, 2)
+            began = time.monotonic()
+            time.sleep(4.0)
+            phase("nothing moves", began, time.monotonic(), copied(cluster))
+            before = copied(cluster)
+            index = cluster.add_shard()
+            began = time.monotonic()
+            settle(cluster, 3)
+            phase("added", began, time.monotonic() - QUIET_S, before)
+            before, began = copied(cluster), time.monotonic()
+            cluster.drain(index)
+            phase("drained", began, time.monotonic(), before)
+        (directory / "new").write_text(str(cluster.status().version + 10))
+        (directory / "new").rename(directory / "stop")
+        results: list[Any] = [worker.result() for worker in workers]
+    if errors := [result.error for result in results if result.error]:
+        raise RuntimeError(errors[0])
+    if aborted := sum(result.value["aborted"] for result in results):
+        raise RuntimeError(f"{aborted} steps were aborted; none may be")
+    return table(replication, phases, results[0].value["commits"])
+
+
+def table(
+    replication: int, phases: list[tuple[str, float, float, float]], commits: list[float]
+) -> list[dict[str, Any]]:
+    """A row a phase: all rounds together."""
+    rows: list[dict[str, Any]] = []
+    for name in ("nothing moves", "added", "drained"):
+        times = [
+            b - a
+            for what, began, ended, _ in phases
+            for a, b in itertools.pairwise(commits)
+            if what == name and began <= a and b <= ended
+        ]
+        median, mean = statistics.median(times), statistics.mean(times)
+        base = rows[0] if rows else {"median_s": median, "mean_s": mean}
+        rows.append(
+            {
+                "replication": replication,
+                "phase": name,
+                "steps": len(times),
+                "median_s": round(median, 4),
+                "mean_s": round(mean, 4),
+                "median_ratio": round(median / base["median_s"], 3),
+                "mean_ratio": round(mean / base["mean_s"], 3),
+                "slices copied": int(sum(count for what, _, _, count in phases if what == name)),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replication", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--quick", action="store_true", help="one round, replication 2")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.replication = 1, [2]
+    rows = [row for replication in options.replication for row in measure(replication, options.rounds)]
+    columns = tuple(rows[0])
+    _report.table("Steps while shard servers come and go", columns, [[r[c] for c in columns] for r in rows])
+    settings = {"width": WIDTH, "blocks": BLOCKS, "tokens": TOKENS, "rounds": options.rounds}
+    _report.write("server_moves", rows, settings=settings)
+
+
+if __name__ == "__main__":
+    main()
