@@ -93,6 +93,9 @@ def measure(replication: int, rounds: int) -> list[dict[str, Any]]:
             began = time.monotonic()
             settle(cluster, 3)
             phase("added", began, time.monotonic() - QUIET_S, before)
+            began = time.monotonic()
+            time.sleep(4.0)
+            phase("three servers", began, time.monotonic(), copied(cluster))
             before, began = copied(cluster), time.monotonic()
             cluster.drain(index)
             phase("drained", began, time.monotonic(), before)
@@ -111,7 +114,7 @@ def table(
 ) -> list[dict[str, Any]]:
     """A row a phase: all rounds together."""
     rows: list[dict[str, Any]] = []
-    for name in ("nothing moves", "added", "drained"):
+    for name in ("nothing moves", "added", "three servers", "drained"):
         times = [
             b - a
             for what, began, ended, _ in phases

@@ -37,7 +37,7 @@ from axon_ps.types import Member
 REST = 4.0
 """No copies are begun for so many times as long as the last ones took."""
 
-BUDGET_NUMEL = 1 << 22
+BUDGET_NUMEL = 1 << 21
 """Elements of the slices of a model that may be copied at a time; one slice always may."""
 
 
