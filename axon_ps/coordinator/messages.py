@@ -280,7 +280,11 @@ def event_to_proto(event: ServerEvent) -> session_pb2.SessionEvent:
     if isinstance(event, SnapshotOrder):
         return session_pb2.SessionEvent(
             snapshot=checkpoint_pb2.SnapshotOrder(
-                id=event.id, uri=event.uri, version=event.version, models=map(codec.progress_to_proto, event.models)
+                id=event.id,
+                uri=event.uri,
+                version=event.version,
+                models=map(codec.progress_to_proto, event.models),
+                background=event.background,
             )
         )
     if isinstance(event, RestoreOrder):
@@ -313,7 +317,9 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
     if kind == "snapshot":
         order = message.snapshot
         models = tuple(map(codec.progress_from_proto, order.models))
-        return SnapshotOrder(id=order.id, uri=order.uri, version=order.version, models=models)
+        return SnapshotOrder(
+            id=order.id, uri=order.uri, version=order.version, models=models, background=order.background
+        )
     if kind == "restore":
         return restore_from_proto(message.restore)
     if kind == "welcome":

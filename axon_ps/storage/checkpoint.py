@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
+from axon_ps.host.priority import AT_ONCE, Pace
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.types import NUMBERS, Array, DType
@@ -64,8 +66,8 @@ class SafetensorsWriter:
     See Note: [Copied, then written] of `writer_thread`.
     """
 
-    def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
-        self._thread = WriterThread(sink)
+    def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], pace: Pace) -> None:
+        self._thread = WriterThread(sink, pace)
         self._written = ("", 0)
         self._left = [(t.name, t.nbytes) for t in reversed(tensors)]
         self._missing = 0
@@ -113,7 +115,7 @@ class SafetensorsWriter:
 
 @contextlib.contextmanager
 def create_file(
-    store: FileStore, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]
+    store: FileStore, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], pace: Pace = AT_ONCE
 ) -> Iterator[SafetensorsWriter]:
     """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
 
@@ -122,10 +124,11 @@ def create_file(
         name: its name.
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
+        pace: how it is written.
     """
     size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
     with store.create(name, size_bytes) as sink:
-        writer = SafetensorsWriter(sink, tensors, metadata)
+        writer = SafetensorsWriter(sink, tensors, metadata, pace)
         try:
             yield writer
             writer.finish(name)
@@ -211,8 +214,8 @@ def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
 
 
-def check_file(store: FileStore, entry: FileEntry) -> None:
-    """Compare a file with its manifest.
+def check_file(store: FileStore, entry: FileEntry, pace: Pace = AT_ONCE) -> None:
+    """Compare a file with its manifest, at a pace.
 
     Raises:
         CheckpointCorrupt: it is missing, of another size, or of another content.
@@ -227,7 +230,9 @@ def check_file(store: FileStore, entry: FileEntry) -> None:
                     "truncated or was replaced"
                 )
             for begin in range(0, source.size, BLOCK_BYTES):
+                began_s = time.monotonic()
                 digest.update(source.read(begin, BLOCK_BYTES))
+                pace.rest(time.monotonic() - began_s)
     except CheckpointNotFound as error:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
     if digest.hexdigest() != entry.sha256:

@@ -4,7 +4,7 @@ Note: [Copied, then written]
     A step that follows a checkpoint's version may change a slice only when its values have been read (see "Apply and
     snapshot" in `shard.server.apply`). Reading them at the speed of memory instead of the storage's makes that wait
     short: values are copied into blocks, at most `BUFFER_BYTES` in all, and this thread hashes and writes the blocks,
-    at low priority. Whoever has more values than that waits until blocks are free again.
+    at low priority. Whoever has more values than that waits until blocks are free again; then it does not rest.
 """
 
 from __future__ import annotations
@@ -38,12 +38,20 @@ class WriterThread:
 
     Args:
         sink: where to write; used by this object's thread only until `finish` or `abandon` has returned.
+        pace: how it works.
         buffer_bytes: most memory that copies take.
         stalled_s: how long storage may take for one block.
     """
 
-    def __init__(self, sink: Sink, buffer_bytes: int = BUFFER_BYTES, stalled_s: float = STALLED_S) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        pace: priority.Pace = priority.AT_ONCE,
+        buffer_bytes: int = BUFFER_BYTES,
+        stalled_s: float = STALLED_S,
+    ) -> None:
         self._sink = sink
+        self._pace = pace
         self._most_blocks = max(1, buffer_bytes // BLOCK_BYTES)
         self._stalled_s = stalled_s
         self._hash = hashlib.sha256()
@@ -54,6 +62,7 @@ class WriterThread:
         self._used = 0
         self._free: list[Array] = []
         self._blocks = 0
+        self._wanted = False  # whether somebody waits for a free block
         self._written = 0
         self._ends = False
         self._error: BaseException | None = None
@@ -118,6 +127,7 @@ class WriterThread:
             if not self._free and self._blocks < self._most_blocks:
                 self._blocks += 1
                 return np.empty(BLOCK_BYTES, np.uint8)
+            self._wanted = not self._free
             self._wait_while(lambda: not self._error and not self._free)
             self._check()
             return self._free.pop()
@@ -142,6 +152,7 @@ class WriterThread:
         try:
             while (taken := self._next()) is not None:
                 block, used = taken
+                began_s = time.monotonic()
                 view = memoryview(block)[:used]  # type: ignore[arg-type]
                 self._hash.update(view)
                 self._sink.write(view)
@@ -151,6 +162,9 @@ class WriterThread:
                     self._full.popleft()
                     self._free.append(block)
                     self._changed.notify_all()
+                    somebody_waits, self._wanted = self._wanted, False
+                if not somebody_waits:
+                    self._pace.rest(time.monotonic() - began_s)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

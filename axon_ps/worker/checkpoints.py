@@ -75,7 +75,9 @@ class Checkpoints:
         self._models = models
         self._rendezvous = rendezvous
 
-    def save(self, uri: str, extra: Mapping[str, Any] | None, timeout_s: float) -> Coroutine[Any, Any, CheckpointInfo]:
+    def save(
+        self, uri: str, extra: Mapping[str, Any] | None, timeout_s: float, *, background: bool
+    ) -> Coroutine[Any, Any, CheckpointInfo]:
         """See `World.save_checkpoint`; to be run on the loop."""
         try:
             extra_json = json.dumps(dict(extra or {}))
@@ -83,7 +85,8 @@ class Checkpoints:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
 
         async def save() -> CheckpointInfo:
-            return info_of(await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s))
+            saving = self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s, background=background)
+            return info_of(await saving)
 
         return save()
 

@@ -497,6 +497,7 @@ class World:
             extra: JSON values that a restore returns (sampler, schedule).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
+                It is written at a pace that steps hardly notice, so it takes longer.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one
@@ -504,7 +505,7 @@ class World:
 
         After an error: earlier checkpoints are untouched.
         """
-        saving = self._checkpoints.save(uri, extra, self._limit(timeout_s))
+        saving = self._checkpoints.save(uri, extra, self._limit(timeout_s), background=async_op)
         return LoopWork(self._loop, saving, f"saving {uri}") if async_op else self._loop.run(saving)
 
     def restore_checkpoint(

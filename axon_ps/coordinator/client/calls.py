@@ -196,13 +196,16 @@ class Calls(ABC):
         """
         return bool((await self._kv(coordinator_pb2.KV_OP_DELETE, key, timeout_s, again=_RETRY_ANY)).found)
 
-    async def save_checkpoint(self, uri: str, extra_json: str = "", timeout_s: float | None = None) -> CheckpointReply:
+    async def save_checkpoint(
+        self, uri: str, extra_json: str = "", timeout_s: float | None = None, *, background: bool = False
+    ) -> CheckpointReply:
         """Have the shard servers write the state at the current version; returns when the manifest is in place.
 
         Args:
             uri: directory or fsspec URI that every shard server and the coordinator reach.
             extra_json: what the caller wants back on restore, a JSON object.
             timeout_s: how long it may take, in seconds.
+            background: nobody waits for it: it takes longer, and steps less so.
 
         Raises:
             CheckpointError: it could not be written.
@@ -210,7 +213,9 @@ class Calls(ABC):
 
         After an error: there may be files at `uri`, but without a manifest they are no checkpoint.
         """
-        request = coordinator_pb2.SaveCheckpointRequest(context=self.context(), uri=uri, extra_json=extra_json)
+        request = coordinator_pb2.SaveCheckpointRequest(
+            context=self.context(), uri=uri, extra_json=extra_json, background=background
+        )
         return _info(await self._call("SaveCheckpoint", lambda: request, Deadline(timeout_s), again=_NOT_BEGUN))
 
     async def restore_checkpoint(

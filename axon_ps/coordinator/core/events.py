@@ -75,12 +75,14 @@ class SnapshotOrder:
         uri: where.
         version: of the first model, the current one; 0 if the job has it no more.
         models: of the other models.
+        background: nobody waits for it.
     """
 
     id: int
     uri: str
     version: int
     models: tuple[ModelProgress, ...] = ()
+    background: bool = False
 
 
 UPLOADED = "worker:"

@@ -324,8 +324,10 @@ class CoordinatorState:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, call: int, caller: Caller, uri: str) -> list[Action]:
+    def save(self, call: int, caller: Caller, uri: str, *, background: bool = False) -> list[Action]:
         """Begin a checkpoint of the current version; `call` gets a `snapshots.Snapshot`.
+
+        It takes longer, and steps less so, in the `background`.
 
         Raises:
             Misuse: there is nothing to save.
@@ -356,7 +358,7 @@ class CoordinatorState:
         if a.pending_shards:
             raise MemberLost(f"nothing can be saved: the job waits for {a.membership.waiting_for}")
         self._snapshots.check_free()
-        order = self._snapshots.begin(call, uri, ranks, saved)
+        order = self._snapshots.begin(call, uri, ranks, saved, background=background)
         self._out.persist([records.orders_record(self._snapshots.last_id)])
         self._out.push([s.session for s in a.roster.of_role(Role.SHARD)], order)
         return self._out.take()

@@ -9,6 +9,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from axon_ps.coordinator.client.operator import SERVICE
@@ -122,7 +123,8 @@ async def _lead(
     try:
         switch.servicer = servicer = CoordinatorServicer(shell)
         await begin()
-        checkpoints = automatic.AutomaticCheckpoints(shell, policy, servicer.save).run() if policy.directory else None
+        save = partial(servicer.save, background=True)
+        checkpoints = automatic.AutomaticCheckpoints(shell, policy, save).run() if policy.directory else None
         await _until(stop, shell, checkpoints)
     finally:
         await shell.close()

@@ -189,9 +189,10 @@ class CoordinatorServicer:
     ) -> coordinator_pb2.CheckpointReply:
         """Have the servers write their slices, then the manifest; equal requests at the same version are one."""
         uri = codec.name_from_proto(request.uri, "the checkpoint's URI")
-        return _checkpoint(await self.save(_caller(request.context), uri, request.extra_json))
+        caller = _caller(request.context)
+        return _checkpoint(await self.save(caller, uri, request.extra_json, background=request.background))
 
-    async def save(self, caller: Caller, uri: str, extra_json: str) -> CheckpointReply:
+    async def save(self, caller: Caller, uri: str, extra_json: str, *, background: bool = False) -> CheckpointReply:
         """Write a checkpoint, with a JSON object; see `CoordinatorState.save`."""
         state, extra = self._shell.state, manifests.check_extra(extra_json)
         state.check_caller(caller)
@@ -199,7 +200,7 @@ class CoordinatorServicer:
         async def save() -> CheckpointReply:
             log, began_s = self._shell.checkpoints, self._shell.now()
             try:
-                snapshot = await self._shell.call(lambda call: state.save(call, caller, uri))
+                snapshot = await self._shell.call(lambda call: state.save(call, caller, uri, background=background))
                 with log.doing(f"writing {uri}"):
                     info = await asyncio.to_thread(manifests.complete, state.config.job, snapshot, extra)
             except AxonError as error:

@@ -87,16 +87,18 @@ class RestoreReport(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., model: _Optional[int] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
-    __slots__ = ("id", "uri", "version", "models")
+    __slots__ = ("id", "uri", "version", "models", "background")
     ID_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     id: int
     uri: str
     version: int
     models: _containers.RepeatedCompositeFieldContainer[_membership_pb2.ModelProgress]
-    def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_membership_pb2.ModelProgress, _Mapping]]] = ...) -> None: ...
+    background: bool
+    def __init__(self, id: _Optional[int] = ..., uri: _Optional[str] = ..., version: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_membership_pb2.ModelProgress, _Mapping]]] = ..., background: bool = ...) -> None: ...
 
 class RestoreOrder(_message.Message):
     __slots__ = ("epoch", "uri", "version", "model", "section")

@@ -117,14 +117,16 @@ class ReleaseReply(_message.Message):
     def __init__(self, released: bool = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("context", "uri", "extra_json")
+    __slots__ = ("context", "uri", "extra_json", "background")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.CallContext
     uri: str
     extra_json: str
-    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ...) -> None: ...
+    background: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., uri: _Optional[str] = ..., extra_json: _Optional[str] = ..., background: bool = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
     __slots__ = ("context", "uri", "models")

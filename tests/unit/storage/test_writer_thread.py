@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import CheckpointError, StorageFull
+from axon_ps.host.priority import Pace
 from axon_ps.storage import writer_thread
 from axon_ps.storage.writer_thread import WriterThread
 
@@ -101,3 +102,38 @@ def test_what_is_abandoned_is_not_written() -> None:
     sink.turns.release(1)
     writer.abandon()
     assert len(sink.content) <= 4
+
+
+class Noted(Pace):
+    """Rests are counted, not slept."""
+
+    def rest(self, worked_s: float) -> None:
+        assert worked_s >= 0.0
+        rests.append(worked_s)
+
+
+rests: list[float] = []
+
+
+def test_it_rests_after_each_block_unless_somebody_waits_for_a_free_one() -> None:
+    rests.clear()
+    sink = SlowSink()
+    writer = WriterThread(sink, Noted(0.5), buffer_bytes=8)
+    putting = threading.Thread(target=writer.put, args=(bytes(20),))
+    putting.start()
+    for written in range(3):  # of five blocks three are waited for
+        while not (writer._wanted and writer._written == written):
+            assert putting.is_alive()
+        sink.turns.release()
+    putting.join()
+    sink.turns.release(2)
+    assert writer.finish()[1] == 20
+    assert len(rests) == 2
+
+
+@pytest.mark.parametrize(("share", "rest_s"), [(1.0, []), (0.5, [0.25]), (0.2, [1.0]), (0.01, [1.0])])
+def test_a_pace_is_kept_by_sleeping(share: float, rest_s: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("axon_ps.host.priority.time.sleep", slept.append)
+    Pace(share).rest(0.25)
+    assert slept == pytest.approx(rest_s)

@@ -91,12 +91,14 @@ class Snapshots:
         if self._save is not None:
             raise Busy(f"a checkpoint is being written to {self._save.order.uri} already; try again when it is done")
 
-    def begin(self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel]) -> SnapshotOrder:
-        """The order for a new checkpoint of `models`."""
+    def begin(
+        self, call: int, uri: str, ranks: Sequence[int], models: Sequence[SavedModel], *, background: bool
+    ) -> SnapshotOrder:
+        """The order for a new checkpoint of `models`; in the `background` if nobody waits for it."""
         self.last_id += 1
         version = next((m.version for m in models if m.number == 0), 0)
         others = [ModelProgress(model=m.number, step=0, version=m.version) for m in models if m.number]
-        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=tuple(others))
+        order = SnapshotOrder(id=self.last_id, uri=uri, version=version, models=tuple(others), background=background)
         self._save = _Save(call, order, tuple(models), set(ranks))
         return order
 
