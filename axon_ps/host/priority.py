@@ -22,25 +22,25 @@ def lower() -> None:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throttle:
     """How much of the time something works; the rest it leaves cores, memory and storage to others.
 
     A low priority is not enough: the scheduler weighs it against the threads of the same session only.
 
     Attributes:
-        share: above 0, at most 1.
+        duty_cycle: the part of the time; above 0, at most 1.
     """
 
-    share: float = 1.0
+    duty_cycle: float = 1.0
 
     def rest(self, worked_s: float) -> None:
         """Sleep after having worked so long."""
-        if self.share < 1.0:
-            time.sleep(min(worked_s * (1.0 / self.share - 1.0), _LONGEST_REST_S))
+        if self.duty_cycle < 1.0:
+            time.sleep(min(worked_s * (1.0 / self.duty_cycle - 1.0), _LONGEST_REST_S))
 
 
-AT_ONCE: Final = Pace()
+UNTHROTTLED: Final = Throttle()
 """Somebody waits for it."""
 
-GENTLY: Final = Pace(share=0.2)
+BACKGROUND: Final = Throttle(duty_cycle=0.2)
 """Nobody does."""

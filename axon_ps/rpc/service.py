@@ -29,8 +29,8 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
@@ -45,10 +45,12 @@ from axon_ps.rpc.status import error_of, status_of
 from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
 
-__all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler"]
+__all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler", "together"]
 
 RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in BULK_MESSAGES)
 """Messages that servicers and stubs see as their encoded bytes."""
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _CAPITALS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -157,6 +159,20 @@ class ServerStream:
     def write(self, message: Any) -> Shielded[None]:
         """Await it to send a message; it ends when the transport has taken it."""
         return Shielded(self._context.write(message))
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error cancels the others, and is raised when they have ended."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _timeout(timeout_s: float | None) -> float | None:

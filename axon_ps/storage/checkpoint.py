@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
-from axon_ps.host.priority import AT_ONCE, Pace
+from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.types import NUMBERS, Array, DType
@@ -66,8 +66,10 @@ class SafetensorsWriter:
     See Note: [Copied, then written] of `writer_thread`.
     """
 
-    def __init__(self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], pace: Pace) -> None:
-        self._thread = WriterThread(sink, pace)
+    def __init__(
+        self, sink: Sink, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], throttle: Throttle
+    ) -> None:
+        self._thread = WriterThread(sink, throttle)
         self._written = ("", 0)
         self._left = [(t.name, t.nbytes) for t in reversed(tensors)]
         self._missing = 0
@@ -115,7 +117,11 @@ class SafetensorsWriter:
 
 @contextlib.contextmanager
 def create_file(
-    store: FileStore, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], pace: Pace = AT_ONCE
+    store: FileStore,
+    name: str,
+    tensors: Sequence[TensorSpec],
+    metadata: Mapping[str, str],
+    throttle: Throttle = UNTHROTTLED,
 ) -> Iterator[SafetensorsWriter]:
     """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
 
@@ -124,11 +130,11 @@ def create_file(
         name: its name.
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
-        pace: how it is written.
+        throttle: of the writing.
     """
     size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
     with store.create(name, size_bytes) as sink:
-        writer = SafetensorsWriter(sink, tensors, metadata, pace)
+        writer = SafetensorsWriter(sink, tensors, metadata, throttle)
         try:
             yield writer
             writer.finish(name)
@@ -214,8 +220,8 @@ def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
 
 
-def check_file(store: FileStore, entry: FileEntry, pace: Pace = AT_ONCE) -> None:
-    """Compare a file with its manifest, at a pace.
+def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED) -> None:
+    """Compare a file with its manifest.
 
     Raises:
         CheckpointCorrupt: it is missing, of another size, or of another content.
@@ -232,7 +238,7 @@ def check_file(store: FileStore, entry: FileEntry, pace: Pace = AT_ONCE) -> None
             for begin in range(0, source.size, BLOCK_BYTES):
                 began_s = time.monotonic()
                 digest.update(source.read(begin, BLOCK_BYTES))
-                pace.rest(time.monotonic() - began_s)
+                throttle.rest(time.monotonic() - began_s)
     except CheckpointNotFound as error:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error
     if digest.hexdigest() != entry.sha256:

@@ -22,7 +22,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
-from axon_ps.host.priority import AT_ONCE, Pace
+from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file
@@ -219,8 +219,8 @@ def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] | None 
     return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
 
 
-def verify(uri: str, pace: Pace = AT_ONCE) -> Manifest:
-    """Read every file of a checkpoint, at a pace, and compare it with the manifest.
+def verify(uri: str, throttle: Throttle = UNTHROTTLED) -> Manifest:
+    """Read every file of a checkpoint, throttled or not, and compare it with the manifest.
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
@@ -230,7 +230,7 @@ def verify(uri: str, pace: Pace = AT_ONCE) -> Manifest:
     manifest = read_manifest(uri)
     store = open_store(manifest.uri)
     for entry in manifest.all_files:
-        check_file(store, entry, pace)
+        check_file(store, entry, throttle)
     return manifest
 
 

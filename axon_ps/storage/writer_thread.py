@@ -38,7 +38,7 @@ class WriterThread:
 
     Args:
         sink: where to write; used by this object's thread only until `finish` or `abandon` has returned.
-        pace: how it works.
+        throttle: of hashing and writing.
         buffer_bytes: most memory that copies take.
         stalled_s: how long storage may take for one block.
     """
@@ -46,12 +46,12 @@ class WriterThread:
     def __init__(
         self,
         sink: Sink,
-        pace: priority.Pace = priority.AT_ONCE,
+        throttle: priority.Throttle = priority.UNTHROTTLED,
         buffer_bytes: int = BUFFER_BYTES,
         stalled_s: float = STALLED_S,
     ) -> None:
         self._sink = sink
-        self._pace = pace
+        self._throttle = throttle
         self._most_blocks = max(1, buffer_bytes // BLOCK_BYTES)
         self._stalled_s = stalled_s
         self._hash = hashlib.sha256()
@@ -164,7 +164,7 @@ class WriterThread:
                     self._changed.notify_all()
                     somebody_waits, self._wanted = self._wanted, False
                 if not somebody_waits:
-                    self._pace.rest(time.monotonic() - began_s)
+                    self._throttle.rest(time.monotonic() - began_s)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

@@ -85,8 +85,9 @@ class Checkpoints:
             raise InvalidRequest(f"extra must be JSON values: {error}") from error
 
         async def save() -> CheckpointInfo:
-            saving = self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s, background=background)
-            return info_of(await saving)
+            return info_of(
+                await self._coordinator.save_checkpoint(uri, extra_json, timeout_s=timeout_s, background=background)
+            )
 
         return save()
 

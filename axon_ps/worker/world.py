@@ -497,7 +497,7 @@ class World:
             extra: JSON values that a restore returns (sampler, schedule).
             timeout_s: how long it may take, in seconds.
             async_op: return a `Work` whose `wait()` gives the `CheckpointInfo`. Wait for it before closing the world.
-                It is written at a pace that steps hardly notice, so it takes longer.
+                It is throttled, so that steps hardly notice, and takes longer.
 
         Raises:
             CheckpointError: it could not be written; `StorageFull` when there is no space. An incomplete one

@@ -26,7 +26,7 @@ LATEST_S = 0.02
 
 
 class Coordinator:
-    """Sends every member the same events, each at its own pace, and decides a step when all report on it."""
+    """Sends every member the same events, each at its own time, and decides a step when all report on it."""
 
     def __init__(self, made: Job, rng: random.Random) -> None:
         self.made, self.rng = made, rng

@@ -29,8 +29,8 @@ from axon_ps.host.malloc import retain_message_memory
 from axon_ps.reduction.call import Call, Operation
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
+from axon_ps.rpc.service import together
 from axon_ps.rpc.stream_pool import StreamPool
-from axon_ps.rpc.together import together
 from axon_ps.types import Array, DType, Membership
 from axon_ps.wire.calls import call_to_proto
 from axon_ps.wire.codec import dtype_to_proto

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
 from axon_ps.errors import AxonError, CheckpointError
-from axon_ps.host.priority import GENTLY
+from axon_ps.host.priority import BACKGROUND
 from axon_ps.observe.moments import Moment, reached
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def verify(uri: str) -> None:
     from axon_ps.storage import manifest
 
     try:
-        manifest.verify(uri, GENTLY)
+        manifest.verify(uri, BACKGROUND)
     except CheckpointError:
         manifest.remove(manifest.read_manifest(uri))
         raise

@@ -25,7 +25,7 @@ from axon_ps.host.malloc import retain_message_memory
 from axon_ps.host.shared_arrays import shared_arrays
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.together import together
+from axon_ps.rpc.service import together
 from axon_ps.shard.client import transfers
 from axon_ps.shard.client.retries import Retries
 from axon_ps.shard.client.transfers import Transfer, Transfers

@@ -20,8 +20,8 @@ from axon_ps.compress import cast
 from axon_ps.errors import AxonError, Broken, GenerationChanged
 from axon_ps.host.leases import ReadLeases, address_of
 from axon_ps.host.process_memory import grant
+from axon_ps.rpc.service import together
 from axon_ps.rpc.stream import Stream
-from axon_ps.rpc.together import together
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
 from axon_ps.shard.same_host.access import MIN_LEASED_BYTES

@@ -24,7 +24,7 @@ from typing import Any
 from axon_ps.compress import cast
 from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, RestoreOrder, SnapshotFile
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
-from axon_ps.host.priority import Pace
+from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
@@ -335,13 +335,13 @@ class ModelShell:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def write(self, uri: str, version: int, pin: Pin, pace: Pace) -> SnapshotFile:
+    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle) -> SnapshotFile:
         """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         reports = self._server.reports
         assert reports is not None
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
-            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, pace)
+            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, throttle)
         finally:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)

@@ -17,7 +17,7 @@ from typing import Any
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
-from axon_ps.host.priority import AT_ONCE, GENTLY
+from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
@@ -171,11 +171,11 @@ class ShardShell:
         reports = self.reports
         assert reports is not None
         files: list[SnapshotFile] = []
-        pace = GENTLY if order.background else AT_ONCE
+        throttle = BACKGROUND if order.background else UNTHROTTLED
         try:
             for number in pins:
                 model, pin = self.model(number), await pins[number]
-                write = partial(model.write, order.uri, versions[number], pin, pace)
+                write = partial(model.write, order.uri, versions[number], pin, throttle)
                 files.append(await self.in_files_thread(write))
         except AxonError as error:
             _logger.error("the checkpoint at %s failed: %s", order.uri, error)

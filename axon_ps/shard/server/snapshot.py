@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, Closed, Misuse
-from axon_ps.host.priority import AT_ONCE, Pace
+from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.optim import registry
 from axon_ps.shard.core.engine import ShardEngine
@@ -54,7 +54,7 @@ def write(
     num_servers: int,
     pins: VersionPins,
     pin: Pin,
-    pace: Pace = AT_ONCE,
+    throttle: Throttle = UNTHROTTLED,
 ) -> FileEntry:
     """Write the slices of which this server is the primary, as they are at `version`.
 
@@ -68,7 +68,7 @@ def write(
         num_servers: shard servers of the job.
         pins: what makes applies wait for us, slice by slice.
         pin: ours.
-        pace: how the files are written.
+        throttle: of the writing.
 
     Raises:
         Misuse: there are no values yet.
@@ -83,7 +83,7 @@ def write(
     tensors = [t for owned in slices for t in _tensors(owned, states[owned.number])]
     name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
-    with create_file(open_store(uri), name, tensors, metadata, pace) as writer:
+    with create_file(open_store(uri), name, tensors, metadata, throttle) as writer:
         for owned in slices:
             if not pins.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from axon_ps.errors import CheckpointError, StorageFull
-from axon_ps.host.priority import Pace
+from axon_ps.host.priority import Throttle
 from axon_ps.storage import writer_thread
 from axon_ps.storage.writer_thread import WriterThread
 
@@ -104,7 +104,7 @@ def test_what_is_abandoned_is_not_written() -> None:
     assert len(sink.content) <= 4
 
 
-class Noted(Pace):
+class Noted(Throttle):
     """Rests are counted, not slept."""
 
     def rest(self, worked_s: float) -> None:
@@ -131,9 +131,9 @@ def test_it_rests_after_each_block_unless_somebody_waits_for_a_free_one() -> Non
     assert len(rests) == 2
 
 
-@pytest.mark.parametrize(("share", "rest_s"), [(1.0, []), (0.5, [0.25]), (0.2, [1.0]), (0.01, [1.0])])
-def test_a_pace_is_kept_by_sleeping(share: float, rest_s: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("duty_cycle", "rest_s"), [(1.0, []), (0.5, [0.25]), (0.2, [1.0]), (0.01, [1.0])])
+def test_what_is_throttled_sleeps(duty_cycle: float, rest_s: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("axon_ps.host.priority.time.sleep", slept.append)
-    Pace(share).rest(0.25)
+    Throttle(duty_cycle).rest(0.25)
     assert slept == pytest.approx(rest_s)
