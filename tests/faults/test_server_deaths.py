@@ -161,7 +161,10 @@ def test_servers_die_one_after_the_other(kind: str, environment: dict[str, str],
         found = job.finish()
     for trained in found:
         assert len(trained.aborted) <= 3, trained.aborted
-        assert all("was lost" in reason for reason in trained.aborted), trained.aborted
+        # a push may hear of the death before the worker hears of the coordinator's decision
+        assert all("was lost" in reason or "membership changed" in reason for reason in trained.aborted), (
+            trained.aborted
+        )
     assert_same_bits(found, kind, tmp_path)
 
 

@@ -167,7 +167,7 @@ class Forwarding:
 
     async def _send(self, stream: Stream, follower: _Follower, readable: bool) -> None:
         engine, wire = self._engine, self._engine.precision.grad
-        header, told = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
+        header, known = common_pb2.Chunk(), 0  # the placement that the follower knows we go by
         while True:
             while follower.queue:
                 item = follower.queue.popleft()
@@ -175,9 +175,9 @@ class Forwarding:
                     continue
                 owned = engine.slices[item.slice]
                 accumulator = owned.accumulators[item.number]
-                if told != self._placed:
-                    told = self._placed
-                    header.context.CopyFrom(self._links.context(self._model, told))
+                if known != self._placed:
+                    known = self._placed
+                    header.context.CopyFrom(self._links.context(self._model, known))
                 elements = owned.chunks.ranges[item.index]
                 header.step, header.unit, header.replica = item.step, owned.chunks.unit, item.number
                 header.offset, header.numel = owned.chunks.begin + elements.start, elements.stop - elements.start
