@@ -36,7 +36,7 @@ demo: $(INSTALLED) ## train a small GPT on two workers and two shard servers of 
 	$(BIN)/axon-ps run --nproc-per-node 2 --shards 2 examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(INSTALLED) ## run the tests; PYTEST_ARGS='-k word' picks some
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu: ## what needs a GPU: its tests, the main job, benchmarks; PYTHON=python3 where nothing can be installed; GPU_ARGS=--quick
 	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_ARGS)
