@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from axon_ps import World
+from axon_ps.compress import registry as compressors
 from axon_ps.compress.registry import compressor
 from axon_ps.errors import AxonError, Closed
 from axon_ps.optim import create
+from axon_ps.optim import registry as optimizers
 from axon_ps.storage.state_store import Record, open_store
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.conformance import run_in_threads
@@ -29,13 +31,17 @@ FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text()
 
 @pytest.fixture(scope="module", autouse=True)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where every file of the page is, and nothing else; on the path."""
+    """Where every file of the page is, and nothing else; on the path. What they register is gone afterwards."""
     path = tmp_path_factory.mktemp("extending")
     for name, content in FILES.items():
         (path / name).write_text(content)
-    sys.path.append(str(path))
-    yield path
-    sys.path.remove(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(path)])
+        for registry in (optimizers._REGISTRY, compressors._REGISTRY):
+            patch.setattr(registry, "_classes", dict(registry._classes))
+        yield path
+        for name in FILES:
+            sys.modules.pop(name.removesuffix(".py"), None)
 
 
 @pytest.fixture
