@@ -20,12 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import _report
-import axon_ps
-from axon_ps import parallel
+import steady_job
 from axon_ps.testing import LocalCluster
 from axon_ps.types import Role
 
@@ -40,26 +38,8 @@ class Block(nn.Sequential):
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """Train until there is a file `stop`; when steps committed (monotonic clock), and how many did not."""
-    torch.set_num_threads(1)
-    commits: list[float] = []
-    aborted = 0
-    with axon_ps.World.init(timeout_s=120.0) as world:
-        torch.manual_seed(0)
-        model = parallel.FSDP(nn.Sequential(*(Block() for _ in range(BLOCKS))), world.default_group, unit_types={Block})
-        optimizer = parallel.AdamW(model, lr=1e-3)
-        last = 0
-        while not last or world.version < last:
-            model(torch.randn(16, WIDTH)).square().mean().backward()
-            if optimizer.step().committed:
-                commits.append(time.monotonic())
-            else:
-                aborted += 1
-            optimizer.zero_grad()
-            stop = directory / "stop"
-            if not last and stop.exists():
-                last = int(stop.read_text() or 0)
-    return {"commits": commits, "aborted": aborted}
+    """One worker; see `steady_job.train`."""
+    return steady_job.train(directory, lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))), Block, (16, WIDTH))
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -98,12 +78,8 @@ def measure(kills: int, freezes: int) -> dict[str, Any]:
             back = time.monotonic()
             until(lambda: complete(cluster))
             copied.append(time.monotonic() - back)
-        (directory / "new").write_text(str(cluster.status().version + 10))
-        (directory / "new").rename(directory / "stop")
-        results: list[Any] = [worker.result() for worker in workers]
-    if errors := [result.error for result in results if result.error]:
-        raise RuntimeError(errors[0])
-    return {"struck": struck, "copied": copied, "workers": [result.value for result in results]}
+        results = steady_job.finish(cluster, workers, directory)
+    return {"struck": struck, "copied": copied, "workers": results}
 
 
 def main() -> None:

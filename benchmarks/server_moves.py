@@ -19,11 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import _report
-import axon_ps
-from axon_ps import parallel
+import steady_job
 from axon_ps.testing import LocalCluster
 from step_worker import Block, ResidualMLP
 
@@ -33,26 +30,8 @@ LIMIT_S = 120.0
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """Train until there is a file `stop`; when steps committed (monotonic clock), and how many did not."""
-    torch.set_num_threads(1)
-    commits: list[float] = []
-    aborted = 0
-    with axon_ps.World.init(timeout_s=120.0) as world:
-        torch.manual_seed(0)
-        model = parallel.FSDP(ResidualMLP(WIDTH, BLOCKS), world.default_group, unit_types={Block})
-        optimizer = parallel.AdamW(model, lr=1e-3)
-        last = 0
-        while not last or world.version < last:
-            model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
-            if optimizer.step().committed:
-                commits.append(time.monotonic())
-            else:
-                aborted += 1
-            optimizer.zero_grad()
-            stop = directory / "stop"
-            if not last and stop.exists():
-                last = int(stop.read_text() or 0)
-    return {"commits": commits, "aborted": aborted}
+    """One worker; see `steady_job.train`."""
+    return steady_job.train(directory, lambda: ResidualMLP(WIDTH, BLOCKS), Block, (TOKENS, WIDTH))
 
 
 def copied(cluster: LocalCluster) -> float:
@@ -99,14 +78,10 @@ def measure(replication: int, rounds: int) -> list[dict[str, Any]]:
             before, began = copied(cluster), time.monotonic()
             cluster.drain(index)
             phase("drained", began, time.monotonic(), before)
-        (directory / "new").write_text(str(cluster.status().version + 10))
-        (directory / "new").rename(directory / "stop")
-        results: list[Any] = [worker.result() for worker in workers]
-    if errors := [result.error for result in results if result.error]:
-        raise RuntimeError(errors[0])
-    if aborted := sum(result.value["aborted"] for result in results):
+        results = steady_job.finish(cluster, workers, directory)
+    if aborted := sum(result["aborted"] for result in results):
         raise RuntimeError(f"{aborted} steps were aborted; none may be")
-    return table(replication, phases, results[0].value["commits"])
+    return table(replication, phases, results[0]["commits"])
 
 
 def table(

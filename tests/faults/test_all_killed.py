@@ -15,6 +15,7 @@ LIVES = [
     Life(Moment.CHECKPOINT.name),
     Life(Moment.REMOVE.name, damage="flip data"),
     Life(Moment.RESTORE.name),
+    Life("start", 0.5),
 ]
 
 

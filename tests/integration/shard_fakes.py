@@ -57,8 +57,9 @@ def spec_of(*numels: int, frozen: Sequence[int] = (), param: DType = DType.F32, 
 class FakeReports:
     """What a shard server reports, kept; and its rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, replicated: bool = False) -> None:
         self.rank = rank
+        self._replicated = replicated
         self.ready_for: list[tuple[int, int, float]] = []
         self.ready_by: set[tuple[int, int, int]] = set()  # (generation, step, placement)
         self.copied_slices: list[Copied] = []
@@ -71,6 +72,7 @@ class FakeReports:
         self.ready_by.add((ready.generation, ready.step, ready.placement))
 
     def copied(self, copied: Copied) -> None:
+        assert self._replicated, "nothing is to be copied here"
         self.copied_slices.append(copied)
 
     def initialized(self, *, version: int, epoch: int, model: int = 0) -> None:
@@ -185,7 +187,7 @@ async def job(
         for rank in range(servers):
             shell = ShardShell("j", threads=2)
             made.shells.append(shell)
-            reports = FakeReports(rank)
+            reports = FakeReports(rank, replicated=replication > 1)
             made.reports.append(reports)
             shell.reports = reports
             if replication > 1:

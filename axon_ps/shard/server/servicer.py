@@ -208,11 +208,9 @@ class ShardServicer:
             return
         header, payload = _first(message)
         shell, member = await self._shell.fence_server(header.context)
+        placement = header.context.placement
         async with shell.pushing(header.context.generation):
             while message is not EOF:
-                if header.HasField("context"):
-                    placement = header.context.placement
-                    await self._shell.fence_server(header.context)
                 total, nbytes = None, payload.nbytes
                 if header.leases:
                     total = self._leased_sum(shell.engine, member, header)
@@ -224,6 +222,9 @@ class ShardServicer:
                 message = await self._idle.next(context.read())
                 if message is not EOF:
                     header, payload = decode_chunk(message)
+                    if header.HasField("context"):
+                        await self._shell.fence_server(header.context)
+                        placement = header.context.placement
 
     async def copy(self, context: ServerStream) -> None:
         """Everything of a slice, for a server that is to hold it, too."""

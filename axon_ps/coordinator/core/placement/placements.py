@@ -90,12 +90,12 @@ class Placements:
         """
         if not self._assembly.membership.complete:
             return
+        numbers = tuple(m.registration.placement_number for m in self._models.registered)
+        given = numbers, self._assembly.generation, self._assembly.draining
         for model in self._models:
             r = model.registration
             if r.spec is None or not r.parameters.initialized or r.parameters.restore is not None:
                 continue
-            numbers = tuple(m.registration.placement_number for m in self._models.registered)
-            given = numbers, self._assembly.generation, self._assembly.draining
             if self._settled.get(model.number) == given:
                 continue
             moves = self._moves(model)
