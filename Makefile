@@ -20,7 +20,7 @@ SOAK_ARGS ?=
 ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,15 @@ loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, i
 
 launchers: $(INSTALLED) ## the main job under `axon-ps run`, torchrun, torchrun on two hosts and mpirun: the same losses
 	$(BIN)/python benchmarks/launchers.py
+
+INTEGRATED := $(VENV)/.integrated
+
+$(INTEGRATED): $(INSTALLED)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[torch,dev,examples,integrations]'
+	touch $@
+
+integrations: $(INTEGRATED) ## what other people's tools and libraries make of us (Ray, Lightning, Trainer, Prometheus, Chromium...); PYTEST_ARGS='-k word'
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/integrations $(PYTEST_ARGS)
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)
