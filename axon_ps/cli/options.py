@@ -32,6 +32,14 @@ Token = Annotated[
 TokenFile = Annotated[
     Path | None, typer.Option(help="File that holds the token.", show_default=False, rich_help_panel=_SECURITY)
 ]
+ObserverTokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File that holds a second token, with which one can only read [env: AXON_PS_OBSERVER_TOKEN].",
+        show_default=False,
+        rich_help_panel=_SECURITY,
+    ),
+]
 TlsCa = Annotated[
     str | None,
     typer.Option(help="Trusted authorities (PEM).", show_default=False, rich_help_panel=_SECURITY),

@@ -71,6 +71,7 @@ def coordinator(
     plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
+    observer_token_file: o.ObserverTokenFile = None,
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
@@ -83,8 +84,9 @@ def coordinator(
 ) -> None:
     """Serve a job's coordinator: its membership, and the decisions on its steps."""
     settings = _settings(
-        config, job=job, plugins=plugins, token=token, token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert,
-        tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
+        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
+        log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
@@ -133,6 +135,7 @@ def shard(
     plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
+    observer_token_file: o.ObserverTokenFile = None,
     tls_ca: o.TlsCa = None,
     tls_cert: o.TlsCert = None,
     tls_key: o.TlsKey = None,
@@ -146,8 +149,8 @@ def shard(
     """Serve one shard server: slices of the parameters and of the optimizer's state."""
     settings = _settings(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
-        tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
-        log_level=log_level,
+        observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
+        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
     )  # fmt: skip
     security = _security(settings, host)
     if not settings.coordinator:

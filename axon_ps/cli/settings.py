@@ -40,6 +40,8 @@ class Settings(BaseSettings):
         job: name of the job.
         token: the job's token; whoever holds it may join.
         token_file: a file that holds the token, when `token` is empty.
+        observer_token: services: a second token, whose holder may only read.
+        observer_token_file: a file that holds it, when `observer_token` is empty.
         tls_ca: certificates of the trusted authorities (PEM); on a client it switches TLS on.
         tls_cert: this process's certificate chain (PEM).
         tls_key: its private key (PEM).
@@ -60,6 +62,8 @@ class Settings(BaseSettings):
     job: str = Field(default=DEFAULT_JOB, min_length=1, max_length=128)
     token: SecretStr = SecretStr("")
     token_file: Path | None = None
+    observer_token: SecretStr = SecretStr("")
+    observer_token_file: Path | None = None
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -107,16 +111,16 @@ class Settings(BaseSettings):
         Raises:
             ConfigurationError: the file cannot be read or is empty.
         """
-        if self.token.get_secret_value() or self.token_file is None:
-            return self.token.get_secret_value()
-        try:
-            token = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigurationError(f"the token file {self.token_file} cannot be read: {reason}") from error
-        if not token:
-            raise ConfigurationError(f"the token file {self.token_file} is empty")
-        return token
+        return _secret(self.token, self.token_file)
+
+    @property
+    def resolved_observer_token(self) -> str:
+        """The observer's token, read from `observer_token_file` when it is not given itself.
+
+        Raises:
+            ConfigurationError: the file cannot be read or is empty.
+        """
+        return _secret(self.observer_token, self.observer_token_file)
 
     def load_plugins(self) -> None:
         """Import the plugins, and those of installed packages.
@@ -144,6 +148,7 @@ class Settings(BaseSettings):
 
         return Security(
             token=self.resolved_token,
+            observer_token=self.resolved_observer_token,
             ca_file=self.tls_ca,
             cert_file=self.tls_cert,
             key_file=self.tls_key,
@@ -156,6 +161,7 @@ class Settings(BaseSettings):
         values = {
             "JOB": self.job,
             "TOKEN": token,
+            "OBSERVER_TOKEN": self.resolved_observer_token,
             "TLS_CA": self.tls_ca,
             "TLS_CERT": self.tls_cert,
             "TLS_KEY": self.tls_key,
@@ -191,6 +197,19 @@ def load(config: Path | None = None, **flags: Any) -> Settings:
         raise ConfigurationError(f"the configuration file {config} cannot be read: {error}") from error
 
 
+def _secret(value: SecretStr, file: Path | None) -> str:
+    if value.get_secret_value() or file is None:
+        return value.get_secret_value()
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"the token file {file} cannot be read: {reason}") from error
+    if not token:
+        raise ConfigurationError(f"the token file {file} is empty")
+    return token
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -211,8 +230,7 @@ def environment_report() -> dict[str, str]:
     """Every `AXON_PS_` variable that is set, without secrets, and other variables that affect axon_ps."""
     others = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMBA_CACHE_DIR", "GRPC_VERBOSITY", "http_proxy", "https_proxy")
     report = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
-    if f"{PREFIX}TOKEN" in report:
-        report[f"{PREFIX}TOKEN"] = "(set, not shown)"
+    report |= {name: "(set, not shown)" for name in report if name.endswith("_TOKEN")}
     return report | {name: os.environ[name] for name in others if name in os.environ}
 
 
@@ -233,5 +251,5 @@ def _format_error(error: Any, flags: Mapping[str, Any]) -> str:
         return f"the configuration file sets {field!r}, which is no setting of axon-ps"
     flag = f"--{field.replace('_', '-')}"
     where = flag if flags.get(field) is not None else f"{PREFIX}{field.upper()}"
-    value = "" if field == "token" else f" is {error['input']!r}"
+    value = "" if field.endswith("token") else f" is {error['input']!r}"
     return f"{where}{value}: {message[0].lower()}{message[1:]}"

@@ -1,8 +1,9 @@
-"""Who may listen where, and how both ends prove who they are: TLS certificates and the job token.
+"""Who may listen where, and how both ends prove who they are: TLS certificates and tokens.
 
 Loopback may be plaintext. Any other bind address needs TLS and a token, or an explicit `insecure`. The token travels
 as metadata `authorization: Bearer ...` on every call (added by `service.Stub`, checked by the server before any
-servicer gets the call, the health service excepted). It is never logged and not part of any repr or message.
+servicer gets the call, the health service excepted). It is never logged and not part of any repr or message. A server
+may know a second, read-only one for observers; `access` says what may be called with which.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +19,14 @@ from typing import Any, Final
 import grpc
 
 from axon_ps.errors import ConfigurationError, PermissionDenied
+from axon_ps.rpc.access import Principal, may_call, needs_no_token, refusal
 from axon_ps.rpc.status import status_of
 
 TOKEN_KEY: Final = "authorization"
 _SCHEME: Final = "Bearer "
 _logger = logging.getLogger(__name__)
 _NO_TOKEN: Final = "this server asks for the job's token, and none was given"
-_WRONG_TOKEN: Final = "the job token is not the one of this server; is it the token of this job?"
-_HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
+_WRONG_TOKEN: Final = "the token is none of this server's; is it the token of this job?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,9 @@ class Security:
     """How a server or a client secures its connections. The default is plaintext without a token, on loopback only.
 
     Attributes:
-        token: the job's shared secret; empty = none is asked for or sent.
+        token: what a client sends, and what a server lets do everything: the job's shared secret; empty = none is asked
+            for or sent.
+        observer_token: what a server lets only read, too (a client gives it as its `token`); empty = none.
         ca_file: PEM of the authorities trusted. A client that has one uses TLS; a server with `mutual` checks clients
             against it.
         cert_file: PEM certificate (chain) of this end: a server's, or a client's for mutual TLS.
@@ -43,6 +46,7 @@ class Security:
     """
 
     token: str = field(default="", repr=False)
+    observer_token: str = field(default="", repr=False)
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
@@ -55,8 +59,9 @@ class Security:
             raise ConfigurationError(f"{given} is given without {missing}; TLS needs both")
         if self.mutual and not self.ca_file:
             raise ConfigurationError("mutual TLS needs ca_file, the authority that signed the clients' certificates")
-        if not self.token.isascii() or any(c.isspace() or not c.isprintable() for c in self.token):
-            raise ConfigurationError("the token cannot be sent; use printable ASCII characters without spaces")
+        for name, token in (("token", self.token), ("observer's token", self.observer_token)):
+            if not token.isascii() or any(c.isspace() or not c.isprintable() for c in token):
+                raise ConfigurationError(f"the {name} cannot be sent; use printable ASCII characters without spaces")
 
     def check_bind(self, host: str) -> None:
         """Refuse to listen on `host` when that would be open to the network.
@@ -73,6 +78,21 @@ class Security:
                 f"listening on {host!r}, which is not loopback, needs {' and '.join(missing)}; "
                 "set what is missing, or set insecure to go without"
             )
+
+    def principals(self) -> dict[str, Principal]:
+        """Whom a server lets in, by token; empty = everybody, to everything.
+
+        Raises:
+            ConfigurationError: the observer's token would restrict nobody.
+        """
+        if self.observer_token and not self.token:
+            raise ConfigurationError(
+                "there is an observer's token and none of the job, so everybody may do everything; give the job's, too"
+            )
+        if self.observer_token and hmac.compare_digest(self.observer_token, self.token):
+            raise ConfigurationError("the observer's token equals the job's, so it is not read-only; give another")
+        given = {self.token: Principal.JOB, self.observer_token: Principal.OBSERVER}
+        return {token: principal for token, principal in given.items() if token}
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of a listening server; None for plaintext.
@@ -136,10 +156,14 @@ def _read(path: str, option: str) -> bytes:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every call without the right token before a servicer sees it; health checks are let through."""
+    """Refuses, before a servicer sees it, every call whose token does not allow it; health checks are let through.
 
-    def __init__(self, token: str) -> None:
-        self._expected = (_SCHEME + token).encode()
+    Args:
+        principals: who a caller is, by token; see `Security.principals`.
+    """
+
+    def __init__(self, principals: Mapping[str, Principal]) -> None:
+        self._principals = [((_SCHEME + token).encode(), principal) for token, principal in principals.items()]
 
     async def intercept_service(
         self,
@@ -148,19 +172,29 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the call's handler, or one of the same kind that refuses the call."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_HEALTH_PREFIX):
+        method = handler_call_details.method
+        if handler is None or needs_no_token(method):
             return handler
         given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
-        if hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._expected):
-            return handler
-        return _refusing(handler, PermissionDenied(_WRONG_TOKEN if given else _NO_TOKEN))
+        principal = self._principal(given if isinstance(given, bytes) else given.encode())
+        if principal is None:
+            unknown = PermissionDenied(_WRONG_TOKEN if given else _NO_TOKEN)
+            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, unknown)
+        if not may_call(principal, method):
+            denied = PermissionDenied(refusal(principal, method))
+            return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, denied)
+        return handler
+
+    def _principal(self, given: bytes) -> Principal | None:
+        known = [principal for token, principal in self._principals if hmac.compare_digest(given, token)]
+        return known[0] if known else None
 
 
-def _refusing(handler: Any, error: PermissionDenied) -> Any:
+def _refusing(handler: Any, code: grpc.StatusCode, error: PermissionDenied) -> Any:
     _, details, metadata = status_of(error)
 
     async def refuse(_: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, details, metadata)
+        await context.abort(code, details, metadata)
 
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse)

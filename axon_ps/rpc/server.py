@@ -49,7 +49,7 @@ class Server:
         service_names: full names of the services, for health and reflection.
 
     Raises:
-        ConfigurationError: `security` does not allow to listen on `host`.
+        ConfigurationError: `security` does not allow to listen on `host`, or its tokens do not go together.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Server:
         self.host = host
         self.port = port
         self._security = security
+        self._principals = security.principals()
         self._services = tuple(services)
         self._names = tuple(service_names)
         self._server: grpc.aio.Server | None = None
@@ -83,7 +84,7 @@ class Server:
         """
         if self._server is not None:
             raise Misuse("this server was started before; make a new one")
-        interceptors = [TokenInterceptor(self._security.token)] if self._security.token else []
+        interceptors = [TokenInterceptor(self._principals)] if self._principals else []
         credentials = self._security.server_credentials()
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers(self._services)

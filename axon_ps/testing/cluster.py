@@ -62,6 +62,7 @@ class LocalCluster:
 
     Attributes:
         directory: a directory for the test's own files, removed on leaving.
+        observer_token: with it as their token clients can only read; empty without a token.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class LocalCluster:
         self.world_size = world_size
         self.job = job
         self.token = secrets.token_urlsafe(16) if token is None else token
+        self.observer_token = secrets.token_urlsafe(16) if self.token else ""
         self._security = security or Security()
         self._num_shards = shards
         self._coordinator_options = [
@@ -424,7 +426,7 @@ class LocalCluster:
         return {name: value for name, value in values.items() if value} | self._environment
 
     def _service_environment(self) -> dict[str, str]:
-        values = {"AXON_PS_LOG": "plain"}
+        values = {"AXON_PS_LOG": "plain"} | ({"AXON_PS_OBSERVER_TOKEN": self.observer_token} if self.token else {})
         if self._security.mutual:
             values["AXON_PS_TLS_MUTUAL"] = "1"
         if self._plugins:

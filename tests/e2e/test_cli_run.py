@@ -21,7 +21,7 @@ from axon_ps.testing import LocalCluster
 from command_line import AXON_PS, axon_ps, environment
 
 GONE_S = 20.0
-WRONG_TOKEN = "the job token is not the one of this server; is it the token of this job?"
+WRONG_TOKEN = "the token is none of this server's; is it the token of this job?"
 
 SHOW_ENVIRONMENT = """
 import json, os, sys

@@ -52,6 +52,17 @@ def test_the_token_may_be_in_a_file_and_is_never_shown(tmp_path: Path) -> None:
     assert settings.security().token == "s3cret-token"
 
 
+def test_the_observers_token_goes_to_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("r3ad-only\n")
+    monkeypatch.setenv("AXON_PS_OBSERVER_TOKEN_FILE", str(tmp_path / "token"))
+    settings = load(token="t")
+    assert settings.security().observer_token == "r3ad-only"
+    assert settings.environment(token="t")["AXON_PS_OBSERVER_TOKEN"] == "r3ad-only"
+    assert "r3ad" not in repr(settings.security())
+    monkeypatch.setenv("AXON_PS_OBSERVER_TOKEN", "r3ad")
+    assert environment_report()["AXON_PS_OBSERVER_TOKEN"] == "(set, not shown)"
+
+
 def test_workers_read_the_environment_that_is_passed_to_them() -> None:
     settings = load(job="j", tls_ca="ca.pem", tls_cert="c.pem", tls_key="k.pem", node="n", checkpoint_dir="/c")
     config = worker_config({**settings.environment(token="t"), "AXON_PS_COORDINATOR": "host:7"})

@@ -25,6 +25,7 @@ TOKEN = "very-secret-token"
         ({"token": "two words"}, "the token cannot be sent"),
         ({"token": "line\n"}, "the token cannot be sent"),
         ({"token": "schlüssel"}, "the token cannot be sent"),
+        ({"observer_token": "two words"}, "the observer's token cannot be sent"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:

@@ -122,7 +122,7 @@ def test_it_is_started_once_and_stopped_at_will() -> None:
 
 @pytest.mark.parametrize("given", ["", "c0ffee", TOKEN + "x", TOKEN.upper()])
 def test_a_wrong_token_is_refused_in_every_kind_of_call(given: str) -> None:
-    message = "is not the one of this server" if given else "none was given"
+    message = "is none of this server" if given else "none was given"
 
     async def main() -> None:
         for descriptor in (SHARD, COORDINATOR):
