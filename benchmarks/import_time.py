@@ -1,22 +1,36 @@
-"""How long `import axon_ps` takes beyond `import numpy, grpc`, each in fresh interpreters, in turns."""
+"""How long `import axon_ps` takes beyond `import numpy, grpc`, and what we add to `import torch`.
+
+Each in a fresh interpreter. torch loads our entry point at the end of its own import. That is timed by itself, since
+the time of `import torch` varies by more than it, and beside it what it leaves for later.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 
 import _report
 
-PEERS = {"numpy + grpc": "import numpy, grpc", "axon_ps": "import numpy, grpc, axon_ps"}
-MEASURE = "import time; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
+STATEMENTS = {
+    "numpy + grpc": ("", "import numpy, grpc"),
+    "axon_ps": ("", "import numpy, grpc, axon_ps"),
+    "torch": ("", "import torch"),
+    "our part of torch": ("import torch", "from axon_ps_torch import autoload; autoload()"),
+    "what that defers": ("import torch", "import axon_ps.parallel"),
+}
+"""By what it is: what runs before, and what is timed."""
+MEASURE = "import time; {}; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
 UNWANTED = ("torch", "cupy", "numba")
 
 
-def seconds(statement: str) -> float:
-    """Seconds of `statement` in an interpreter of its own."""
-    done = subprocess.run([sys.executable, "-c", MEASURE.format(statement)], capture_output=True, text=True, check=True)
+def seconds(before: str, statement: str) -> float:
+    """Seconds of `statement` in an interpreter of its own, in which torch loads no entry points by itself."""
+    program = MEASURE.format(before or "pass", statement)
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     return float(done.stdout)
 
 
@@ -32,10 +46,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="three rounds")
     options = parser.parse_args()
-    times_s: dict[str, list[float]] = {name: [] for name in PEERS}
+    times_s: dict[str, list[float]] = {name: [] for name in STATEMENTS}
     for _ in range(3 if options.quick else options.rounds):
-        for name, statement in PEERS.items():
-            times_s[name].append(seconds(statement))
+        for name, (before, statement) in STATEMENTS.items():
+            times_s[name].append(seconds(before, statement))
     median_s = {name: statistics.median(t) for name, t in times_s.items()}
     extra_s = median_s["axon_ps"] - median_s["numpy + grpc"]
     rows = [{"what": name, "median_s": round(t, 4)} for name, t in median_s.items()]

@@ -1,6 +1,7 @@
 """PyTorch models on shard servers: wrappers and optimizers. The only room that imports torch.
 
-Importing it registers the backend "axon" with torch.distributed: `init_process_group("axon")`.
+`import torch` registers the backend "axon" of torch.distributed (`axon_ps_torch`); where that was turned off, importing
+this does it.
 """
 
 try:
@@ -14,7 +15,6 @@ except ModuleNotFoundError as _error:
 
 from axon_ps.compress import Int8, TopK
 from axon_ps.data import DistributedSampler
-from axon_ps.parallel.c10d.register import register as _register
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import comm_hook
 from axon_ps.parallel.ddp.buckets import GradientBucket
@@ -33,6 +33,7 @@ from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Ser
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous
+from axon_ps_torch import register as _register
 
 DDP = DistributedDataParallel
 FSDP = FullyShardedDataParallel

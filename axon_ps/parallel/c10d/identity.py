@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-BACKEND = "axon"
+from axon_ps_torch import BACKEND
+
 CPU = torch.device("cpu")
 
 

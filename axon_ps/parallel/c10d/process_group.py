@@ -20,9 +20,10 @@ from axon_ps.collectives.process_group import ANY_SOURCE, ProcessGroup
 from axon_ps.errors import Closed
 from axon_ps.parallel.c10d.calls import CallPlan, seconds
 from axon_ps.parallel.c10d.coalesced import CoalescedCollectives
-from axon_ps.parallel.c10d.identity import BACKEND, CPU, Identity
+from axon_ps.parallel.c10d.identity import CPU, Identity
 from axon_ps.parallel.c10d.operations import one, options_of
 from axon_ps.parallel.c10d.tensors import native, readable, writable
+from axon_ps_torch import BACKEND
 
 Split = Callable[[list[int], str, float], "AxonProcessGroup"]
 """Makes a group of some members: their positions, its name, its default deadline in seconds."""

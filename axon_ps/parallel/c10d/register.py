@@ -1,8 +1,7 @@
-"""Registration with torch.distributed: the backend "axon" and the rendezvous `axon://`.
+"""What torch.distributed calls: the creator of process groups of the backend "axon", and the rendezvous `axon://`.
 
-The only module of this package that reads the environment.
-
-Invariant: `register` may be called again and again; it does what it does once.
+Both are registered by `axon_ps_torch`, which `import torch` loads. The only module of this package that reads the
+environment.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import ConfigurationError, Misuse
-from axon_ps.parallel.c10d.identity import BACKEND
 from axon_ps.parallel.c10d.process_group import AxonProcessGroup
 from axon_ps.parallel.c10d.session import Session, incarnations_of, join
 from axon_ps.parallel.c10d.store import KVStore
@@ -37,19 +35,7 @@ _stores: WeakKeyDictionary[World, list[KVStore]] = WeakKeyDictionary()
 """References to stores: torch has only the C++ half of a store, which does nothing without the Python half."""
 
 
-def register() -> None:
-    """Register the backend "axon" and the rendezvous `axon://` with torch.distributed; harmless when repeated."""
-    if BACKEND in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    # From 2.15 on torch attaches a flight recorder of its own to every group whose backend has none. It would ask a
-    # backend of C++'s, and see nothing: operations of ours do not pass through torch's dispatcher. We record our own.
-    self_recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    self_recording.add(BACKEND)
-    register_rendezvous_handler(BACKEND, _rendezvous)  # type: ignore[no-untyped-call]
-
-
-def _create(options: Any, backend_options: object) -> AxonProcessGroup:
+def create(options: Any, backend_options: object) -> AxonProcessGroup:
     """The creator: torch calls it on every member of a group."""
     if getattr(options, "enable_reconfigure", False):
         raise ConfigurationError(
@@ -113,7 +99,7 @@ def _wrapped(
     return AxonProcessGroup(group, store, timeout_s=timeout_s, on_shutdown=on_shutdown, split=split)
 
 
-def _rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
+def rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
     """`axon://` or `axon://coordinator:port`: rank and world size are the world's, the store is the coordinator's.
 
     A world the user has made is used; else the job is joined. Where no coordinator is named, it is torch's `env://`.
@@ -126,7 +112,7 @@ def _rendezvous(url: str, timeout: timedelta | None = None, **_: object) -> Iter
     world = World.current()
     if world is None:
         if not (address.netloc or os.environ.get("AXON_PS_COORDINATOR")):
-            yield from rendezvous(f"env://?{address.query}" if address.query else "env://", timeout=timeout)
+            yield from torch_rendezvous(f"env://?{address.query}" if address.query else "env://", timeout=timeout)
             return
         variables = {**os.environ, **({"AXON_PS_COORDINATOR": address.netloc} if address.netloc else {})}
         world = _joined = join(worker_config(variables), (timeout or _JOIN_TIMEOUT).total_seconds())
