@@ -1,7 +1,7 @@
 """The commands `coordinator` and `shard`: one service in the foreground, until SIGTERM or Ctrl-C.
 
-Either signal asks the service to drain and leave; a second one, or `DRAIN_S` seconds, ends it as it is. The exit code
-is 0 after SIGTERM (the way supervisors stop a service) and 130 after Ctrl-C.
+Either signal asks the service to drain and leave; a second one, or `DRAIN_S` seconds (after the `--drain-s` of a shard
+server), ends it as it is. The exit code is 0 after SIGTERM (the way supervisors stop a service) and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -131,6 +131,13 @@ def shard(
     node: Annotated[str | None, typer.Option(help="Name of this host [env: AXON_PS_NODE].", show_default=False)] = None,
     rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
+    drain_s: Annotated[
+        float | None,
+        typer.Option(
+            help="When stopped: seconds that others may take to get what it holds [env: AXON_PS_DRAIN_S].",
+            show_default="0: it just leaves",
+        ),
+    ] = None,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -167,6 +174,7 @@ def shard(
         rank=rank,
         threads=threads,
         security=security,
+        drain_s=settings.drain_s,
     )
     _configure_logging(settings, "shard")
     settings.load_plugins()
@@ -175,7 +183,7 @@ def shard(
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
         return serve(configuration, ready, stop)
 
-    leave(_in_foreground(start, host, ready_fd))
+    leave(_in_foreground(start, host, ready_fd, settings.drain_s))
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
@@ -229,8 +237,10 @@ def _configure_logging(settings: Settings, role: str) -> None:
     configure(role, style=settings.log, level=settings.log_level or "INFO")
 
 
-def _in_foreground(start: Callable[[Ready, asyncio.Event], Awaitable[None]], host: str, ready_fd: int | None) -> int:
-    """Run a service until it ends or a signal stops it; the exit code."""
+def _in_foreground(
+    start: Callable[[Ready, asyncio.Event], Awaitable[None]], host: str, ready_fd: int | None, drain_s: float = 0.0
+) -> int:
+    """Run a service until it ends or a signal stops it, which may take it `drain_s` longer; the exit code."""
     received: list[int] = []
 
     def ready(port: int) -> None:
@@ -246,7 +256,7 @@ def _in_foreground(start: Callable[[Ready, asyncio.Event], Awaitable[None]], hos
             if received:
                 os._exit(128 + number)
             received.append(number)
-            signal.alarm(DRAIN_S)
+            signal.alarm(DRAIN_S + math.ceil(drain_s))
             stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):

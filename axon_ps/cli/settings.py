@@ -48,6 +48,7 @@ class Settings(BaseSettings):
         tls_mutual: servers: ask every client for a certificate of `tls_ca`.
         insecure: bind beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
+        drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
             empty = any path, and any object store.
@@ -70,6 +71,7 @@ class Settings(BaseSettings):
     tls_mutual: bool = False
     insecure: bool = False
     node: str = ""
+    drain_s: float = Field(default=0.0, ge=0, lt=86400)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""
     plugins: str = ""

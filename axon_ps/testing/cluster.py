@@ -298,6 +298,10 @@ class LocalCluster:
             raise InvalidRequest(f"there is no {name} {index} in this cluster")
         return groups[name][index]
 
+    def address_of(self, role: Role | str, index: int = 0) -> str:
+        """The "host:port" of a service of the cluster."""
+        return self._addresses[self.process(role, index).pid]
+
     def kill(self, role: Role | str, index: int = 0, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process of the cluster (SIGKILL, unless another is given; SIGSTOP freezes it)."""
         process = self.process(role, index)

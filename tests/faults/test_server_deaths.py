@@ -5,10 +5,12 @@ The oracle is the same job with nobody dying: every bit of every parameter is to
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 import axon_ps
 from axon_ps import parallel
+from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.sharding.plan import PlanOptions
 from axon_ps.testing import LocalCluster
 from axon_ps.testing.workers import WorkerProcess
@@ -204,6 +207,37 @@ def test_servers_come_and_go_and_no_step_is_aborted(replication: int, tmp_path: 
         assert cluster.process(Role.SHARD, 0).exit_code == 0
     assert [trained.aborted for trained in found] == [[], []]
     assert_same_bits(found, "FULL_SHARD", tmp_path)
+
+
+def is_safe(cluster: LocalCluster, index: int) -> bool:
+    """What an orchestrator asks before it stops the next server."""
+    address = cluster.address_of(Role.SHARD, index)
+    health = health_of(address, cluster.security, service="axon_ps.wire.v1.Shard", timeout_s=SOON_S)
+    return asyncio.run(health) == SERVING
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_a_rolling_update_of_the_servers_aborts_no_step(servers: int, tmp_path: Path) -> None:
+    with LocalCluster(shards=servers, world_size=2, environment={"AXON_PS_DRAIN_S": "30"}) as cluster:
+        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        for index in reversed(range(servers)):
+            cluster.kill(Role.SHARD, index, signal.SIGTERM)
+            assert cluster.process(Role.SHARD, index).wait(SOON_S) == 0, cluster.log(Role.SHARD, index)
+            assert "was drained; it holds nothing any more" in cluster.log(Role.SHARD, index)
+            cluster.restart(Role.SHARD, index)
+            until(partial(is_safe, cluster, index), "every slice has its copies")
+            assert not sum(model.lacking for model in cluster.status().models)
+        found = job.finish()
+    assert [trained.aborted for trained in found] == [[], []]
+    assert_same_bits(found, "FULL_SHARD", tmp_path)
+
+
+def test_a_server_that_is_stopped_when_nobody_trains_just_leaves(tmp_path: Path) -> None:
+    with LocalCluster(shards=2, world_size=2, environment={"AXON_PS_DRAIN_S": "600"}) as cluster:
+        job = Job(cluster, "FULL_SHARD", tmp_path / "end")
+        job.finish()
+        cluster.kill(Role.SHARD, 1, signal.SIGTERM)
+        assert cluster.process(Role.SHARD, 1).wait(SOON_S) == 0, cluster.log(Role.SHARD, 1)
 
 
 def test_four_servers_survive_the_death_of_one_after_the_other_until_two_are_left(tmp_path: Path) -> None:

@@ -12,15 +12,17 @@ from typing import Any
 
 from axon_ps.compress import registry as compressors
 from axon_ps.coordinator.client.session import CoordinatorClient
-from axon_ps.coordinator.core.events import KnownNames
+from axon_ps.coordinator.core.events import Event, KnownNames
 from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
-from axon_ps.rpc.in_process import is_in_process
+from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.security import Security
-from axon_ps.rpc.server import listen
+from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
+from axon_ps.shard.server.departure import hand_over
+from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
@@ -48,6 +50,7 @@ class ShardConfig:
         join_timeout_s: how long the coordinator may take to answer.
         reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
         grace_s: how long streams under way may take when we stop.
+        drain_s: how long others may take to get what this server holds when it is asked to stop; 0 = it just leaves.
     """
 
     coordinator: str
@@ -62,10 +65,13 @@ class ShardConfig:
     join_timeout_s: float = 60.0
     reconnect_timeout_s: float = 600.0
     grace_s: float = 2.0
+    drain_s: float = 0.0
 
 
 async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then drain: report NOT_SERVING, leave the job, end the streams.
+    """Serve until `stop` is set, then drain: hand over, report NOT_SERVING, leave the job, end the streams.
+
+    The health of the service is SERVING while no slice of the job lacks a copy, so that another server may go.
 
     Args:
         config: how to run.
@@ -79,13 +85,19 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
     retain_message_memory()
-    shell = ShardShell(config.job, config.threads)
+    shell, watch = ShardShell(config.job, config.threads), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
     server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])
     session: CoordinatorClient | None = None
+    health: asyncio.Task[None] | None = None
+
+    def on_event(event: Event) -> None:
+        shell.on_event(event)
+        watch.on_event(event)
+
     try:
-        port = await server.start()
+        port = await server.start(serving=False)
         incarnation, node = uuid.uuid4().hex, config.node or socket.gethostname()
         shell.links = Links(config.security, node, config.job, incarnation)
         session = shell.reports = CoordinatorClient(
@@ -98,23 +110,36 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
             listen_address=_advertised(config, port),
             requested_rank=config.rank,
             known=_known_names(config.host),
-            on_event=shell.on_event,
+            on_event=on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
+        health = asyncio.create_task(_report_health(server, watch))
         ready(port)
         try:
             await _first_of(stop, shell.failure)
+            if config.drain_s:
+                await hand_over(session, watch, shell.failure, config.drain_s)
         except Drained as drained:
             _logger.info("%s", drained)
     finally:
+        if health is not None:
+            health.cancel()
         servicer.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
         if session is not None:
             await session.close("the shard server stops")
         await stopping
         await shell.close()
+
+
+async def _report_health(server: Server | InProcessServer, watch: JobWatch) -> None:
+    """Have the health of our service be that of the job's copies, until cancelled."""
+    while True:
+        safe = watch.safe
+        await server.set_serving(safe)
+        await watch.until(lambda before=safe: watch.safe != before)  # type: ignore[misc]
 
 
 def _known_names(host: str) -> KnownNames | None:
