@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 DRAIN_S = 20
 """Seconds that a service gets to finish running calls; SIGALRM ends it after that."""
 
-MEMORY = "memory"
-
 Ready = Callable[[int], None]
 
 
@@ -205,20 +203,9 @@ def _security(settings: Settings, host: str) -> Security:
 
 
 def _state_store(state: str | None, job: str) -> StateStore:
-    from axon_ps.storage.state_store import SqliteStateStore, open_store
+    from axon_ps.storage.state_store import open_state
 
-    name, colon, address = (state or "").partition(":")
-    if name == "etcd" and "/" not in address.partition("?")[0]:  # each job has keys of its own
-        place, mark, options = address.partition("?")
-        address = f"{place}/axon_ps/{job}{mark}{options}"
-    if state == MEMORY or (colon and name.isidentifier()):
-        return open_store(name, address)
-    path = Path(state) if state else Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"--state {path} cannot be made: {error.strerror}") from error
-    return SqliteStateStore(path)
+    return open_state(state or str(Path.home() / ".local" / "state" / "axon-ps" / f"{job}.sqlite"), job)
 
 
 def _coordinator_address(settings: Settings) -> str:

@@ -7,7 +7,7 @@ Invariants: when `apply` returns, the batch survives the death of the process an
 of the batch is visible to a later `load` (see `SharedStateStore` for the one exception).
 """
 
-from axon_ps.storage.state_store.base import Record, SharedStateStore, StateStore, open_store, register
+from axon_ps.storage.state_store.base import Record, SharedStateStore, StateStore, open_state, open_store, register
 from axon_ps.storage.state_store.etcd import EtcdStateStore
 from axon_ps.storage.state_store.memory import MemoryStateStore
 from axon_ps.storage.state_store.sqlite import SqliteStateStore
@@ -19,6 +19,7 @@ __all__ = [
     "SharedStateStore",
     "SqliteStateStore",
     "StateStore",
+    "open_state",
     "open_store",
     "register",
 ]

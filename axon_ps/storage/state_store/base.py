@@ -9,9 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypeVar
 
+from axon_ps.errors import ConfigurationError
 from axon_ps.plugins import Registry
 
 _SelfT = TypeVar("_SelfT", bound="StateStore")
@@ -140,3 +142,28 @@ def open_store(name: str, address: str) -> StateStore:
         ConfigurationError: it cannot be opened.
     """
     return _REGISTRY.find(name).open(address)
+
+
+def open_state(state: str, job: str) -> StateStore:
+    """The store that `--state` names, for one job.
+
+    Args:
+        state: a path of an sqlite file, whose directory is made; "memory"; or "NAME:ADDRESS" of another kind.
+        job: the job's name: in etcd each job has keys of its own.
+
+    Raises:
+        InvalidRequest: there is no such kind of store.
+        ConfigurationError: it cannot be opened.
+    """
+    name, colon, address = state.partition(":")
+    if name == "etcd" and "/" not in address.partition("?")[0]:
+        place, mark, options = address.partition("?")
+        address = f"{place}/axon_ps/{job}{mark}{options}"
+    if state == "memory" or (colon and name.isidentifier()):
+        return open_store(name, address)
+    path = Path(state)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--state {path} cannot be made: {error.strerror}") from error
+    return open_store("sqlite", state)
