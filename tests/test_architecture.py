@@ -84,8 +84,9 @@ def test_nothing_is_pickled() -> None:
 
 def test_only_the_command_line_exits() -> None:
     exits = {"sys.exit", "os._exit", "os.abort"}
-    # the fork server's children end as programs do, and `ending` only notices who exits
-    programs = ("cli/", "host/tether.py", "worker/ending.py", "testing/fork_server.py")
+    # the fork server's children end as programs do, `ending` only notices who exits, and a service that has failed in
+    # an actor of Ray's is started again by Ray when its process ends
+    programs = ("cli/", "host/tether.py", "worker/ending.py", "testing/fork_server.py", "ray/service.py")
     offenders = [name for name, tree in parsed(but=programs) if exits & set(attributes(tree))]
     assert offenders == []
 
@@ -93,10 +94,10 @@ def test_only_the_command_line_exits() -> None:
 def test_only_settings_and_the_workers_environment_read_the_environment() -> None:
     # World hands the environment to collectives.environment; the test cluster hands its own on to its processes.
     # and torch.distributed's entry to us does the same. `fork` sets what gRPC reads when it is loaded; a standby is
-    # told the environment of the worker that it becomes.
+    # told the environment of the worker that it becomes, and so is a process that Ray has started.
     readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/cluster.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
-    readers += ("cli/standby.py",)
+    readers += ("cli/standby.py", "ray/workers.py")
     reading = {"os.environ", "os.getenv", "os.environb"}
     assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []
 

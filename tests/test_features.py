@@ -7,6 +7,7 @@ attributes of objects only that they exist and are described is checked: source 
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import importlib
 import inspect
@@ -77,7 +78,8 @@ def imported(tree: ast.AST) -> dict[str, Any]:
                 bound[name.asname or "axon_ps"] = module if name.asname else importlib.import_module("axon_ps")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "axon_ps":
             for name in node.names:
-                bound[name.asname or name.name] = resolve(f"{node.module}.{name.name}")[0]
+                with contextlib.suppress(ModuleNotFoundError):  # what needs a library of an extra
+                    bound[name.asname or name.name] = resolve(f"{node.module}.{name.name}")[0]
     return bound
 
 

@@ -1,0 +1,95 @@
+"""Where Ray puts things: its nodes, and placement groups that are there in time or an error that says what is missing.
+
+A node's name in axon_ps is its Ray node id, so that the coordinator puts a backup on another Ray node than its
+primary, and workers and servers of one node, and no others, share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from axon_ps.errors import Busy
+
+_HEAD: Final = "node:__internal_head__"
+_NOT_ASKED: Final = ("memory", "object_store_memory")
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node of the Ray cluster that lives.
+
+    Attributes:
+        id: its Ray node id.
+        ip: its address.
+        is_head: whether Ray's own control service runs there; its death ends the Ray cluster.
+        resources: what Ray gives out there, in all.
+    """
+
+    id: str
+    ip: str
+    is_head: bool
+    resources: Mapping[str, float]
+
+
+def nodes() -> list[RayNode]:
+    """The nodes that live, the head first."""
+    found = [
+        RayNode(n["NodeID"], n["NodeManagerAddress"], _HEAD in n["Resources"], n["Resources"])
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    return sorted(found, key=lambda node: not node.is_head)
+
+
+def place(what: str, bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
+    """A placement group that Ray has placed.
+
+    Args:
+        what: what it is for, in messages.
+        bundles: the resources of each member.
+        strategy: Ray's.
+        timeout_s: how long Ray may take; an autoscaler starts nodes meanwhile.
+
+    Raises:
+        Busy: it has not placed it in that time; the group is removed.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    if group.wait(timeout_s):
+        return group
+    remove_placement_group(group)
+    free = ray.available_resources()
+    here = ", ".join(_text(node.resources) for node in nodes())
+    raise Busy(
+        f"Ray could not place {what} within {timeout_s:.3g} s: {len(bundles)} of {_text(bundles[0])} by {strategy}. "
+        f"Its nodes have: {here}; free, of all together: {_text(free)}. Ask for fewer or smaller ones, add nodes, or, "
+        "if STRICT_SPREAD was asked for, use SPREAD"
+    )
+
+
+def in_bundle(group: PlacementGroup, index: int, resources: Mapping[str, float]) -> dict[str, Any]:
+    """The options of an actor that has a bundle of a placement group, and goes where Ray moves it."""
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": others,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=index
+        ),
+    }
+
+
+def on_node(node: RayNode) -> dict[str, Any]:
+    """The options of an actor that runs on one node only, and takes none of what Ray gives out there."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
+
+
+def _text(resources: Mapping[str, float]) -> str:
+    asked = {n: a for n, a in resources.items() if n not in _NOT_ASKED and ":" not in n and "_group_" not in n}
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in sorted(asked.items())) + "}"
