@@ -19,8 +19,9 @@ FAULTS_ARGS ?=
 SOAK_ARGS ?=
 ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
+COMPOSE_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations compose rolling-update torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -69,6 +70,12 @@ $(INTEGRATED): $(INSTALLED)
 
 integrations: $(INTEGRATED) ## what other people's tools and libraries make of us (Ray, Lightning, Trainer, Prometheus, Chromium...); PYTEST_ARGS='-k word'
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/integrations $(PYTEST_ARGS)
+
+compose: $(INSTALLED) ## docker-compose.yml on a real engine: sizes of the images, scaling, deaths of services; COMPOSE_ARGS=--no-build
+	$(BIN)/python tests/containers/compose_run.py $(COMPOSE_ARGS)
+
+rolling-update: $(INTEGRATED) ## shard servers updated one after the other while a job trains, from deploy/kubernetes, as containers
+	$(BIN)/python tests/containers/rolling_update.py
 
 torch-suite: $(INSTALLED) ## run PyTorch's own collective tests over the backend "axon"; TESTS='part of a name' picks some
 	$(BIN)/python tests/integration/torch_suite.py $(TESTS)

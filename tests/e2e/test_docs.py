@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,20 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 assert target in targets
             case ["docker-compose", action, *arguments]:
                 services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-                assert action in ("up", "logs")
-                assert {w for w in arguments if not w.startswith("-")} <= set(services)
-            case ["docker", "build", "-f", file, "-t", image, "."]:
-                assert (ROOT / file).exists()
-                assert f"services/{image.removeprefix('axon-ps-')}/Dockerfile" == file
+                assert action in ("up", "logs", "run", "down", "kill", "start")
+                scaled = {w.partition("=")[0] for o, w in pairwise(arguments) if o == "--scale"}
+                named = {w for w in arguments if not w.startswith("-") and "=" not in w} | scaled
+                if action == "run":
+                    name = arguments[arguments.index("--entrypoint") + 2]
+                    understood(arguments[arguments.index(name) + 1 :])
+                    named = {name}
+                assert named <= set(services)
+            case ["docker", "build", "-f", file, "-t", image, *arguments, "."]:
+                text = (ROOT / file).read_text()
+                assert f"services/{image.removeprefix('axon-ps-').partition(':')[0]}/Dockerfile" == file
+                for option, given in zip(arguments[::2], arguments[1::2], strict=True):
+                    assert option == "--build-arg"
+                    assert f"\nARG {given.partition('=')[0]}=" in text
             case ["docker", "run", *arguments]:
                 begin = next(i for i, w in enumerate(arguments) if w.startswith("axon-ps-"))
                 service = arguments[begin].removeprefix("axon-ps-")
@@ -97,7 +107,7 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
                 assert what.removeprefix("axon-ps[").removesuffix("]") in extras
             case ["export", *variables]:
-                assert all(re.match(r"AXON_PS_TOKEN=", v) for v in variables)
+                assert all(re.match(r"AXON_PS_TOKEN=|COMPOSE_PROFILES=cuda$", v) for v in variables)
             case _:
                 raise AssertionError(f"{page.name} has a command that nobody checks: {words}")
 
@@ -114,7 +124,7 @@ def test_a_configuration_file_is_one(page: Path, block: Block) -> None:
 @pytest.mark.parametrize(("page", "block"), named("dockerfile"), ids=label)
 def test_a_dockerfile_is_made_of_an_image_of_ours(page: Path, block: Block) -> None:
     instructions = [line.split(maxsplit=1)[0] for line in block.text.splitlines()]
-    assert set(instructions) <= {"FROM", "COPY", "CMD"}
+    assert set(instructions) <= {"FROM", "COPY", "CMD", "USER", "RUN"}
     assert block.text.startswith(f"FROM axon-ps-{page.parent.name}\n")
 
 

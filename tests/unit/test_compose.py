@@ -35,7 +35,7 @@ def instruction(service: str, name: str) -> list[str]:
 
 def image_of(service: Mapping[str, Any]) -> str:
     """Which of our images a compose service runs."""
-    return str(service["image"]).removeprefix("axon-ps-")
+    return str(service["image"]).removeprefix("axon-ps-").partition(":")[0]
 
 
 def interpolated(text: str) -> str:
@@ -58,19 +58,32 @@ def test_the_cluster_fits_together() -> None:
     commands = {
         n: understood([*entry_point(image_of(s)), *map(interpolated, s["command"])]) for n, s in services.items()
     }
-    shards = [n for n, s in services.items() if image_of(s) == "shard"]
-    workers = [n for n, s in services.items() if image_of(s) == "worker"]
     (coordinator,) = [n for n, s in services.items() if image_of(s) == "coordinator"]
-    assert (len(shards), len(workers)) == (2, 2)
-    assert commands[coordinator]["shards"] == len(shards)
-    assert commands[coordinator]["world_size"] == len(workers)
-    assert sorted(commands[n]["rank"] for n in shards) == list(range(len(shards)))
-    assert {commands[n]["nnodes"] for n in workers} == {len(workers)}
-    assert sorted(commands[n]["node_rank"] for n in workers) == list(range(len(workers)))
-    for name in services:
-        address = services[name]["environment"]["AXON_PS_COORDINATOR"]
-        assert address == f"{coordinator}:{commands[coordinator]['port']}"
-        assert any(volume.startswith("checkpoints:") for volume in services[name]["volumes"])
+    (shard,) = [n for n, s in services.items() if image_of(s) == "shard"]
+    workers = [n for n, s in services.items() if image_of(s) == "worker"]
+    assert commands[coordinator]["shards"] == int(interpolated(services[shard]["scale"])) == 2
+    assert commands[coordinator]["min_workers"] == 1, "workers may be scaled down"
+    for name in workers:
+        count = int(interpolated(services[name]["scale"]))
+        assert commands[name]["nnodes"] == commands[coordinator]["world_size"] == count
+        assert commands[name]["node_rank"] is None, "of any number the coordinator gives out the ranks"
+    for service in services.values():
+        assert service["environment"]["AXON_PS_COORDINATOR"] == f"{coordinator}:{commands[coordinator]['port']}"
+        assert any(volume.startswith("checkpoints:") for volume in service["volumes"])
+
+
+def test_what_is_scaled_has_no_name_of_its_own() -> None:
+    for service in COMPOSE["services"].values():
+        assert not {"container_name", "hostname", "ports"} & service.keys()
+
+
+def test_cpu_is_what_one_gets_and_cuda_a_profile() -> None:
+    services = COMPOSE["services"]
+    assert {n: s["profiles"] for n, s in services.items() if "profiles" in s} == {"worker-cuda": ["cuda"]}
+    assert "whl/cpu" in services["worker"]["build"]["args"]["TORCH_INDEX_URL"]
+    assert "whl/cu" in services["worker-cuda"]["build"]["args"]["TORCH_INDEX_URL"]
+    (device,) = services["worker-cuda"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
 
 
 @pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
@@ -143,7 +156,8 @@ def test_dockerfiles_differ_only_where_they_must() -> None:
 def test_compose_waits_longer_than_services_drain() -> None:
     for service in COMPOSE["services"].values():
         if image_of(service) != "worker":
-            assert int(str(service["stop_grace_period"]).rstrip("s")) > DRAIN_S
+            drain_s = int(service["environment"].get("AXON_PS_DRAIN_S", 0))
+            assert int(str(service["stop_grace_period"]).rstrip("s")) > drain_s + DRAIN_S
 
 
 def test_what_is_copied_into_the_images_is_not_ignored() -> None:
