@@ -1,0 +1,267 @@
+"""The manifests of deploy/kubernetes and the chart, against the published schemas, and against the command line.
+
+Oracles: Kubernetes' own schemas (kubernetes-validate, strict), Kubeflow's models of TrainJob, ClusterTrainingRuntime
+and JobSet, kustomize (kubectl) and Helm's own engine (helm-python-sdk).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart
+from kubeflow_trainer_api import models as trainer
+
+from axon_ps.cli.serve import DRAIN_S
+from axon_ps.cli.settings import PREFIX, Settings
+from parsed_commands import entry_point, understood
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.27", "1.37")
+"""The chart's oldest, and the newest."""
+
+Manifest = Mapping[str, Any]
+MODELS = {
+    "TrainJob": trainer.TrainerV1alpha1TrainJob,
+    "ClusterTrainingRuntime": trainer.TrainerV1alpha1ClusterTrainingRuntime,
+    "JobSet": trainer.JobsetV1alpha2JobSet,
+}
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "small": {"shards": {"replicas": 1}, "workers": {"count": 1}},
+    "medium, GPUs, TLS, object store": {
+        "tls": {"enabled": True},
+        "image": {"prefix": "registry.example/team/", "tag": "0.2.0", "pullSecrets": [{"name": "registry"}]},
+        "shards": {"replicas": 8, "initial": 4, "args": ["--threads=8"], "nodeSelector": {"pool": "cpu"}},
+        "workers": {"kind": "trainjob", "count": 16, "min": 12, "processes": 8, "gpus": 8, "tag": "0.2.0-cuda",
+                    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]},
+        "checkpoints": {"uri": "s3://bucket/run", "claim": {"enabled": False}},
+    },
+    "large, etcd": {
+        "token": {"existingSecret": "the-token"},
+        "coordinator": {"etcd": "etcd-0:2379,etcd-1:2379,etcd-2:2379", "replicas": 3, "args": ["--lease-s=10"]},
+        "shards": {"replicas": 64},
+        "workers": {"count": 256, "min": 200},
+        "checkpoints": {"claim": {"existing": "shared"}},
+    },
+    "services only": {"workers": {"kind": "none"}, "networkPolicy": {"enabled": False},
+                      "disruptionBudget": {"enabled": False}, "checkpoints": {"claim": {"storageClass": "nfs"}}},
+}  # fmt: skip
+
+
+def documents(text: str) -> list[Manifest]:
+    """The manifests of a YAML text."""
+    return [m for m in yaml.safe_load_all(text) if m]
+
+
+def kustomized(directory: Path) -> list[Manifest]:
+    """The manifests of a kustomization."""
+    kubectl = Path(sys.executable).with_name("kubectl")
+    done = subprocess.run([kubectl, "kustomize", directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return documents(done.stdout)
+
+
+def charted(values: Mapping[str, Any], name: str = "axon-ps") -> list[Manifest]:
+    """The manifests that the chart renders."""
+    with Chart.load(KUBERNETES / "helm" / "axon-ps") as chart:
+        rendered = chart.render(values=dict(values), name=name, namespace="training")
+    return [m for file, text in rendered.items() if file.endswith(".yaml") for m in documents(text)]
+
+
+@pytest.fixture(params=["base", "jobset", "trainjob", "tls", "tls+etcd", *SIZES])
+def manifests(request: pytest.FixtureRequest, tmp_path: Path) -> list[Manifest]:
+    """All of every kustomization, and of the chart at every size."""
+    kind = request.param
+    if kind in SIZES:
+        return charted(SIZES[kind], "run-1")
+    if (KUBERNETES / kind).is_dir():
+        return kustomized(KUBERNETES / kind)
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    relative = Path(*[".."] * len(overlay.parts[1:]), *KUBERNETES.parts[1:])
+    overlaid = {
+        "resources": [str(relative / "jobset")],
+        "components": [str(relative / "components" / name) for name in kind.split("+")],
+    }
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(overlaid))
+    return kustomized(overlay)
+
+
+def checked(manifest: Manifest) -> None:
+    """Compare a manifest with the schema of its kind."""
+    if manifest["kind"] in MODELS:
+        check_model(MODELS[manifest["kind"]], manifest)
+    else:
+        for version in VERSIONS:
+            kubernetes_validate.validate(dict(manifest), version, strict=True)
+
+
+def check_model(model: Any, manifest: Manifest) -> None:
+    """A generated model takes what it knows and drops the rest: nothing may have been dropped."""
+    kept = model.from_dict(copy.deepcopy(manifest)).to_dict()
+    assert dropped(manifest, kept, "") == []
+
+
+def dropped(given: Any, kept: Any, path: str) -> list[str]:
+    """Where `kept` has less than `given`."""
+    if isinstance(given, Mapping):
+        return [
+            found
+            for key, value in given.items()
+            for found in (dropped(value, kept[key], f"{path}.{key}") if key in kept else [f"{path}.{key}"])
+        ]
+    if isinstance(given, list):
+        return [f for i, (g, k) in enumerate(zip(given, kept, strict=True)) for f in dropped(g, k, f"{path}[{i}]")]
+    return []
+
+
+def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """The kind and the template of everything that makes pods."""
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        spec = spec["template"]["spec"] if manifest["kind"] == "ClusterTrainingRuntime" else spec
+        if manifest["kind"] == "StatefulSet":
+            yield manifest["kind"], spec["template"]
+        for replicated in spec.get("replicatedJobs", ()):
+            yield manifest["kind"], replicated["template"]["spec"]["template"]
+
+
+def test_every_manifest_is_of_its_schema(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        checked(manifest)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind"),
+    [
+        (lambda m: m["spec"].update(replica=3), "StatefulSet"),
+        (
+            lambda m: m["spec"]["template"]["spec"]["containers"][0].update(ports=[{"containerPort": "x"}]),
+            "StatefulSet",
+        ),
+        (lambda m: m["spec"]["replicatedJobs"][0]["template"]["spec"].update(paralelism=3), "JobSet"),
+    ],
+)
+def test_a_wrong_one_is_refused(break_it: Callable[[Any], None], kind: str) -> None:
+    broken = copy.deepcopy(next(m for m in kustomized(KUBERNETES / "jobset") if m["kind"] == kind))
+    break_it(broken)
+    with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
+        checked(broken)
+
+
+def test_the_command_line_understands_every_container(manifests: list[Manifest]) -> None:
+    (config,) = [m for m in manifests if m["kind"] == "ConfigMap"]
+    ours = {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
+    for _, template in pod_templates(manifests):
+        (container,) = template["spec"]["containers"]
+        names = {*config["data"], *(e["name"] for e in container["env"])}
+        image = re.fullmatch(r".*axon-ps-(\w+)(:.*)?", container["image"])
+        assert image is not None
+
+        def expanded(argument: str, names: set[str] = names) -> str:
+            assert set(re.findall(r"\$\((\w+)\)", argument)) <= names
+            return re.sub(r"\$\((\w+)\)", lambda m: config["data"].get(m[1], "x"), argument)
+
+        understood([*entry_point(image[1]), *map(expanded, container["args"])])
+        assert {n for n in names if n.startswith(PREFIX)} <= ours
+
+
+def test_pods_are_confined_and_fit_together(manifests: list[Manifest]) -> None:
+    volumes = {m["metadata"]["name"] for m in manifests if m["kind"] == "PersistentVolumeClaim"} | {"shared"}
+    configs = {m["metadata"]["name"] for m in manifests if m["kind"] == "ConfigMap"}
+    labels = [template["metadata"]["labels"] for _, template in pod_templates(manifests)]
+    for _, template in pod_templates(manifests):
+        spec = template["spec"]
+        (container,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert not spec["automountServiceAccountToken"]
+        assert not spec["enableServiceLinks"], "Kubernetes' variables of services are called AXON_PS_... too"
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in spec["volumes"]} | {"state"}
+        assert {
+            v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v
+        } <= volumes
+        assert {source["configMapRef"]["name"] for source in container["envFrom"]} <= configs
+        drain_s = next((int(e["value"]) for e in container["env"] if e["name"] == "AXON_PS_DRAIN_S"), 0)
+        assert spec["terminationGracePeriodSeconds"] > drain_s + DRAIN_S
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        selector = spec.get("podSelector", spec.get("selector", {}))
+        wanted = selector.get("matchLabels", selector)
+        there = any(wanted.items() <= label.items() for label in labels)
+        assert there or manifest["metadata"]["name"].endswith("worker"), manifest
+
+
+def test_probes_ask_what_is_served(manifests: list[Manifest]) -> None:
+    (config,) = [m for m in manifests if m["kind"] == "ConfigMap"]
+    encrypted = config["data"]["AXON_PS_INSECURE"] == "0"
+    for kind, template in pod_templates(manifests):
+        (container,) = template["spec"]["containers"]
+        if kind != "StatefulSet":
+            continue
+        (port,) = [p["containerPort"] for p in container["ports"]]
+        for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probe = container[name]
+            copies = container["name"] == "shard" and name == "readinessProbe"
+            if encrypted:
+                asked = understood(probe["exec"]["command"][1:])
+                assert (asked["address"], "Shard" in asked["service"]) == (f"127.0.0.1:{port}", copies)
+            else:
+                assert probe["grpc"] == {"port": port, **({"service": "axon_ps.wire.v1.Shard"} if copies else {})}
+
+
+def test_the_chart_with_its_own_values_is_the_kustomization() -> None:
+    for kind, values in (("jobset", {}), ("trainjob", {"workers": {"kind": "trainjob"}})):
+        values = {**values, "image": {"tag": "latest"}, "token": {"existingSecret": "axon-ps"}}
+        ours, theirs = kustomized(KUBERNETES / kind), charted(values)
+        assert {key(m): simplified(m) for m in theirs} == {key(m): simplified(m) for m in ours}
+
+
+def key(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+def simplified(manifest: Any) -> Any:
+    """A manifest without what the two ways write differently: tags of images, lists by name, what is a default."""
+    if isinstance(manifest, Mapping):
+        found = {k: simplified(v) for k, v in manifest.items() if k not in ("imagePullPolicy", "annotations")}
+        found.pop("timeoutSeconds", None)
+        return found
+    if isinstance(manifest, list):
+        values = [simplified(v) for v in manifest]
+        named = all(isinstance(v, Mapping) and "name" in v for v in values)
+        return sorted(values, key=lambda v: str(v["name"])) if named else values
+    return manifest.removesuffix(":latest") if isinstance(manifest, str) else manifest
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"coordinator": {"replicas": 2}}, "needs coordinator.etcd"),
+        ({"workers": {"kind": "deployment"}}, "must be jobset, trainjob or none"),
+    ],
+)
+def test_the_chart_refuses_what_cannot_work(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        charted(values)
+
+
+def test_two_releases_do_not_meet() -> None:
+    first, second = charted({}, "run-1"), charted({}, "run-2")
+    assert not {key(m) for m in first} & {key(m) for m in second}
+    for manifest in (m for m in second if "selector" in m.get("spec", {})):
+        selector = manifest["spec"]["selector"]
+        wanted = selector.get("matchLabels", selector)
+        for _, template in pod_templates(first):
+            assert not wanted.items() <= template["metadata"]["labels"].items()
