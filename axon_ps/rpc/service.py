@@ -8,7 +8,7 @@ A servicer is any object with one coroutine method per RPC, named in snake case 
 
 Streams go both ways; there are none that only one end writes to.
 
-Bulk messages are raw bytes in both directions (see `wire.frames`); everything else is protobuf messages. What a
+Bulk messages and the feed's are raw bytes (see `wire.frames`); everything else is protobuf messages. What a
 servicer raises reaches the caller as the same class: an `AxonError` by the status map; anything else is our bug, is
 logged with its traceback, and arrives as `InternalError`.
 
@@ -44,11 +44,12 @@ from axon_ps.rpc.shielded import Shielded
 from axon_ps.rpc.status import error_of, status_of
 from axon_ps.rpc.stream import EOF, Stream, task_is_cancelled
 from axon_ps.wire.frames import BULK_MESSAGES
+from axon_ps.wire.v1 import watch_pb2
 
 __all__ = ["EOF", "Stream", "Stub", "error_of", "method_name", "service_handler", "together"]
 
-RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in BULK_MESSAGES)
-"""Messages that servicers and stubs see as their encoded bytes."""
+RAW_MESSAGES: Final = frozenset(message.DESCRIPTOR.full_name for message in (*BULK_MESSAGES, watch_pb2.WatchEvent))
+"""Messages that servicers and stubs see as their encoded bytes: bulk, and what is encoded once for many readers."""
 
 T = TypeVar("T")
 

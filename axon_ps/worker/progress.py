@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final
 
+from axon_ps.coordinator.core.history.history import REPORT_KEY
 from axon_ps.errors import AxonError, InvalidRequest
 
-KEY: Final = "axon_ps/progress"
+KEY: Final = REPORT_KEY
 INTERVAL_S: Final = 1.0
 _MAX_VALUES = 32
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
 
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
+from axon_ps.errors import AxonError, Broken, Busy, Timeout
 from axon_ps.rpc.channels import Channel, connect
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2
+from axon_ps.rpc.stream import EOF
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, watch_pb2
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 """Descriptor of the coordinator's service."""
+
+
+SILENCE_S: Final = 5.0
+"""A feed that is silent for so long is broken; it has an event every half second."""
+
+AGAIN_S: Final = 0.5
+"""How long to wait before a broken feed is opened again."""
 
 
 class OperatorClient(Calls):
@@ -51,6 +62,30 @@ class OperatorClient(Calls):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def watch(self) -> AsyncIterator[watch_pb2.WatchEvent | AxonError]:
+        """What happens in the job, as it happens, until it is closed (`contextlib.aclosing`). No end by itself.
+
+        Yields:
+            Events of the feed; one that `begins` makes all before it void. When the feed breaks, the error; then it is
+            opened again, at whichever coordinator leads.
+
+        Raises:
+            AxonError: what opening it again does not help against: a wrong token, for example.
+        """
+        while True:
+            try:
+                stub = await self._connected(Deadline(CONNECT_S))
+                async with stub.open("Watch") as stream:
+                    await stream.write(watch_pb2.WatchRequest(context=self.context()))
+                    while (message := await asyncio.wait_for(stream.read(), SILENCE_S)) is not EOF:
+                        yield watch_pb2.WatchEvent.FromString(message)
+                yield Broken("the coordinator has ended the feed")
+            except TimeoutError as error:
+                yield error if isinstance(error, Timeout) else Broken(f"the coordinator was silent for {SILENCE_S:g} s")
+            except (Broken, Busy) as error:
+                yield error
+            await asyncio.sleep(AGAIN_S)
 
     async def _connected(self, deadline: Deadline) -> Stub:
         async with self._connecting:

@@ -41,7 +41,15 @@ class CloseSession:
     error: AxonError | None = None
 
 
-Action = Persist | SendEvent | Reply | CloseSession
+@dataclass(frozen=True)
+class Happened:
+    """Record in the history that something happened; see `history.History.happened`."""
+
+    kind: str
+    text: str
+
+
+Action = Persist | SendEvent | Reply | CloseSession | Happened
 
 
 class Outbox:
@@ -68,6 +76,10 @@ class Outbox:
         """End a session."""
         if session is not None:
             self._actions.append(CloseSession(session, error))
+
+    def happened(self, kind: str, text: str) -> None:
+        """Something happened, for the history."""
+        self._actions.append(Happened(kind, text))
 
     def take(self) -> list[Action]:
         """Everything collected; clears it."""

@@ -127,11 +127,11 @@ class Members:
         if finished and a.was_complete and entry.member.role is Role.WORKER:
             self.change(f"{entry.name} has finished", lost=[entry], finished=True, now=now)
         else:
-            self.lose([entry], f"{entry.name} left" + (f": {reason}" if reason else ""), now)
+            self.lose([entry], f"{entry.name} left" + (f": {reason}" if reason else ""), now, kind="left")
 
-    def lose(self, entries: Sequence[RosterEntry], reason: str, now: float) -> None:
-        """Members are lost."""
-        self.change(reason, lost=entries, now=now)
+    def lose(self, entries: Sequence[RosterEntry], reason: str, now: float, *, kind: str = "lost") -> None:
+        """Members are lost; `kind` is what the history calls it."""
+        self.change(reason, lost=entries, now=now, kind=kind)
         self._snapshots.lost([s.member.rank for s in entries if s.member.role is Role.SHARD], reason)
 
     def change(
@@ -143,10 +143,12 @@ class Members:
         joined: Member | None = None,
         session: int = -1,
         now: float = 0.0,
+        kind: str = "",
     ) -> None:
         """Make the next generation, and update everything that waits for its members."""
         a = self._assembly
         before = a.membership
+        self._out.happened(kind or ("finished" if finished else "joined" if joined else "changed"), reason)
         a.change(reason, lost=lost, finished=finished, joined=joined, session=session, now=now)
         if before.complete or not before.workers:
             self._incomplete_since = now
@@ -177,6 +179,7 @@ class Members:
             if not [s for s in a.shards() if s.rank != rank and s.rank not in a.draining]:
                 raise InvalidRequest(f"{entry.name} is the last shard server; add another one before you drain it")
             a.draining |= {rank}
+            self._out.happened("drain", f"{entry.name} is drained: others take its slices, then it leaves")
             self._out.persist(a.records())
             self.placements.plan(now)
             self._find_empty(now)
@@ -243,7 +246,7 @@ class Members:
             if (entry := a.shard(rank)) is not None:
                 a.needed_shards = min(a.needed_shards, len(a.shards()) - 1)
                 self._out.close(entry.session, Drained(f"{entry.name} was drained; it holds nothing any more"))
-                self.lose([entry], f"{entry.name} was drained", now)
+                self.lose([entry], f"{entry.name} was drained", now, kind="left")
 
     def watch_barriers(self, now: float) -> None:
         """A worker has voted or arrived at a barrier, or a step was decided: find the barriers that are deadlocked."""

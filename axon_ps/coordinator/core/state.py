@@ -33,6 +33,7 @@ from axon_ps.coordinator.core.events import (
     Status,
     Vote,
 )
+from axon_ps.coordinator.core.history.history import History
 from axon_ps.coordinator.core.isolation import Isolation
 from axon_ps.coordinator.core.kv import KeyValues
 from axon_ps.coordinator.core.members import Members
@@ -92,6 +93,7 @@ class CoordinatorState:
             self._assembly, self._models, self._members, self._snapshots, self._out, config.copies
         )
         self.isolation = Isolation(self._assembly, config.lease_s, now)
+        self.history = History(now, {model.number: model.step for model in self._models})
         self._out.persist([self._assembly.job_record(), *self._assembly.records()])
 
     # ------------------------------------------------------------------ sessions
@@ -116,6 +118,7 @@ class CoordinatorState:
         """A member has sent a heartbeat."""
         if (entry := self._entry(session, now)) is not None and metrics:
             entry.metrics = dict(metrics)
+            self.history.measured(entry.member, metrics, now)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
@@ -137,6 +140,7 @@ class CoordinatorState:
         self._members.tick(now)
         self._barriers.tick(now, self._assembly.membership)
         self._kv.tick(now)
+        self.history.tick(now)
         return self._out.take()
 
     def paused(self, seconds: float) -> None:
@@ -159,6 +163,7 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.WORKER, "arrives")
+            self._timed(entry, model, generation, step, now)
             self._assembly.stepping.arrived(entry.member.rank, model, generation, step, blocked=blocked)
             self._members.stragglers.look(now)
         return self._out.take()
@@ -171,6 +176,7 @@ class CoordinatorState:
         """
         if (entry := self._entry(session, now)) is not None:
             _check_role(entry, Role.WORKER, "votes")
+            self._timed(entry, vote.model, vote.generation, vote.step, now)
             self._assembly.stepping.vote(entry.member.rank, vote)
             self._members.settle(now)
             self._members.stragglers.look(now)
@@ -526,6 +532,13 @@ class CoordinatorState:
 
     def _entry(self, session: int, now: float) -> RosterEntry | None:
         return self._members.of_session(session, now)
+
+    def _timed(self, entry: RosterEntry, number: int, generation: int, step: int, now: float) -> None:
+        """A worker has completed its work in a step of all replicas: the history knows when."""
+        model = self._models.get(number)
+        present = model is not None and (generation, step) == (self._assembly.generation, model.step)
+        if model is not None and present and not model.attempts.asynchronous:
+            self.history.arrived(entry.member.rank, number, step, now)
 
     def _member(self, caller: Caller, role: Role | None = None, does: str = "") -> RosterEntry:
         self.check_caller(caller)

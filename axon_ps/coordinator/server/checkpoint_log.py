@@ -14,13 +14,15 @@ class CheckpointLog:
 
     Args:
         now: the time, in seconds.
+        happened: is told what happened and its kind, for the history.
 
     Attributes:
         next: what the job will do next by itself, as text.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], happened: Callable[[str, str], None]) -> None:
         self._now = now
+        self._happened = happened
         self._newest = CheckpointStatus()
         self._newest_s = 0.0
         self._failure_s = 0.0
@@ -43,11 +45,14 @@ class CheckpointLog:
         self._newest = dataclasses.replace(
             self._newest, uri=info.uri, version=info.version, bytes=info.bytes, took_s=took_s
         )
+        if took_s:
+            self._happened("saved", f"version {info.version} is saved at {info.uri}, in {took_s:.3g} s")
 
     def failed(self, why: str) -> None:
         """One could not be written, verified, removed or restored."""
         self._failure_s = self._now()
         self._newest = dataclasses.replace(self._newest, failure=why)
+        self._happened("checkpoint failed", why)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:

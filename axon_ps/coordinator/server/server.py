@@ -17,6 +17,7 @@ from axon_ps.coordinator.core import records
 from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import automatic, retention
+from axon_ps.coordinator.server.feed import Feed
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
@@ -120,14 +121,23 @@ async def _lead(
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
     shell = Shell(state, store)
+    feed = Feed(shell)
+    _note_beginning(state, shell, known=bool(durable and durable.membership.generation))
     try:
-        switch.servicer = servicer = CoordinatorServicer(shell)
+        switch.servicer = servicer = CoordinatorServicer(shell, feed)
         await begin()
         save = partial(servicer.save, background=True)
         checkpoints = automatic.AutomaticCheckpoints(shell, policy, save).run() if policy.directory else None
         await _until(stop, shell, checkpoints)
     finally:
+        feed.close()
         await shell.close()
+
+
+def _note_beginning(state: CoordinatorState, shell: Shell, *, known: bool) -> None:
+    """The history begins with how it came to be."""
+    after = "; the job goes on, and what happened before is not known here" if known else ""
+    state.history.happened("leading", f"this coordinator leads job {state.config.job!r}{after}", shell.now())
 
 
 def _name_of(address: str) -> str:

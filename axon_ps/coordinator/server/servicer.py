@@ -6,6 +6,7 @@ See "An end of input may be a broken connection" in `rpc.service`: a stream that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from typing import Any, Final
@@ -26,6 +27,7 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
+from axon_ps.coordinator.server.feed import Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, Timeout
@@ -49,20 +51,18 @@ class CoordinatorServicer:
 
     Args:
         shell: what performs it.
+        feed: the history of the job, for `watch`.
     """
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, feed: Feed) -> None:
         self._shell = shell
+        self._feed = feed
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
-        try:
-            async with asyncio.timeout(JOIN_S):
-                first = await context.read()
-        except TimeoutError:
-            raise Timeout(f"a session stayed silent for {JOIN_S:g} s; its first message is a Join") from None
+        first = await _first(context, "a Join")
         if first is EOF:
             return
         if not first.HasField("join"):
@@ -141,6 +141,7 @@ class CoordinatorServicer:
         kv = self._shell.state.kv(caller)
         if request.op == coordinator_pb2.KV_OP_PUT:
             kv.put(call, request.key, request.value)
+            self._shell.state.history.stored(request.key, request.value, self._shell.now())
         elif request.op == coordinator_pb2.KV_OP_GET:
             kv.get(call, request.key)
         elif request.op == coordinator_pb2.KV_OP_WAIT:
@@ -240,6 +241,25 @@ class CoordinatorServicer:
         """The status of the job."""
         self._shell.state.check_caller(_caller(request.context))
         return status_to_proto(self._shell.status())
+
+    async def watch(self, context: ServerStream) -> None:
+        """What happens in the job, as it happens."""
+        request = await _first(context, "a WatchRequest")
+        if request is EOF:
+            return
+        self._shell.state.check_caller(_caller(request.context))
+        async with contextlib.aclosing(self._feed.read()) as messages:
+            async for message in messages:
+                await context.write(message.encoded)
+
+
+async def _first(context: ServerStream, what: str) -> Any:
+    """The first message of a stream, or `EOF`."""
+    try:
+        async with asyncio.timeout(JOIN_S):
+            return await context.read()
+    except TimeoutError:
+        raise Timeout(f"a stream stayed silent for {JOIN_S:g} s; its first message is {what}") from None
 
 
 def _caller(context: common_pb2.CallContext) -> Caller:

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from axon_ps.coordinator.core.actions import Action, CloseSession, Persist, Reply, SendEvent
+from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.messages import event_to_proto
@@ -108,6 +108,7 @@ class Shell:
 
     Attributes:
         checkpoints: what is known of the job's checkpoints.
+        started_s: when it began, by `now`.
     """
 
     def __init__(self, state: CoordinatorState, store: StateStore, *, store_retry_s: float = 1.0) -> None:
@@ -116,8 +117,8 @@ class Shell:
         self._store_retry_s = store_retry_s
         self._store_trouble = ""
         self._loop = asyncio.get_running_loop()
-        self._started_s = self.now()
-        self.checkpoints = CheckpointLog(self.now)
+        self.started_s = self.now()
+        self.checkpoints = CheckpointLog(self.now, self._happened)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="axon_ps-state")
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -144,7 +145,7 @@ class Shell:
         status = self.state.status(self.now())
         pending = (*status.pending, self._store_trouble) if self._store_trouble else status.pending
         return dataclasses.replace(
-            status, uptime_s=self.now() - self._started_s, pending=pending, checkpoints=self.checkpoints.status()
+            status, uptime_s=self.now() - self.started_s, pending=pending, checkpoints=self.checkpoints.status()
         )
 
     async def changed(self, timeout_s: float) -> None:
@@ -280,6 +281,7 @@ class Shell:
                     message = messages[id(action.event)] = event_to_proto(action.event)
                     self._announced.set()
                     self._log(action.event)
+                    self.state.history.published(action.event, self.now())
                     if isinstance(action.event, Decision):
                         reached(Moment.DECISION, action.event.version)
                 session = self._sessions.get(action.session)
@@ -288,10 +290,15 @@ class Shell:
                     self._loop.call_soon(self.close_session, session)  # its handler may be stuck in a write
             elif isinstance(action, Reply):
                 self._answer(action.call, action.result)
+            elif isinstance(action, Happened):
+                self._happened(action.kind, action.text)
             elif isinstance(action, CloseSession):
                 session = self._sessions.get(action.session)
                 if session is not None:
                     session.close(action.error)
+
+    def _happened(self, kind: str, text: str) -> None:
+        self.state.history.happened(kind, text, self.now())
 
     def _answer(self, call: int, result: object) -> None:
         answer = self._calls.pop(call, None)

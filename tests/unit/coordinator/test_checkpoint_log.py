@@ -10,7 +10,8 @@ from axon_ps.testing.clock import ManualClock
 
 def test_the_newest_the_newest_failure_and_what_goes_on() -> None:
     clock = ManualClock(1000.0)
-    log = CheckpointLog(clock)
+    happened: list[tuple[str, str]] = []
+    log = CheckpointLog(clock, lambda kind, text: happened.append((kind, text)))
     assert log.status() == CheckpointStatus()
     log.written(CheckpointReply(uri="/old", version=3, bytes=5), took_s=0.0, age_s=600.0)
     clock.advance(30.0)
@@ -23,6 +24,10 @@ def test_the_newest_the_newest_failure_and_what_goes_on() -> None:
     assert (status.uri, status.version, status.age_s, status.took_s) == ("/new", 4, 10.0, 1.5)
     assert (status.failure, status.failure_age_s) == ("no space left for /new", 10.0)
     assert status.activity == "the next one is due in 5 steps"
+    assert happened == [
+        ("checkpoint failed", "no space left for /new"),
+        ("saved", "version 4 is saved at /new, in 1.5 s"),
+    ]
     with log.doing("writing /x"):
         with log.doing("verifying /x"):
             assert log.status().activity == "verifying /x"

@@ -22,6 +22,7 @@ BOTH = Security(token="all-of-it", observer_token="read-only")
 OBSERVER = Security(token="read-only")
 READ_ONLY = {
     "/axon_ps.wire.v1.Coordinator/Status",
+    "/axon_ps.wire.v1.Coordinator/Watch",
     "/axon_ps.wire.v1.Shard/Stats",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 }
@@ -79,7 +80,9 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
                     text = await refusal(s.stub, method)
                     assert bool(text) == (path not in READ_ONLY), path
                     assert not text or text.endswith(f"{descriptor.name}.{method.name} needs the job's token")
-                with pytest.raises(PermissionDenied, match=r"it may call Coordinator.Status, Shard.Stats, Server"):
+                with pytest.raises(
+                    PermissionDenied, match=r"it may call Coordinator.Status, Coordinator.Watch, Shard.Stats, Server"
+                ):
                     await s.stub.open(descriptor.methods[0].name, timeout_s=5).read()
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await s.channel.stream_stream(f"/{descriptor.full_name}/Unknown")(iter([])).read()

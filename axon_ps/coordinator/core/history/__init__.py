@@ -1,0 +1,1 @@
+"""What happened in the job since this coordinator leads, in bounded memory: for the page and `axon-ps top`. Pure."""

@@ -1,0 +1,240 @@
+"""The history of a job since this coordinator leads. Pure: the time is passed in, and all memory is bounded.
+
+It is told what the coordinator publishes and what members report, and is asked for what is new (`take_new`) or for
+everything. It decides nothing and is not durable: after a restart or a failover another one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from axon_ps.coordinator.core.events import JobState, RestoreOrder, ServerEvent, SnapshotOrder
+from axon_ps.coordinator.core.history.curves import Curves
+from axon_ps.coordinator.core.history.loads import Loads
+from axon_ps.coordinator.core.history.timing import Timing
+from axon_ps.coordinator.core.steps.decision import format_ranks
+from axon_ps.sharding.placement import Placement
+from axon_ps.types import Decision, Member, Membership, Outcome, Role
+from axon_ps.wire.v1 import watch_pb2
+
+REPORT_KEY: Final = "axon_ps/progress"
+"""Key of the store under which a training script's newest report is, a JSON object; see `worker.progress`."""
+
+MAX_STEPS: Final = 240
+MAX_EVENTS: Final = 400
+SAMPLE_S: Final = 1.0
+"""How often rates are taken."""
+
+MAX_TEXT: Final = 500
+
+
+class History:
+    """What happened since `now`.
+
+    Args:
+        now: the time.
+        steps: by model, its step when the history begins: decisions on earlier ones are repeated ones.
+    """
+
+    def __init__(self, now: float, steps: Mapping[int, int]) -> None:
+        self._began = self._now = now
+        self._steps: deque[watch_pb2.StepRecord] = deque(maxlen=MAX_STEPS)
+        self._events: deque[watch_pb2.EventRecord] = deque(maxlen=MAX_EVENTS)
+        self._new_steps: deque[watch_pb2.StepRecord] = deque(maxlen=MAX_STEPS)
+        self._new_events: deque[watch_pb2.EventRecord] = deque(maxlen=MAX_EVENTS)
+        self._numbers = 0
+        self._next_step = dict(steps)
+        self._decided_s: dict[int, float] = {}  # by model
+        self._placements: dict[int, Placement] = {}
+        self._membership: Membership | None = None
+        self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
+        self._timing, self._curves, self._loads = Timing(), Curves(), Loads()
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def happened(self, kind: str, text: str, now: float) -> None:
+        """Something happened; the kinds are those of `EventRecord`."""
+        self._numbers += 1
+        event = watch_pb2.EventRecord(number=self._numbers, at_s=self._at(now), kind=kind, text=text[:MAX_TEXT])
+        self._events.append(event)
+        self._new_events.append(event)
+
+    def published(self, event: ServerEvent, now: float) -> None:
+        """The coordinator has announced something to members. What is only repeated for one of them is ignored."""
+        if isinstance(event, Decision):
+            self._decision(event, now)
+        elif isinstance(event, Membership):
+            self._members(event, now)
+        elif isinstance(event, JobState):
+            self._placed(event, now)
+        elif isinstance(event, SnapshotOrder):
+            self.happened("saving", f"version {event.version} is written to {event.uri}", now)
+        elif isinstance(event, RestoreOrder) and ":" in event.uri and event.uri.startswith("worker:"):
+            self.happened("restoring", "a worker uploads the parameters", now)
+        elif isinstance(event, RestoreOrder):
+            self.happened("restoring", f"version {event.version} is restored from {event.uri}", now)
+
+    def arrived(self, rank: int, model: int, step: int, now: float) -> None:
+        """A worker has computed everything of a step."""
+        if step >= self._next_step.get(model, 0):
+            self._timing.arrived(rank, model, step, now)
+
+    def measured(self, member: Member, metrics: Mapping[str, float], now: float) -> None:
+        """A member has reported its metrics."""
+        self._loads.measured((member.role, member.rank), metrics, self._at(now))
+
+    def stored(self, key: str, value: bytes, now: float) -> None:
+        """A value was put into the store: perhaps the report of a training script."""
+        if key != REPORT_KEY:
+            return
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # whatever a worker puts there
+            report = json.loads(value)
+            step = float(report.get("step") or 0)
+            values = {"loss": report.get("loss"), **(report.get("values") or {})}
+            numbers = {str(name): float(number) for name, number in values.items() if number is not None}
+            self._curves.add(self._at(now), step, numbers)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        elapsed_s = now - self._sampled
+        if elapsed_s < SAMPLE_S:
+            return
+        values = {"steps_per_s": self._commits / elapsed_s}
+        if self._commits:
+            values["grad_norm"] = self._norm
+        if sent := self._loads.bytes_per_s():
+            values["sent_bytes_per_s"] = sent
+        self._curves.add(self._at(now), self._version, values)
+        self._commits, self._sampled = 0, now
+
+    # ------------------------------------------------------------------ what is shown
+
+    def take_new(self, now: float) -> watch_pb2.WatchEvent:
+        """What is new since the last call of this."""
+        self._score()
+        new = watch_pb2.WatchEvent(
+            at_s=self._at(now),
+            steps=self._new_steps,
+            events=self._new_events,
+            curves=self._curves.take_new(),
+            members=self._loads.take_new(),
+        )
+        self._new_steps.clear()
+        self._new_events.clear()
+        return new
+
+    def everything(self, now: float) -> watch_pb2.WatchEvent:
+        """All that is known."""
+        return watch_pb2.WatchEvent(
+            begins=True,
+            at_s=self._at(now),
+            steps=self._steps,
+            events=self._events,
+            curves=self._curves.everything(),
+            members=self._loads.everything(),
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _at(self, now: float) -> float:
+        return round(now - self._began, 3)
+
+    def _decision(self, decision: Decision, now: float) -> None:
+        model = decision.model
+        if decision.step < self._next_step.get(model, 0):
+            return
+        self._next_step[model] = decision.step + 1
+        began = self._decided_s.get(model, now)
+        self._decided_s[model] = now
+        commits = decision.outcome is Outcome.COMMIT
+        phases = self._timing.decided(model, decision.step, began, now, commits=commits)
+        record = watch_pb2.StepRecord(
+            model=model,
+            step=decision.step,
+            version=decision.version,
+            outcome=decision.outcome.value,
+            reason=decision.reason[:MAX_TEXT],
+            at_s=self._at(now),
+            duration_s=round(now - began, 4),
+            waited_for=phases.waited_for,
+            grad_norm=float(f"{decision.grad_norm:.4g}"),
+            **{name: round(getattr(phases, name), 4) for name in _SECONDS},
+        )
+        self._steps.append(record)
+        self._new_steps.append(record)
+        self._commits += commits
+        if model == 0:
+            self._version, self._norm = decision.version, decision.grad_norm
+        if decision.outcome is Outcome.ABORT:
+            self.happened("aborted", f"step {decision.step} was aborted: {decision.reason}", now)
+        elif decision.outcome is Outcome.SKIP:
+            self.happened("skipped", f"step {decision.step} was skipped: {decision.reason}", now)
+
+    def _members(self, membership: Membership, now: float) -> None:
+        if self._membership is not None and membership.generation <= self._membership.generation:
+            return
+        before = () if self._membership is None else self._membership.workers
+        self._membership = membership
+        ranks = {m.rank for m in membership.workers}
+        for member in before:
+            if member.rank not in ranks:
+                self._timing.forget(member.rank)
+        self._loads.only({(m.role, m.rank) for m in (*membership.workers, *membership.shards)})
+        self._decided_s = dict.fromkeys(self._decided_s, now)
+        self._count_slices()
+
+    def _placed(self, job: JobState, now: float) -> None:
+        """A model has a placement: find what has become of its slices."""
+        if job.released:
+            self._placements.pop(job.model, None)
+        before, after = self._placements.get(job.model), job.placement
+        if after is None or (before is not None and after.number <= before.number):
+            return
+        self._placements[job.model] = after
+        self._count_slices()
+        if before is None or len(before.holders) != len(after.holders):
+            return
+        pairs = list(zip(before.holders, after.holders, strict=True))
+        promoted = [new.primary for old, new in pairs if new.primary != old.primary]
+        copied = [rank for old, new in pairs for rank in set(new.complete) & set(old.copying)]
+        if promoted:
+            self.happened("promoted", f"{_servers(promoted)} now the primary of {_slices(promoted)}", now)
+        if copied:
+            self.happened("copied", f"{_servers(copied)} now a backup of {_slices(copied)}", now)
+
+    def _count_slices(self) -> None:
+        """How many slices each shard server has."""
+        if self._membership is None:
+            return
+        holders = [h for placement in self._placements.values() for h in placement.holders]
+        counts = {
+            "primary_slices": Counter(h.primary for h in holders),
+            "backup_slices": Counter(rank for h in holders for rank in h.complete[1:]),
+            "copying_slices": Counter(rank for h in holders for rank in h.copying),
+        }
+        for server in self._membership.shards:
+            slices = {name: ranks[server.rank] for name, ranks in counts.items()}
+            self._loads.changed((Role.SHARD, server.rank), **slices)
+
+    def _score(self) -> None:
+        scores = self._timing.scores()
+        for rank, lag_s in self._timing.lag_s.items():
+            last_in, cost_s = scores.get(rank, (0, 0.0))
+            values = {"lag_s": round(lag_s, 4), "last_in": last_in, "cost_s": round(cost_s, 3)}
+            self._loads.changed((Role.WORKER, rank), **values)
+
+
+_SECONDS: Final = ("computing_s", "waiting_s", "summing_s", "marginal_s")
+
+
+def _servers(ranks: Sequence[int]) -> str:
+    there = sorted(set(ranks))
+    return f"shard server {format_ranks(there)} {'is' if len(there) == 1 else 'are'}"
+
+
+def _slices(ranks: Sequence[int]) -> str:
+    return "1 slice more" if len(ranks) == 1 else f"{len(ranks)} slices more"

@@ -1,0 +1,81 @@
+"""Who completed a step when: for whom the others waited, for how long, and who makes a habit of it. Pure.
+
+A step's time has three phases: until the first worker has computed and pushed everything, from then until the last
+one has, and from then until the servers have every sum. The last worker's *marginal* time is how much earlier the
+second phase had ended without it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+SCORED_STEPS: Final = 100
+"""Over how many steps workers are scored."""
+
+SMOOTHING: Final = 0.1
+"""Weight of the newest step in a worker's lag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """The phases of a step, in seconds; see `StepRecord`."""
+
+    computing_s: float = 0.0
+    waiting_s: float = 0.0
+    summing_s: float = 0.0
+    waited_for: int = -1
+    marginal_s: float = 0.0
+
+
+class Timing:
+    """The arrivals in the present step of each model, and the scores of the workers."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[int, tuple[int, dict[int, float]]] = {}  # by model: the step, and when by rank
+        self._last: deque[tuple[int, float]] = deque(maxlen=SCORED_STEPS)
+        self.lag_s: dict[int, float] = {}
+
+    def arrived(self, rank: int, model: int, step: int, now: float) -> None:
+        """A worker has computed everything of a step, or has pushed it; the first time counts."""
+        present, arrivals = self._arrivals.get(model, (-1, {}))
+        if step > present:
+            arrivals = {}
+            self._arrivals[model] = step, arrivals
+        if step >= present:
+            arrivals.setdefault(rank, now)
+
+    def decided(self, model: int, step: int, began: float, now: float, *, commits: bool) -> Phases:
+        """The phases of a step that was decided; those of one that does not commit score nobody."""
+        present, arrivals = self._arrivals.pop(model, (-1, {}))
+        if present != step or not arrivals:
+            return Phases()
+        (first, *_), (*others, (last, came)) = arrivals.values(), arrivals.items()
+        if not commits:
+            return Phases(computing_s=max(0.0, first - began), waiting_s=now - first)
+        marginal_s = came - others[-1][1] if others else 0.0
+        self._last.append((last, marginal_s))
+        for rank, at in arrivals.items():
+            before = self.lag_s.get(rank, at - first)
+            self.lag_s[rank] = before + SMOOTHING * (at - first - before)
+        return Phases(
+            computing_s=max(0.0, first - began),
+            waiting_s=came - first,
+            summing_s=now - came,
+            waited_for=last,
+            marginal_s=marginal_s,
+        )
+
+    def scores(self) -> dict[int, tuple[int, float]]:
+        """By rank: in how many of the newest steps it was the last, and what that cost, in seconds."""
+        found: dict[int, tuple[int, float]] = {}
+        for rank, marginal_s in self._last:
+            count, cost_s = found.get(rank, (0, 0.0))
+            found[rank] = count + 1, cost_s + marginal_s
+        return found
+
+    def forget(self, rank: int) -> None:
+        """A worker is gone."""
+        self.lag_s.pop(rank, None)
+        self._last = deque((entry for entry in self._last if entry[0] != rank), maxlen=SCORED_STEPS)

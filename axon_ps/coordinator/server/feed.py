@@ -1,0 +1,142 @@
+"""The feed of a job's life, for any number of readers: what is new, about twice a second, encoded once.
+
+While somebody reads, a *tick* is made every `TICK_S`: what is new since the tick before. A reader that begins, or that
+has missed a tick because it is slow, gets everything that is known instead; nothing is queued for anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from axon_ps.coordinator.messages import status_to_proto
+from axon_ps.coordinator.server.shell import Shell
+from axon_ps.errors import Broken, Busy
+from axon_ps.wire.v1 import watch_pb2
+
+TICK_S: Final = 0.5
+TICK_FAILED_S: Final = 30.0
+"""When no tick came for so long, making them has failed."""
+
+MAX_READERS: Final = 256
+
+
+class Message:
+    """An event of the feed; each encoding of it is made once, when it is asked for."""
+
+    def __init__(self, event: watch_pb2.WatchEvent) -> None:
+        self._event = event
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As protobuf."""
+        return self._event.SerializeToString()
+
+    @cached_property
+    def json(self) -> str:
+        """As JSON, with the names of the schema; what has its default value is left out."""
+        from google.protobuf.json_format import MessageToJson  # for the page only
+
+        return MessageToJson(self._event, preserving_proto_field_name=True, indent=None)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What is new since the tick before, and everything that is known, if a reader wants it."""
+
+    number: int
+    increment: Message
+    everything: Message | None
+
+
+class Feed:
+    """The feed of one leadership. Everything happens on the shell's event loop.
+
+    Args:
+        shell: whose history it is.
+    """
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._id = uuid.uuid4().hex[:12]
+        self._began_s = time.time() - (shell.now() - shell.started_s)
+        self._readers = 0
+        self._number = 0
+        self._wanted = False
+        self._generation = -1
+        self._next: asyncio.Future[Tick] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def read(self) -> AsyncGenerator[Message, None]:
+        """Everything, then increments, until it is closed.
+
+        Raises:
+            Busy: too many read.
+            Broken: the coordinator stops, or leads no more.
+        """
+        if self._readers >= MAX_READERS:
+            raise Busy(f"{MAX_READERS} readers follow the job already; try again later")
+        self._readers += 1
+        seen = -1
+        try:
+            while True:
+                tick = await self._following(everything=seen < 0)
+                if tick.number != seen + 1 and tick.everything is None:
+                    seen = -1
+                    continue
+                follows = seen >= 0 and tick.number == seen + 1
+                seen = tick.number
+                yield tick.increment if follows or tick.everything is None else tick.everything
+        finally:
+            self._readers -= 1
+
+    def close(self) -> None:
+        """End it: readers get an error."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+        self._next.cancel()
+
+    async def _following(self, *, everything: bool) -> Tick:
+        """The next tick; one with `everything`, if asked for."""
+        self._wanted = self._wanted or everything
+        if self._task is None and not self._closed:
+            self._task = asyncio.get_running_loop().create_task(self._make_ticks())
+        if not self._closed:
+            await asyncio.wait([following := self._next], timeout=TICK_FAILED_S)
+            if following.done() and not following.cancelled():
+                return following.result()
+        raise Broken("the coordinator is stopping, or leads no more; its history ends")
+
+    async def _make_ticks(self) -> None:
+        try:
+            while self._readers:
+                self._next.set_result(self._tick())
+                self._next = asyncio.get_running_loop().create_future()
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._task = None
+
+    def _tick(self) -> Tick:
+        now, history, wanted = self._shell.now(), self._shell.state.history, self._wanted
+        self._number, self._wanted = self._number + 1, False
+        increment = self._message(history.take_new(now), unless=self._generation)
+        return Tick(self._number, increment, self._message(history.everything(now)) if wanted else None)
+
+    def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
+        """Complete an event; without the membership of the generation `unless`."""
+        event.history, event.began_s = self._id, self._began_s
+        status = self._shell.status()
+        event.status.CopyFrom(status_to_proto(status))
+        for name in [name for name in event.status.counters if "/" in name]:  # in `members`, too
+            del event.status.counters[name]
+        self._generation = status.membership.generation
+        if self._generation == unless:
+            event.status.ClearField("membership")
+        return Message(event)
