@@ -80,6 +80,9 @@ if TYPE_CHECKING:
     from axon_ps.collectives.process_group import ProcessGroup as ProcessGroup
     from axon_ps.collectives.work import Work as Work
     from axon_ps.worker.checkpoints import CheckpointInfo as CheckpointInfo
+    from axon_ps.worker.subscription import Subscription as Subscription
+    from axon_ps.worker.subscription import Weights as Weights
+    from axon_ps.worker.subscription import subscribe as subscribe
     from axon_ps.worker.world import World as World
 
 __version__ = "0.2.0.dev0"
@@ -131,6 +134,7 @@ _LAZY = {
     "ProcessGroup": "axon_ps.collectives.process_group",
     "CheckpointInfo": "axon_ps.worker.checkpoints",
     "Work": "axon_ps.collectives.work",
+    **dict.fromkeys(("Subscription", "Weights", "subscribe"), "axon_ps.worker.subscription"),
     **dict.fromkeys(_COLLECTIVES, "axon_ps.collectives.functional"),
     **dict.fromkeys(_OBJECTS, "axon_ps.collectives.objects"),
     **dict.fromkeys(_MESSAGES, "axon_ps.collectives.p2p"),

@@ -136,6 +136,13 @@ def shard(
             show_default="0: it just leaves",
         ),
     ] = None,
+    subscriber_rate: Annotated[
+        float | None,
+        typer.Option(help="MB per second that all subscribers together get.", min=0.001, show_default="no limit"),
+    ] = None,
+    subscriber_memory: Annotated[
+        float, typer.Option(help="MB of memory for versions that subscribers read, for each model.", min=0)
+    ] = 1024,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -160,6 +167,7 @@ def shard(
     security = _security(settings, host)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
+    from axon_ps.shard.server.pacing import SubscriberLimits
     from axon_ps.shard.server.server import ShardConfig, serve
 
     configuration = ShardConfig(
@@ -173,6 +181,10 @@ def shard(
         threads=threads,
         security=security,
         drain_s=settings.drain_s,
+        limits=SubscriberLimits(
+            rate_bytes_s=math.inf if subscriber_rate is None else subscriber_rate * 1e6,
+            max_bytes=subscriber_memory * 1e6,
+        ),
     )
     _configure_logging(settings, "shard")
     settings.load_plugins()

@@ -34,6 +34,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal]]] = {
     "/axon_ps.wire.v1.Coordinator/SaveCheckpoint": _JOB,
     "/axon_ps.wire.v1.Coordinator/RestoreCheckpoint": _JOB,
     "/axon_ps.wire.v1.Coordinator/Drain": _JOB,
+    "/axon_ps.wire.v1.Coordinator/Describe": _READERS,
     "/axon_ps.wire.v1.Coordinator/Status": _READERS,
     "/axon_ps.wire.v1.Coordinator/Watch": _READERS,
     "/axon_ps.wire.v1.Shard/AllGather": _JOB,  # its waits and its same-host leases are for members
@@ -43,6 +44,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Principal]]] = {
     "/axon_ps.wire.v1.Shard/Replicate": _JOB,
     "/axon_ps.wire.v1.Shard/Copy": _JOB,
     "/axon_ps.wire.v1.Shard/Handshake": _JOB,
+    "/axon_ps.wire.v1.Shard/Subscribe": _READERS,
     "/axon_ps.wire.v1.Shard/Stats": _READERS,
     _REFLECTION: _READERS,
 }

@@ -13,13 +13,13 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from axon_ps.coordinator.core.events import CheckpointReply, Registered, Status
-from axon_ps.coordinator.messages import status_from_proto
+from axon_ps.coordinator.core.events import CheckpointReply, JobState, Registered, Status
+from axon_ps.coordinator.messages import job_from_proto, status_from_proto
 from axon_ps.errors import AxonError, Broken, Closed, GenerationChanged, MemberLost, NotLeader, Unreachable
 from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.service import Stub
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import OptimizerSpec
+from axon_ps.types import Membership, OptimizerSpec
 from axon_ps.wire import codec
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, status_pb2
 
@@ -253,6 +253,20 @@ class Calls(ABC):
         request = placement_pb2.DrainRequest(context=self.context(), rank=rank)
         reply = await self._call("Drain", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
         return int(reply.slices)
+
+    async def describe(self, name: str, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> tuple[JobState, Membership]:
+        """A model with its layout and placement, and the members.
+
+        Args:
+            name: of the model; empty = the only one.
+            timeout_s: how long it may take, in seconds.
+
+        Raises:
+            InvalidRequest: the job does not have it (yet).
+        """
+        request = coordinator_pb2.DescribeRequest(context=self.context(), name=name)
+        reply = await self._call("Describe", lambda: request, Deadline(timeout_s), again=_RETRY_IDEMPOTENT)
+        return job_from_proto(reply.job), codec.membership_from_proto(reply.membership)
 
     async def status(self, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> Status:
         """The status of the job."""

@@ -15,7 +15,7 @@ from axon_ps.coordinator.core.events import JobState, ModelStatus
 from axon_ps.coordinator.core.records import Durable, DurableModel, deletions, models_record
 from axon_ps.coordinator.core.registration import Registration
 from axon_ps.coordinator.core.steps.attempts import Attempts
-from axon_ps.errors import Busy
+from axon_ps.errors import Busy, InvalidRequest
 from axon_ps.types import Member, ModelProgress, Outcome
 
 MAX_MODELS = 256
@@ -119,6 +119,21 @@ class Models:
     def named(self, name: str) -> Model | None:
         """The model of a name, if the job has it."""
         return next((m for m in self if m.name == name), None)
+
+    def described(self, name: str) -> Model:
+        """The registered model of a name, or the only one.
+
+        Raises:
+            InvalidRequest: there is none (yet), or the name is missing.
+        """
+        there = [m for m in self.registered if name in ("", m.name)]
+        if len(there) == 1:
+            return there[0]
+        names = ", ".join(repr(m.name) for m in self.registered)
+        if there:
+            raise InvalidRequest(f"the job has the models {names}; say which one")
+        wanted = f"model {name!r}" if name else "a model"
+        raise InvalidRequest(f"the job does not have {wanted} (yet); it has {names or 'none'}")
 
     @property
     def registered(self) -> list[Model]:

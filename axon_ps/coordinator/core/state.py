@@ -50,7 +50,7 @@ from axon_ps.errors import (
     PermissionDenied,
 )
 from axon_ps.sharding.job import JobSpec
-from axon_ps.types import OptimizerSpec, Role
+from axon_ps.types import Membership, OptimizerSpec, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,6 +493,21 @@ class CoordinatorState:
     def longest_wait(self, now: float) -> tuple[float, str]:
         """How long workers have waited for others in the current step, in seconds, and for whom, as text."""
         return self._members.stragglers.longest_wait(now)
+
+    def describe(self, caller: Caller, name: str) -> tuple[JobState, Membership]:
+        """A model and the members, for whoever gathers it.
+
+        Args:
+            caller: who asks; it need not be a member.
+            name: of the model; empty = the only one.
+
+        Raises:
+            PermissionDenied: it is another job's name.
+            InvalidRequest: the job does not have such a model (yet).
+        """
+        self.check_caller(caller)
+        job = self._models.described(name).state(self._assembly.shards(), full=True)
+        return dataclasses.replace(job, optimizer=None), self._assembly.membership
 
     def status(self, now: float | None = None) -> Status:
         """The current status of the job; how long it has waited is in it only if the time is given."""

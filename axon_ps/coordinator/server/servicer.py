@@ -20,6 +20,7 @@ from axon_ps.coordinator.core.state import Caller
 from axon_ps.coordinator.messages import (
     copied_from_proto,
     incarnation_from_proto,
+    job_to_proto,
     join_from_proto,
     ready_from_proto,
     snapshot_report_from_proto,
@@ -236,6 +237,12 @@ class CoordinatorServicer:
         caller, state = _caller(request.context), self._shell.state
         slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
         return placement_pb2.DrainReply(slices=slices)
+
+    async def describe(self, request: coordinator_pb2.DescribeRequest, context: Any) -> coordinator_pb2.DescribeReply:
+        """A model, where its slices are, and the members."""
+        name = codec.name_from_proto(request.name, "the model's name", empty=True)
+        job, membership = self._shell.state.describe(_caller(request.context), name)
+        return coordinator_pb2.DescribeReply(job=job_to_proto(job), membership=codec.membership_to_proto(membership))
 
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""

@@ -358,8 +358,8 @@ class ShardEngine:
         """Counters and sizes by name.
 
         Streams and bytes in and out, encodings, duplicates, waits, steps by outcome; payload bytes of sums forwarded to
-        backups and got from primaries, and of slices copied; memory by kind (see `shard.core.slices`); generation,
-        step, version and what is missing.
+        backups and got from primaries, and of slices copied; versions published to subscribers, chunks encoded for them
+        and sent; memory by kind (see `shard.core.slices`); generation, step, version and what is missing.
         """
         memory = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
         values: Counter[str] = Counter(dict.fromkeys((*memory, *_COUNTERS), 0))
@@ -392,6 +392,13 @@ _COUNTERS = (
     "encodings",
     "gathers",
     "mapped_bytes_in",
+    "published",
+    "published_bytes_out",
+    "published_chunks_out",
+    "published_comparisons",
+    "published_dropped",
+    "published_encodings",
+    "published_pulls",
     "pushes",
     "restores",
     "steps_aborted",

@@ -34,7 +34,9 @@ from axon_ps.shard.server.apply import ApplyPool, Pin, VersionPins
 from axon_ps.shard.server.copying import Copying
 from axon_ps.shard.server.forwarding import Forwarding
 from axon_ps.shard.server.model_values import ModelValues
+from axon_ps.shard.server.pacing import SubscriberLimits
 from axon_ps.shard.server.reports import ServerShell
+from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Array, Decision, DType, Hyper, Member, Membership
@@ -67,16 +69,24 @@ class ModelShell:
         number: of the model.
         server: whose it is.
         threads: for applying; None = one per core this process may use.
+        limits: what subscribers get; None = the default.
 
     Attributes:
         engine: the state.
+        subscriptions: to this model.
         values: where its values come from.
         pins: versions that snapshots and copies still read.
         members: the workers by incarnation, each with the replica that it contributes to here.
         name: its name in the job; empty until that is known.
     """
 
-    def __init__(self, number: int, server: ServerShell, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        server: ServerShell,
+        threads: int | None = None,
+        limits: SubscriberLimits | None = None,
+    ) -> None:
         self.number = number
         self.name = ""
         self.engine = ShardEngine()
@@ -91,7 +101,8 @@ class ModelShell:
         self._copy: tuple[ModelShell, Pin] | None = None  # what is copied to here
         self._idle = asyncio.Event()
         self._idle.set()
-        self.values = ModelValues(number, self.engine, server, self._waiters, self._idle)
+        self.subscriptions = Subscriptions(self, limits or SubscriberLimits())
+        self.values = ModelValues(number, self.engine, server, self._waiters, self._idle, self.subscriptions.wake)
         self._forwarding: Forwarding | None = None
         self._copying: Copying | None = None
         self._pushing: set[asyncio.Task[Any]] = set()
@@ -108,6 +119,7 @@ class ModelShell:
 
     async def close(self) -> None:
         """End the threads, after `stop`."""
+        self.subscriptions.close()
         await asyncio.to_thread(self._pool.close)
 
     async def release(self) -> None:
@@ -116,6 +128,7 @@ class ModelShell:
         for task in self._pushing:
             task.cancel()
         self._waiters.wake_all()
+        self.subscriptions.wake()
         await self._idle.wait()
         self.stop()
         await self.close()
@@ -140,6 +153,13 @@ class ModelShell:
             self._events.append(call)
         else:
             call()
+
+    @property
+    def published(self) -> tuple[int, int] | None:
+        """Epoch and version of the values here, while no step changes them and nothing replaces them; else None."""
+        if self._applying or self._released or not self.engine.parameters.serving:
+            return None
+        return self.values.served, self.engine.version
 
     def pin_for_copy(self, version: int) -> Pin:
         """Keep each unit at `version`, once it is there, until a copy is done and calls `unpin_copy`."""
@@ -249,6 +269,8 @@ class ModelShell:
         if slices := self.engine.decide(decision):
             self._begin(slices)
             self._pool.start(slices)
+        else:
+            self.subscriptions.wake()
         self._waiters.wake_all()
 
     def _on_averaging(self, copying: Averaging) -> None:
@@ -288,6 +310,7 @@ class ModelShell:
         self._waiters.wake_unit(owned.chunks.unit)
         self._applying -= 1
         if self._applying == 0:
+            self.subscriptions.wake()
             if self._copy is not None:
                 (source, pin), self._copy = self._copy, None
                 source.unpin_copy(pin)
@@ -331,6 +354,7 @@ class ModelShell:
 
     def _wake_all(self) -> None:
         self._waiters.wake_all()
+        self.subscriptions.wake()
         self._server.wake()
 
     # ------------------------------------------------------------------ checkpoints
@@ -371,12 +395,20 @@ class ModelShell:
             GenerationChanged: it is.
             Misuse: the model was released.
         """
-        if self._released:
-            raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
+        self.check_released()
         if generation != self.engine.generation:
             raise GenerationChanged(
                 f"generation {generation} is over; the current one is {self.engine.generation}", self.engine.generation
             )
+
+    def check_released(self) -> None:
+        """Refuse calls for a model that was released.
+
+        Raises:
+            Misuse: it was.
+        """
+        if self._released:
+            raise Misuse(f"model {self.name!r} was released: its parameters are on the shard servers no more")
 
     @asynccontextmanager
     async def pushing(self, generation: int) -> AsyncIterator[None]:

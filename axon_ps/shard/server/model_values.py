@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, RestoreOrder
@@ -30,6 +31,7 @@ class ModelValues:
         server: whose it is.
         waiters: woken when there are other values.
         idle: set while nothing is applied to the model and nobody copies from it.
+        replaced: called when there are values that were not there before.
 
     Attributes:
         epoch: the newest that is known.
@@ -37,7 +39,13 @@ class ModelValues:
     """
 
     def __init__(
-        self, number: int, engine: ShardEngine, server: ServerShell, waiters: Waiters, idle: asyncio.Event
+        self,
+        number: int,
+        engine: ShardEngine,
+        server: ServerShell,
+        waiters: Waiters,
+        idle: asyncio.Event,
+        replaced: Callable[[], None],
     ) -> None:
         self.epoch = 0
         self.served = 0
@@ -48,6 +56,7 @@ class ModelValues:
         self._server = server
         self._waiters = waiters
         self._idle = idle
+        self._on_replaced = replaced
 
     def begin(self, order: RestoreOrder) -> None:
         """Take the coordinator's order."""
@@ -75,6 +84,7 @@ class ModelValues:
             engine.restored(order.version, restore.optimizer)
             self.epoch, self.served = max(self.epoch, order.epoch), order.epoch
             reports.initialized(version=order.version, epoch=order.epoch, model=self._number)
+            self._on_replaced()
         self._waiters.wake_all()
 
     async def _make_room(self, order: RestoreOrder) -> None:
@@ -96,6 +106,7 @@ class ModelValues:
         reports = self._server.reports
         assert reports is not None
         reports.initialized(version=self._engine.version, epoch=self.epoch, model=self._number)
+        self._on_replaced()
 
     def waits_for(self, epoch: int) -> bool:
         """Whether first values of an epoch came before the order to make room for them, or before there is room."""

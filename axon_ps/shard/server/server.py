@@ -24,6 +24,7 @@ from axon_ps.rpc.service import service_handler
 from axon_ps.shard.server.departure import hand_over
 from axon_ps.shard.server.job_watch import JobWatch
 from axon_ps.shard.server.links import Links
+from axon_ps.shard.server.pacing import SubscriberLimits
 from axon_ps.shard.server.servicer import ShardServicer
 from axon_ps.shard.server.shell import ShardShell
 from axon_ps.types import Role
@@ -47,6 +48,7 @@ class ShardConfig:
         rank: wanted number among the shard servers; -1 = any.
         threads: for applying steps; None = one per core we may use.
         security: TLS and token.
+        limits: what subscribers get.
         join_timeout_s: how long the coordinator may take to answer.
         reconnect_timeout_s: how long the coordinator may be away later; then this server ends, and its parameters too.
         grace_s: how long streams under way may take when we stop.
@@ -62,6 +64,7 @@ class ShardConfig:
     rank: int = -1
     threads: int | None = None
     security: Security = field(default_factory=Security)
+    limits: SubscriberLimits = field(default_factory=SubscriberLimits)
     join_timeout_s: float = 60.0
     reconnect_timeout_s: float = 600.0
     grace_s: float = 2.0
@@ -85,7 +88,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         AxonError: the session ended for good, or this server's parameters can no longer be right.
     """
     retain_message_memory()
-    shell, watch = ShardShell(config.job, config.threads), JobWatch()
+    shell, watch = ShardShell(config.job, config.threads, config.limits), JobWatch()
     servicer = ShardServicer(shell)
     handler = service_handler(_SERVICE, servicer)
     server = listen(config.host, config.port, config.security, [handler], [_SERVICE.full_name])

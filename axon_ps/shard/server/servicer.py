@@ -30,7 +30,7 @@ from axon_ps.shard.same_host.access import (
     MAX_LEASED_BYTES,
     MIN_LEASED_BYTES,
 )
-from axon_ps.shard.server import copying
+from axon_ps.shard.server import copying, subscriptions
 from axon_ps.shard.server.mapped_units import map_unit
 from axon_ps.shard.server.model_shell import ModelShell
 from axon_ps.shard.server.shell import ShardShell
@@ -59,14 +59,13 @@ class ShardServicer:
     async def _gather(self, request: shard_pb2.AllGatherRequest, context: ServerStream) -> None:
         """Chunks of a range, once the unit is at the version asked for."""
         shell, _ = await self._shell.fence(request.context)
-        engine = shell.engine
+        engine, generation = shell.engine, request.context.generation
         dtype = dtype_from_proto(request.dtype)
         if dtype not in WIRE_DTYPES:
             raise InvalidRequest(f"parameters cannot travel as {dtype.value}")
         if request.expected:
             await self._gather_speculative(shell, request, context)
             return
-        generation = request.context.generation
         await shell.available(request.unit, request.begin, request.epoch, request.min_version, generation)
         engine.counters["gathers"] += 1
         precision = engine.precision
@@ -75,18 +74,20 @@ class ShardServicer:
         if request.map:
             await self._send_mapping(shell, context, request, dtype)
             return
-        if dtype is precision.param and request.compressed == (precision.param_compression is not None):
-            frames = engine.parameters.frames(request.unit, request.begin, request.end)
-            for some in _leased_together(frames) if request.accept_leases and not request.compressed else zip(frames):
-                leases = engine.slices.of(request.unit, request.begin).wire.leases
-                await self._serve(engine, context, request, some, leases)
-        else:
-            chunks = engine.slices.of(request.unit, request.begin).chunks
-            for index in range(*chunks.range_of(request.begin, request.end)):
-                owned = await shell.unchanging(request.unit, request.begin, generation)
-                frame = engine.parameters.encode(owned, index, dtype)
-                await context.write(frame)
-                _count(engine, "out", len(frame))
+        with self._shell.pacer.gather():
+            if dtype is precision.param and request.compressed == (precision.param_compression is not None):
+                frames = engine.parameters.frames(request.unit, request.begin, request.end)
+                leasing = request.accept_leases and not request.compressed
+                for some in _leased_together(frames) if leasing else zip(frames):
+                    leases = engine.slices.of(request.unit, request.begin).wire.leases
+                    await self._serve(engine, context, request, some, leases)
+            else:
+                chunks = engine.slices.of(request.unit, request.begin).chunks
+                for index in range(*chunks.range_of(request.begin, request.end)):
+                    owned = await shell.unchanging(request.unit, request.begin, generation)
+                    frame = engine.parameters.encode(owned, index, dtype)
+                    await context.write(frame)
+                    _count(engine, "out", len(frame))
 
     async def _send_mapping(
         self, shell: ModelShell, context: ServerStream, request: shard_pb2.AllGatherRequest, dtype: DType
@@ -239,6 +240,10 @@ class ShardServicer:
     async def collective(self, context: ServerStream) -> None:
         """A worker's part in collectives and messages of its groups, one after the other."""
         await servicer.serve(self._shell.collectives, self._idle, context)
+
+    async def subscribe(self, context: ServerStream) -> None:
+        """Versions of a model, for a caller that need not be a member."""
+        await subscriptions.serve(self._shell, self._idle, context)
 
     async def handshake(self, request: shard_pb2.HandshakeRequest, context: Any) -> shard_pb2.HandshakeReply:
         """Whether this server and a worker or server of its host can read each other's memory."""

@@ -16,14 +16,16 @@ from typing import Any
 
 from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
-from axon_ps.errors import AxonError, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
+from axon_ps.errors import AxonError, Busy, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
 from axon_ps.shard.server.links import Links
 from axon_ps.shard.server.model_shell import Averaging, ModelShell
+from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
 from axon_ps.shard.server.reports import Reports
+from axon_ps.shard.server.subscriptions import Subscriptions
 from axon_ps.shard.server.waiters import Waiters
 from axon_ps.storage.manifest import discard
 from axon_ps.types import Decision, Member, Membership, Outcome
@@ -41,8 +43,10 @@ class ShardShell:
     Args:
         job: name of the job; calls for another one are refused.
         threads: for applying, a model; None = one per core this process may use.
+        limits: what subscribers get; None = the default.
 
     Attributes:
+        pacer: decides when subscribers get what they pull.
         collectives: what workers do together here; nothing of it concerns the parameters.
         same_host: the workers whose memory this server can read.
         reports: the way to the coordinator; set before the first event.
@@ -50,8 +54,10 @@ class ShardShell:
         failure: set when this server cannot go on; the server ends with it.
     """
 
-    def __init__(self, job: str, threads: int | None = None) -> None:
+    def __init__(self, job: str, threads: int | None = None, limits: SubscriberLimits | None = None) -> None:
         self.job = job
+        self.pacer = Pacer(limits or SubscriberLimits())
+        self._limits = limits
         self.collectives = CollectiveShell(job)
         self.reports: Reports | None = None
         self.links: Links | None = None
@@ -89,7 +95,7 @@ class ShardShell:
     def model(self, number: int = 0) -> ModelShell:
         """The model of a number; made when it is first named."""
         if number not in self._models:
-            model = self._models[number] = ModelShell(number, self, self._threads)
+            model = self._models[number] = ModelShell(number, self, self._threads, self._limits)
             if self._membership is not None:
                 model.on_event(self._membership)
         return self._models[number]
@@ -270,14 +276,33 @@ class ShardShell:
         server = self._servers.get(context.incarnation)
         return server if server is not None else (await self.fence(context))[1]
 
+    def observed(self, context: CallContext) -> tuple[Subscriptions, ShardEngine]:
+        """The subscriptions to a model, and its values, for a caller that need not be a member.
+
+        Raises:
+            PermissionDenied: another job.
+            Misuse: the model was released.
+            Busy: this server does not know the model yet.
+        """
+        if context.job != self.job:
+            raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
+        self._check_not_released(context.model)
+        model = self._models.get(context.model)
+        if model is None or not model.engine.configured:
+            raise Busy(f"this shard server does not know model {context.model} yet; try again")
+        return model.subscriptions, model.engine
+
+    def _check_not_released(self, number: int) -> None:
+        if number in self._released:
+            name = self._released[number]
+            raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
+
     async def _fence(self, context: CallContext) -> ModelShell:
         if context.job != self.job:
             raise PermissionDenied(f"this server serves job {self.job!r}, not {context.job!r}")
         while not self._can_answer(context):
             await self._waiters.wait()
-        if context.model in self._released:
-            name = self._released[context.model]
-            raise Misuse(f"model {name!r} was released: its parameters are on the shard servers no more")
+        self._check_not_released(context.model)
         if context.generation < self._generation:
             raise GenerationChanged(
                 f"generation {context.generation} is over; the current one is {self._generation}", self._generation

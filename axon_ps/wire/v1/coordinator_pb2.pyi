@@ -1,4 +1,5 @@
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from axon_ps.wire.v1 import session_pb2 as _session_pb2
 from axon_ps.wire.v1 import status_pb2 as _status_pb2
@@ -116,6 +117,22 @@ class ReleaseReply(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     released: bool
     def __init__(self, released: bool = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("context", "name")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    name: str
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("job", "membership")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    job: _session_pb2.JobEvent
+    membership: _membership_pb2.MembershipEvent
+    def __init__(self, job: _Optional[_Union[_session_pb2.JobEvent, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipEvent, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("context", "uri", "extra_json", "background")

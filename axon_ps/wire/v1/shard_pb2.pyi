@@ -80,6 +80,42 @@ class SliceChunk(_message.Message):
     payload: bytes
     def __init__(self, tensor: _Optional[str] = ..., begin: _Optional[int] = ..., changed: _Optional[int] = ..., copied: _Optional[int] = ..., updates: _Optional[_Iterable[int]] = ..., complete: bool = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class SubscribeRequest(_message.Message):
+    __slots__ = ("context", "reserve", "pull")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.CallContext
+    reserve: Reserve
+    pull: Pull
+    def __init__(self, context: _Optional[_Union[_common_pb2.CallContext, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("dtype", "min_version", "epoch", "multiple_of")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MULTIPLE_OF_FIELD_NUMBER: _ClassVar[int]
+    dtype: _common_pb2.DType
+    min_version: int
+    epoch: int
+    multiple_of: int
+    def __init__(self, dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., min_version: _Optional[int] = ..., epoch: _Optional[int] = ..., multiple_of: _Optional[int] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ("version", "epoch", "slices", "since", "changes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    epoch: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    since: int
+    changes: bool
+    def __init__(self, version: _Optional[int] = ..., epoch: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., since: _Optional[int] = ..., changes: bool = ...) -> None: ...
+
 class UploadReply(_message.Message):
     __slots__ = ("complete",)
     COMPLETE_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,322 @@
+"""The versions of a model that a server retains for subscribers: which, for whom, and what gives way. Pure.
+
+Note: [A version that all servers have]
+    A subscriber needs the same version from every server, while steps go on and no server knows of the others. So it
+    first has each *reserve*: a server names the version it is at, and retains that and all later ones for it. The
+    subscriber chooses the newest that was named; every server has it, or will: steps commit on all of them. Then it
+    *pulls* that version, which gives the others up. With `multiple_of` only multiples are retained, so that subscribers
+    with the same interval pull the same versions, and each is encoded once.
+
+Note: [What a publication is made of]
+    Frames are replaced and never changed (`shard.core.wire_copy`), so a version is retained by referring to its frames,
+    where the slice has some in the dtype wanted: nothing is encoded or copied. What has none (workers map the slice, or
+    another dtype is wanted) is encoded once from the master, before the next step may change it.
+
+Note: [Room]
+    Versions retained take at most `max_bytes`, whoever wants how many; one is always retained. Beyond that the oldest
+    gives way, first of those that are only compared with. A subscriber that has not got what it reserved after
+    `retain_s` loses it, too. Whoever asks for what is gone gets `Busy`, and takes a newer version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from axon_ps.errors import Busy
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.types import Array, DType
+from axon_ps.wire.changes import encode_changes
+from axon_ps.wire.frames import decode_chunk, encode_chunk
+
+Key = tuple[int, int, DType]
+"""Epoch, version and dtype."""
+
+
+class Publication:
+    """One version of a server's slices in one dtype.
+
+    Args:
+        key: epoch, version and dtype.
+
+    Attributes:
+        key: as given.
+        changed: by number of the slice, the version that last changed it.
+        frames: by number of the slice, its encoded chunks; of those that are encoded already.
+        dropped: whether it gave way to newer ones.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.changed: dict[int, int] = {}
+        self.frames: dict[int, tuple[bytes, ...]] = {}
+        self.dropped = False
+        self._changes: dict[int, dict[int, tuple[bytes, ...]]] = {}
+        self._bytes = 0
+
+    def add(self, slices: Iterable[OwnedSlice], *, shared: bool) -> list[OwnedSlice]:
+        """Take slices at this version, none of them `applying`; returns those that are to be encoded, ascending.
+
+        Args:
+            slices: which; those that it has stay as they are.
+            shared: whether frames of the slices are of this dtype.
+        """
+        lacking: list[OwnedSlice] = []
+        for owned in slices:
+            if owned.number in self.changed:
+                continue
+            self.changed[owned.number] = owned.changed
+            self._bytes += owned.chunks.numel * self.key[2].itemsize
+            if shared and owned.wire.frames:
+                self.frames[owned.number] = owned.wire.frames
+            else:
+                lacking.append(owned)
+        return lacking
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is encoded."""
+        return len(self.frames) == len(self.changed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        differences = sum(len(frame) for each in self._changes.values() for some in each.values() for frame in some)
+        return self._bytes + differences
+
+    def encode(self, owned: OwnedSlice) -> int:
+        """Encode a slice that is lacking, at this version still; returns how many chunks. Any thread."""
+        values, chunks = owned.master.values, enumerate(owned.chunks.ranges)
+        version, dtype = self.changed[owned.number], self.key[2]
+        frames = tuple(owned.wire.encode_as(dtype, index, version, values[elements]) for index, elements in chunks)
+        self.frames[owned.number] = frames
+        return len(frames)
+
+    def has_changes(self, base: Publication) -> bool:
+        """Whether `encode_changes` was done with an older publication of the same dtype."""
+        return base.key[1] in self._changes
+
+    def encode_changes(self, base: Publication) -> None:
+        """Encode what makes this of an older complete publication of the same dtype and epoch. Any thread."""
+        numbers = [n for n, changed in self.changed.items() if changed > base.key[1]]
+        old, new = dict(base.frames), dict(self.frames)
+        made = {n: _changes(old[n], new[n], self.key[2]) for n in numbers if n in old and n in new}
+        self._changes[base.key[1]] = made
+
+    def frames_since(self, number: int, since: int, *, changes: bool) -> tuple[bytes, ...]:
+        """The chunks of a slice for somebody who has version `since` (-1 = none): none where nothing changed.
+
+        Args:
+            number: of the slice.
+            since: the version.
+            changes: whether chunks may have only what changed.
+
+        Raises:
+            Busy: this publication gave way.
+            KeyError: the slice is not in it.
+        """
+        if self.dropped:
+            raise Busy(f"version {self.key[1]} is retained no longer; take a newer one")
+        if self.changed[number] <= since:
+            return ()
+        if changes and number in (known := self._changes.get(since, {})):
+            return known[number]
+        return self.frames[number]
+
+    def drop(self) -> None:
+        """Give its memory back; who still reads it gets `Busy`."""
+        self.dropped = True
+        self.frames, self._changes = {}, {}
+
+
+def _changes(old: tuple[bytes, ...], new: tuple[bytes, ...], dtype: DType) -> tuple[bytes, ...]:
+    """Per chunk, a frame of what changed, or the whole one where that is smaller."""
+    frames: list[bytes] = []
+    for before, after in zip(old, new, strict=True):
+        header, payload = decode_chunk(after)
+        small = encode_changes(_elements(decode_chunk(before)[1], dtype), _elements(payload, dtype))
+        header.compressed = small is not None
+        frames.append(after if small is None else encode_chunk(header, small))
+    return tuple(frames)
+
+
+def _elements(payload: memoryview, dtype: DType) -> Array:
+    return np.frombuffer(payload, dtype.numpy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What versions a subscriber wants.
+
+    Attributes:
+        dtype: in which element type.
+        epoch: how often the model had been restored, as far as it knows.
+        min_version: the oldest one of that epoch; any of a later epoch will do.
+        multiple_of: only multiples of this.
+    """
+
+    dtype: DType
+    epoch: int = 0
+    min_version: int = 0
+    multiple_of: int = 1
+
+    def wants(self, epoch: int, version: int) -> bool:
+        """Whether a version will do."""
+        if epoch != self.epoch:
+            return epoch > self.epoch
+        return version >= self.min_version and version % self.multiple_of == 0
+
+
+class Subscriber:
+    """What is retained for one subscriber.
+
+    Attributes:
+        wish: what it reserves; None when it reserves nothing.
+        reserved: the publications that it may choose from, oldest first.
+        reserved_s: when the first of them was made.
+        base: what it pulled last; None unless changes are to be made from it.
+    """
+
+    def __init__(self) -> None:
+        self.wish: Wish | None = None
+        self.reserved: list[Publication] = []
+        self.reserved_s = 0.0
+        self.base: Publication | None = None
+
+
+class Publications:
+    """The versions that are retained for all subscribers of a model.
+
+    Args:
+        max_bytes: of memory; see Note: [Room].
+        retain_s: for how long a version is retained for a subscriber that does not get it.
+        counters: where publications are counted.
+    """
+
+    def __init__(self, max_bytes: float, retain_s: float, counters: Counter[str]) -> None:
+        self._max_bytes = max_bytes
+        self._retain_s = retain_s
+        self._counters = counters
+        self._subscribers: list[Subscriber] = []
+        self._published: dict[Key, Publication] = {}
+
+    def __len__(self) -> int:
+        return len(self._published)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is retained."""
+        return sum(publication.nbytes for publication in self._published.values())
+
+    def add(self, subscriber: Subscriber) -> None:
+        """There is another subscriber."""
+        self._subscribers.append(subscriber)
+
+    def remove(self, subscriber: Subscriber) -> None:
+        """A subscriber has gone."""
+        self._subscribers.remove(subscriber)
+        self._prune()
+
+    def publish(
+        self, epoch: int, version: int, slices: Iterable[OwnedSlice], own_dtype: DType | None, now_s: float
+    ) -> list[tuple[Publication, list[OwnedSlice]]]:
+        """The slices are all at a version: retain it for whoever wants it; returns what is to be encoded.
+
+        It may be called again for the same version, when there are more slices.
+
+        Args:
+            epoch: of the values.
+            version: of the model.
+            slices: those of which this server is the primary.
+            own_dtype: the dtype of their frames; None where they are compressed.
+            now_s: the time.
+        """
+        self._expire(epoch, now_s)
+        lacking: dict[Key, list[OwnedSlice]] = {}
+        slices = list(slices)
+        for subscriber in self._subscribers:
+            if subscriber.wish is None or not subscriber.wish.wants(epoch, version):
+                continue
+            key = epoch, version, subscriber.wish.dtype
+            if key not in lacking:
+                publication = self._published.setdefault(key, Publication(key))
+                self._counters["published"] += not publication.changed
+                lacking[key] = publication.add(slices, shared=key[2] is own_dtype)
+            if self._published[key] not in subscriber.reserved:
+                subscriber.reserved_s = subscriber.reserved_s if subscriber.reserved else now_s
+                subscriber.reserved.append(self._published[key])
+        made = [(self._published[key], some) for key, some in lacking.items() if some]
+        self._make_room()
+        return made
+
+    def reserve(self, subscriber: Subscriber, wish: Wish) -> None:
+        """Retain versions for a subscriber from now on."""
+        subscriber.wish, subscriber.reserved = wish, []
+        self._prune()
+
+    def choose(self, subscriber: Subscriber, epoch: int, version: int, present: tuple[int, int]) -> Publication | None:
+        """What a subscriber has chosen of its reserved versions, the others are given up; None = it is to come.
+
+        Args:
+            subscriber: who.
+            epoch, version: what it has chosen.
+            present: epoch and version that the model is at.
+
+        Raises:
+            Busy: this version is not retained, and cannot be any more.
+        """
+        chosen = [p for p in subscriber.reserved if p.key[:2] == (epoch, version)]
+        if chosen:
+            subscriber.wish, subscriber.reserved = None, chosen
+            self._prune()
+            return chosen[0]
+        if subscriber.wish is None or not subscriber.wish.wants(epoch, version) or present >= (epoch, version):
+            raise Busy(f"version {version} of epoch {epoch} is not retained (any longer); take a newer one")
+        return None
+
+    def done(self, subscriber: Subscriber, *, compare: bool) -> None:
+        """A subscriber has got what it chose, which is retained if its next version is to be compared with it."""
+        chosen, subscriber.reserved = subscriber.reserved, []
+        subscriber.base = chosen[-1] if chosen and compare else None
+        self._prune()
+
+    def clear(self) -> None:
+        """The values are replaced: nothing that was retained is of use."""
+        for publication in self._published.values():
+            publication.drop()
+        for subscriber in self._subscribers:
+            subscriber.reserved, subscriber.base = [], None
+        self._prune()
+
+    def _expire(self, epoch: int, now_s: float) -> None:
+        for subscriber in self._subscribers:
+            if subscriber.reserved and now_s - subscriber.reserved_s > self._retain_s:
+                subscriber.wish, subscriber.reserved = None, []
+            if subscriber.base is not None and subscriber.base.key[0] != epoch:
+                subscriber.base = None
+        self._prune()
+
+    def _prune(self) -> None:
+        wanted = {p.key for s in self._subscribers for p in (*s.reserved, *filter(None, (s.base,)))}
+        for key in self._published.keys() - wanted:
+            self._published.pop(key).drop()
+
+    def _make_room(self) -> None:
+        for only_bases in (True, False):
+            for publication in sorted(self._published.values(), key=lambda p: p.key[:2]):
+                if self.nbytes <= self._max_bytes or len(self._published) == 1:
+                    return
+                reserved = any(publication in s.reserved for s in self._subscribers)
+                if not (only_bases and reserved):
+                    self._give_way(publication)
+
+    def _give_way(self, publication: Publication) -> None:
+        self._counters["published_dropped"] += 1
+        for subscriber in self._subscribers:
+            subscriber.reserved = [p for p in subscriber.reserved if p is not publication]
+            if subscriber.base is publication:
+                subscriber.base = None
+        self._prune()

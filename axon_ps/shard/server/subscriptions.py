@@ -1,0 +1,243 @@
+"""Serves versions of a model to subscribers. Which are retained is `shard.core.publications`'s business.
+
+What has no frames yet is encoded in a thread, under a pin: a step that would change it waits until it is (see
+`shard.server.apply`, Note: [Apply and copy]). Steps are usually long enough for none to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from axon_ps.compress import cast
+from axon_ps.errors import InvalidRequest, SliceMoved
+from axon_ps.rpc.service import ServerStream
+from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream_pool import IdleStreams
+from axon_ps.shard.core.engine import ShardEngine
+from axon_ps.shard.core.publications import Publication, Publications, Subscriber, Wish
+from axon_ps.shard.core.slices import OwnedSlice
+from axon_ps.shard.server.apply import Pin, VersionPins
+from axon_ps.shard.server.pacing import Pacer, SubscriberLimits
+from axon_ps.shard.server.waiters import Waiters
+from axon_ps.types import WIRE_DTYPES
+from axon_ps.wire.codec import dtype_from_proto
+from axon_ps.wire.frames import encode_chunk
+from axon_ps.wire.v1 import common_pb2, shard_pb2
+
+
+class PublishedModel(Protocol):
+    """What subscriptions need of the model that they are to.
+
+    Attributes:
+        engine: its slices.
+        pins: versions that are still read.
+    """
+
+    engine: ShardEngine
+    pins: VersionPins
+
+    @property
+    def published(self) -> tuple[int, int] | None:
+        """Epoch and version of the values, none of which is changing; None while they are."""
+
+    def pin_for_copy(self, version: int) -> Pin:
+        """Keep each slice at `version`."""
+
+    def unpin_copy(self, pin: Pin) -> None:
+        """They are copied."""
+
+    def check_released(self) -> None:
+        """Refuse calls for a model that was released."""
+
+
+class Subscriptions:
+    """The subscribers of one model.
+
+    Args:
+        model: what they subscribe to.
+        limits: of memory and time.
+    """
+
+    def __init__(self, model: PublishedModel, limits: SubscriberLimits) -> None:
+        self._model = model
+        self._publications = Publications(limits.max_bytes, limits.retain_s, model.engine.counters)
+        self._waiters = Waiters()
+        self._thread: ThreadPoolExecutor | None = None
+        self._encoding: set[asyncio.Future[None]] = set()
+        self._subscribers = 0
+        self._at = 0, -1  # epoch and version that were retained for whoever wanted them
+
+    def wake(self) -> None:
+        """A version was reached, or the model has changed: retain it for those who want it."""
+        if not self._subscribers:
+            return
+        if (at := self._model.published) is not None:
+            self._publish(*at)
+        self._waiters.wake_all()
+
+    def close(self) -> None:
+        """End the thread, once it is done with what it has begun."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def subscriber(self) -> AsyncIterator[Subscriber]:
+        """A subscriber, for as long as its stream lives."""
+        subscriber = Subscriber()
+        self._publications.add(subscriber)
+        self._subscribers += 1
+        try:
+            yield subscriber
+        finally:
+            self._subscribers -= 1
+            self._publications.remove(subscriber)
+
+    async def reserve(self, subscriber: Subscriber, wish: Wish) -> tuple[int, int]:
+        """Retain versions for a subscriber; epoch and version of the first, once there is one.
+
+        Raises:
+            Misuse: the model was released.
+        """
+        await self._in_thread(cast.warm_up, wish.dtype)  # it may compile, which no step is to wait for
+        self._publications.reserve(subscriber, wish)
+        self.wake()
+        while not subscriber.reserved:
+            await self._waiters.wait()
+            self._model.check_released()
+        return subscriber.reserved[0].key[:2]
+
+    async def chosen(self, subscriber: Subscriber, epoch: int, version: int) -> Publication:
+        """A version that a subscriber has reserved, once it is encoded.
+
+        Raises:
+            Busy: it is not retained, or no longer.
+            Misuse: the model was released.
+        """
+        while True:
+            self._model.check_released()
+            publication = self._publications.choose(subscriber, epoch, version, self._at)
+            if publication is not None and publication.complete:
+                return publication
+            await self._waiters.wait()
+
+    async def compare(self, subscriber: Subscriber, publication: Publication, since: int) -> None:
+        """Encode what makes a publication of the one that a subscriber has, if that is retained still."""
+        base = subscriber.base
+        if base is not None and base.key[1] == since and base.key[2] is publication.key[2] and base.complete:
+            await self._in_thread(self._encode_changes, publication, base)
+
+    def done(self, subscriber: Subscriber, *, compare: bool) -> None:
+        """A subscriber has got its version."""
+        self._publications.done(subscriber, compare=compare)
+
+    def _publish(self, epoch: int, version: int) -> None:
+        if epoch != self._at[0]:
+            self._publications.clear()
+        self._at = epoch, version
+        engine = self._model.engine
+        precision = engine.precision
+        own_dtype = None if precision.param_compression is not None else precision.param
+        slices = engine.slices.primaries
+        for made, lacking in self._publications.publish(epoch, version, slices, own_dtype, time.monotonic()):
+            task = asyncio.ensure_future(self._encode(made, lacking, self._model.pin_for_copy(version)))
+            self._encoding.add(task)
+            task.add_done_callback(self._encoding.discard)
+
+    async def _encode(self, publication: Publication, lacking: list[OwnedSlice], pin: Pin) -> None:
+        try:
+            await self._in_thread(self._encode_slices, publication, lacking, pin)
+        finally:
+            self._model.unpin_copy(pin)
+            self._waiters.wake_all()
+
+    def _encode_slices(self, publication: Publication, lacking: list[OwnedSlice], pin: Pin) -> None:
+        for owned in lacking:
+            if publication.dropped:
+                return
+            self._model.engine.counters["published_encodings"] += publication.encode(owned)
+            self._model.pins.advance(pin, owned.number)
+
+    def _encode_changes(self, publication: Publication, base: Publication) -> None:
+        if not (publication.has_changes(base) or publication.dropped or base.dropped):
+            publication.encode_changes(base)
+            self._model.engine.counters["published_comparisons"] += 1
+
+    async def _in_thread(self, work: object, *args: object) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "axon-ps-publish")
+        await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)  # type: ignore[arg-type]
+
+
+class ObservedServer(Protocol):
+    """What `serve` needs of the server.
+
+    Attributes:
+        pacer: decides when chunks are written.
+    """
+
+    pacer: Pacer
+
+    def observed(self, context: common_pb2.CallContext) -> tuple[Subscriptions, ShardEngine]:
+        """The subscriptions to a model, and its values, for a caller that need not be a member."""
+
+
+async def serve(server: ObservedServer, idle: IdleStreams, context: ServerStream) -> None:
+    """One subscription: `reserve` and `pull` in turn, until the stream ends."""
+    request = await idle.next(context.read())
+    if request is EOF:
+        return
+    subscriptions, engine = server.observed(request.context)
+    async with subscriptions.subscriber() as subscriber:
+        while request is not EOF:
+            kind = request.WhichOneof("request")
+            if kind == "reserve":
+                epoch, version = await subscriptions.reserve(subscriber, _wish(request.reserve))
+                await context.write(encode_chunk(common_pb2.Chunk(version=version, epoch=epoch), None))
+            elif kind == "pull":
+                await _send(server.pacer, subscriptions, engine, subscriber, request.pull, context)
+            else:
+                raise InvalidRequest("a subscriber sends reserve or pull; this is neither")
+            request = await idle.next(context.read())
+
+
+async def _send(
+    pacer: Pacer,
+    subscriptions: Subscriptions,
+    engine: ShardEngine,
+    subscriber: Subscriber,
+    pull: shard_pb2.Pull,
+    context: ServerStream,
+) -> None:
+    publication = await subscriptions.chosen(subscriber, pull.epoch, pull.version)
+    since = pull.since if pull.HasField("since") else -1
+    if missing := [number for number in pull.slices if number not in publication.changed]:
+        raise SliceMoved(f"this shard server was not the primary of slice {missing[0]} at version {pull.version}")
+    if pull.changes and since >= 0:
+        await subscriptions.compare(subscriber, publication, since)
+    engine.counters["published_pulls"] += 1
+    for number in pull.slices:
+        index = 0
+        while index < len(frames := publication.frames_since(number, since, changes=pull.changes)):
+            await pacer.write(context.write, frames[index])
+            engine.counters["published_chunks_out"] += 1
+            engine.counters["published_bytes_out"] += len(frames[index])
+            index += 1
+    subscriptions.done(subscriber, compare=pull.changes)
+    await context.write(encode_chunk(common_pb2.Chunk(version=pull.version, epoch=pull.epoch), None))
+
+
+def _wish(reserve: shard_pb2.Reserve) -> Wish:
+    dtype = dtype_from_proto(reserve.dtype)
+    if dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"parameters cannot travel as {dtype.value}; ask for f32, bf16 or f16")
+    return Wish(
+        dtype=dtype,
+        epoch=reserve.epoch,
+        min_version=reserve.min_version,
+        multiple_of=max(1, reserve.multiple_of),
+    )

@@ -1,0 +1,227 @@
+"""A subscription to a model of a running job: its parameters, version by version, for whoever is no member of the job.
+
+An evaluator, an average of weights, a sampler or another job subscribes with the coordinator's address and a token; the
+observer's is enough. Values come straight from the shard servers; workers do not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from axon_ps.coordinator.client.operator import OperatorClient
+from axon_ps.coordinator.core.checkpoints.schedule import parse_every
+from axon_ps.coordinator.core.events import JobState
+from axon_ps.errors import Closed, ConfigurationError, InvalidRequest
+from axon_ps.host.malloc import retain_message_memory
+from axon_ps.rpc.background_loop import BackgroundLoop
+from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.security import Security
+from axon_ps.shard.client.assembly import Values
+from axon_ps.shard.client.subscriber import ModelSubscriber
+from axon_ps.types import WIRE_DTYPES, Array, DType, Membership
+from axon_ps.worker.environment import job_of, security_of, worker_config
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long a pull may take, unless something else is asked for."""
+
+_DESCRIBE_S = 10.0
+
+
+class Weights(NamedTuple):
+    """The parameters of a model at one version.
+
+    Attributes:
+        version: committed steps.
+        parameters: by the name in the user's module, a read-only array in its shape; bf16 as uint16, as numpy has none.
+    """
+
+    version: int
+    parameters: Mapping[str, Array]
+
+
+class Subscription:
+    """Versions of one model, newest first to come; see `subscribe`. Iterate over it, or ask for `latest`.
+
+    What it gives is immutable: an array that did not change is the same object in both versions, and what you keep of
+    a version stays what it was. A subscription is for one thread at a time; make another for another thread.
+
+    Args:
+        model: name of the model; empty = the only one.
+        coordinator: "host:port" of the coordinator, or several with commas between them.
+        job: name of the job.
+        security: TLS and token.
+        dtype: of the arrays; None = as the job sends parameters.
+        every: as of `subscribe`.
+        changes: as of `subscribe`.
+        timeout_s: as of `subscribe`.
+
+    Raises:
+        InvalidRequest: an argument is malformed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        coordinator: str,
+        job: str,
+        security: Security,
+        dtype: DType | None = None,
+        every: int | str = 1,
+        changes: bool = False,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if dtype is not None and dtype not in WIRE_DTYPES:
+            raise InvalidRequest(f"parameters cannot travel as {dtype.value}; use f32, bf16 or f16")
+        self.model = model
+        self._every, self._every_s = _interval(every)
+        self._timeout_s = timeout_s
+        self._pulled_s = float("-inf")
+        self._address, self._security, self._job = coordinator, security, job
+        self._operator: OperatorClient | None = None
+        retain_message_memory()
+        self._subscriber = ModelSubscriber(self._describe, job=job, security=security, dtype=dtype, changes=changes)
+        self._loop = BackgroundLoop("axon-ps-subscription")
+
+    def latest(self, timeout_s: float | None = None) -> Weights:
+        """The newest version, now.
+
+        Args:
+            timeout_s: how long it may take, in seconds; None = that of the subscription.
+
+        Raises:
+            Timeout: it was not all there in time; the message has the last reason.
+            PermissionDenied: the token is not one of this job.
+            Misuse: the model was released.
+            Closed: the subscription was closed.
+
+        After an error: what was pulled before is what it was. Another attempt may be made.
+        """
+        return self._pull(-1, 1, timeout_s)
+
+    def at(self, version: int, timeout_s: float | None = None) -> Weights:
+        """Exactly one version, which is the present one or yet to come.
+
+        Args:
+            version: which.
+            timeout_s: how long it may take, in seconds, the wait for it included; None = that of the subscription.
+
+        Raises:
+            InvalidRequest: the model is past that version.
+            AxonError: as `latest`.
+        """
+        return self._pull(version, 1, timeout_s, exactly=True)
+
+    def __iter__(self) -> Iterator[Weights]:
+        return self
+
+    def __next__(self) -> Weights:
+        """The present version at first, then the next one that `every` asks for, once there is one.
+
+        Raises:
+            AxonError: as `latest`.
+        """
+        values = self._subscriber.values
+        if values is None:
+            return self.latest()
+        if self._every_s:
+            time.sleep(max(0.0, self._pulled_s + self._every_s - time.monotonic()))
+        return self._pull(values.version + 1, max(1, self._every), None)
+
+    @property
+    def values(self) -> Values | None:
+        """What was pulled last, with the model's layout; None before."""
+        return self._subscriber.values
+
+    def statistics(self) -> dict[str, float]:
+        """Pulls, bytes and chunks that came, attempts that were repeated, versions given up for newer ones."""
+        names = ("pulls", "bytes_in", "chunks_in", "retries", "versions_given_up")
+        return {name: float(self._subscriber.counters[name]) for name in names}
+
+    def close(self) -> None:
+        """Close its connections. Harmless when repeated."""
+        try:
+            self._loop.run(self._close(), _DESCRIBE_S)
+        except Closed:
+            return
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pull(self, min_version: int, multiple_of: int, timeout_s: float | None, *, exactly: bool = False) -> Weights:
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+        values = self._loop.run(self._subscriber.pull(min_version, multiple_of, deadline, exactly=exactly))
+        self._pulled_s = time.monotonic()
+        return Weights(values.version, values.parameters())
+
+    async def _describe(self) -> tuple[JobState, Membership]:
+        if self._operator is None:
+            self._operator = OperatorClient(self._address, security=self._security, job=self._job)
+        return await self._operator.describe(self.model, _DESCRIBE_S)
+
+    async def _close(self) -> None:
+        await self._subscriber.close()
+        if self._operator is not None:
+            await self._operator.close()
+
+
+def _interval(every: int | str) -> tuple[int, float]:
+    try:
+        return parse_every(str(every))
+    except ConfigurationError:
+        raise InvalidRequest(f"every={every!r}: give versions, as 10, or a time, as '30s', '5m' or '2h'") from None
+
+
+def subscribe(
+    model: str = "",
+    *,
+    dtype: DType | str | None = None,
+    every: int | str = 1,
+    changes: bool = False,
+    coordinator: str = "",
+    job: str = "",
+    security: Security | None = None,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+) -> Subscription:
+    """Subscribe to a model of a running job, as a member of it or from anywhere else.
+
+        with axon_ps.subscribe("policy", dtype="bf16", every=10) as subscription:
+            for version, parameters in subscription:
+                evaluate(version, parameters)
+
+    Each version is that of one committed step, in all parameters. The subscriber need not wait for every one: it gets
+    the newest. Servers that die, are promoted or taken out, and another leading coordinator, make a pull slower.
+
+    Args:
+        model: its name in the job; empty = the only one. It may come into being later.
+        dtype: "f32", "bf16" or "f16"; None = as the job sends parameters.
+        every: iteration gives versions that are multiples of this (10, "10"), or one after a time ("30s", "5m").
+        changes: have only the elements sent that changed since the version before; exact. It saves bytes where few of
+            the bits do, as with bf16 and small steps, and costs the servers a comparison (docs/subscribe.md).
+        coordinator: "host:port"; empty = as in the environment (`AXON_PS_COORDINATOR`).
+        job: name of the job; empty = as in the environment.
+        security: TLS and token, which may be the observer's; None = as in the environment.
+        timeout_s: how long a pull may take in all, the wait for a version included; None = without end.
+
+    Raises:
+        InvalidRequest: an argument is malformed.
+        ConfigurationError: nothing names the coordinator, or a variable is malformed.
+    """
+    return Subscription(
+        model,
+        coordinator=coordinator or worker_config(os.environ).coordinator,
+        job=job or job_of(os.environ),
+        security=security_of(os.environ) if security is None else security,
+        dtype=DType.parse(dtype) if isinstance(dtype, str) else dtype,
+        every=every,
+        changes=changes,
+        timeout_s=timeout_s,
+    )
