@@ -162,8 +162,9 @@ def test_the_page_on_architecture_names_what_is_there() -> None:
     assert [p for p in sorted(paths) if not (ROOT / "axon_ps" / p).exists() and not (ROOT / p).exists()] == []
 
 
-def test_the_picture_of_the_rooms_is_drawn_from_their_contract() -> None:
-    subprocess.run([sys.executable, "docs/architecture.py", "--check"], cwd=ROOT, check=True)
+@pytest.mark.parametrize("drawn", ["architecture", "results"])
+def test_a_picture_shows_what_it_is_drawn_from(drawn: str) -> None:
+    subprocess.run([sys.executable, f"docs/{drawn}.py", "--check"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("folder", ["axon_ps", "benchmarks", "docs", "examples", "services", "tests"])
