@@ -110,7 +110,10 @@ class _Launcher:
         coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
         self._services.append(coordinator)
         self._start_shards("-")
-        port = (await coordinator.address()).rpartition(":")[2]
+        at, _, url = (await coordinator.address()).partition(" ")
+        if url:
+            self._console.print(f"axon-ps: HTTP at {url}")
+        port = at.rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
         for shard in self._services[1:]:
             shard.child.send_line(address)
@@ -127,6 +130,8 @@ class _Launcher:
         command += ["--replication", str(launch.replication)]
         if launch.resume:
             command += ["--resume", launch.resume]
+        if launch.http_port is not None:
+            command += ["--http-port", str(launch.http_port)]
         if launch.checkpoint_every:
             command += ["--checkpoint-dir", launch.checkpoint_dir, "--checkpoint-every", launch.checkpoint_every]
             command += ["--checkpoint-limit", str(launch.checkpoint_limit)]
@@ -144,6 +149,8 @@ class _Launcher:
         command += ["--rank", str(rank), "--threads", str(threads)]
         if launch.advertise:
             command += ["--advertise", launch.advertise]
+        if (http_port := launch.http_port_of(index)) is not None:
+            command += ["--http-port", str(http_port)]
         return self._start_service(f"shard {rank}", command)
 
     def _start_service(self, name: str, command: list[str], *, ready: bool = False) -> Process:

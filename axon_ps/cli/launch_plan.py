@@ -32,6 +32,8 @@ class Launch:
         replication: how many shard servers hold each slice; 0 = two, if there are as many.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
         token: the job's token.
+        http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones. 0 = any
+            free one for each, None = there are none.
     """
 
     program: tuple[str, ...]
@@ -56,11 +58,16 @@ class Launch:
     replication: int
     connect_timeout_s: float
     token: str
+    http_port: int | None = None
 
     @property
     def world_size(self) -> int:
         """Workers of the job."""
         return self.nnodes * self.nproc_per_node
+
+    def http_port_of(self, index: int) -> int | None:
+        """The HTTP port of a shard server of this node, by its position here, from 0."""
+        return self.http_port and self.http_port + 1 + index
 
     @property
     def shards_here(self) -> int:

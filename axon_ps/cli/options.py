@@ -74,7 +74,18 @@ LogLevel = Annotated[
 ]
 ReadyFd = Annotated[
     int | None,
-    typer.Option(help="File descriptor that gets a line with the address as soon as the service listens.", hidden=True),
+    typer.Option(
+        help="File descriptor that gets a line as soon as the service listens: its address, the URL of its HTTP.",
+        hidden=True,
+    ),
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        help="Port of an HTTP endpoint for metrics and the page, on the address of --host; 0 = any free one "
+        "[env: AXON_PS_HTTP_PORT].",
+        show_default="none",
+    ),
 ]
 Plugins = Annotated[
     str | None,

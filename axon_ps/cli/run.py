@@ -79,6 +79,7 @@ def run(
     state: Annotated[
         str, typer.Option(help="State of the coordinator: sqlite file, 'memory', or NAME:ADDRESS.")
     ] = "memory",
+    http_port: o.HttpPort = None,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -98,7 +99,7 @@ def run(
     settings = load(
         config, coordinator=coordinator, checkpoint_dir=checkpoint_dir, job=job, plugins=plugins, token=token,
         token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, insecure=insecure, log=log,
-        log_level=log_level,
+        log_level=log_level, http_port=http_port,
     )  # fmt: skip
     embedded = not settings.coordinator
     if node_rank is None:
@@ -126,6 +127,7 @@ def run(
         replication=replication,
         connect_timeout_s=connect_timeout_s,
         token=_token(settings, nnodes=nnodes, embedded=embedded),
+        http_port=settings.http_port,
     )
     _check(launch, embedded=embedded)
     leave(asyncio.run(perform(launch, settings)))

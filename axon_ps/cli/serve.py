@@ -23,6 +23,7 @@ from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
+    from axon_ps.rpc.http import HttpServer
     from axon_ps.rpc.security import Security
     from axon_ps.storage.state_store import StateStore
 
@@ -66,6 +67,7 @@ def coordinator(
     checkpoint_every: o.CheckpointEvery = "",
     checkpoint_limit: o.CheckpointLimit = 3,
     replication: o.Replication = 0,
+    http_port: o.HttpPort = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
     token_file: o.TokenFile = None,
@@ -84,9 +86,10 @@ def coordinator(
     settings = _settings(
         config, job=job, plugins=plugins, token=token, token_file=token_file, observer_token_file=observer_token_file,
         tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_mutual=tls_mutual, insecure=insecure, log=log,
-        log_level=log_level,
+        log_level=log_level, http_port=http_port,
     )  # fmt: skip
     security = _security(settings, host)
+    http = _http(settings, host, security)
     from axon_ps.coordinator.core.checkpoints.schedule import CheckpointPolicy
     from axon_ps.coordinator.core.config import CoordinatorConfig
     from axon_ps.coordinator.server.server import serve
@@ -112,10 +115,10 @@ def coordinator(
     _configure_logging(settings, "coordinator")
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
-        return serve(configuration, host, port, security, store, ready, stop)
+        return serve(configuration, host, port, security, store, ready, stop, http)
 
     with store:
-        leave(_in_foreground(start, host, ready_fd))
+        leave(_in_foreground(start, host, ready_fd, http))
 
 
 def shard(
@@ -143,6 +146,7 @@ def shard(
     subscriber_memory: Annotated[
         float, typer.Option(help="MB of memory for versions that subscribers read, for each model.", min=0)
     ] = 1024,
+    http_port: o.HttpPort = None,
     job: o.Job = None,
     plugins: o.Plugins = None,
     token: o.Token = None,
@@ -162,9 +166,10 @@ def shard(
     settings = _settings(
         config, coordinator=coordinator, node=node, job=job, plugins=plugins, token=token, token_file=token_file,
         observer_token_file=observer_token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level,
+        tls_mutual=tls_mutual, insecure=insecure, log=log, log_level=log_level, http_port=http_port,
     )  # fmt: skip
     security = _security(settings, host)
+    http = _http(settings, host, security)
     if not settings.coordinator:
         raise ConfigurationError("a shard server needs its coordinator: --coordinator host:port or AXON_PS_COORDINATOR")
     from axon_ps.shard.server.pacing import SubscriberLimits
@@ -191,9 +196,9 @@ def shard(
     settings.allow_roots()
 
     def start(ready: Ready, stop: asyncio.Event) -> Awaitable[None]:
-        return serve(configuration, ready, stop)
+        return serve(configuration, ready, stop, http)
 
-    leave(_in_foreground(start, host, ready_fd, settings.drain_s))
+    leave(_in_foreground(start, host, ready_fd, http, settings.drain_s))
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
@@ -212,6 +217,14 @@ def _security(settings: Settings, host: str) -> Security:
             "--tls-key and --token-file (or AXON_PS_TOKEN), or --insecure to listen without"
         )
     return security
+
+
+def _http(settings: Settings, host: str, security: Security) -> HttpServer | None:
+    if settings.http_port is None:
+        return None
+    from axon_ps.rpc.http import HttpServer
+
+    return HttpServer(host, settings.http_port, security)
 
 
 def _state_store(state: str | None, job: str) -> StateStore:
@@ -237,14 +250,19 @@ def _configure_logging(settings: Settings, role: str) -> None:
 
 
 def _in_foreground(
-    start: Callable[[Ready, asyncio.Event], Awaitable[None]], host: str, ready_fd: int | None, drain_s: float = 0.0
+    start: Callable[[Ready, asyncio.Event], Awaitable[None]],
+    host: str,
+    ready_fd: int | None,
+    http: HttpServer | None,
+    drain_s: float = 0.0,
 ) -> int:
     """Run a service until it ends or a signal stops it, which may take it `drain_s` longer; the exit code."""
     received: list[int] = []
 
     def ready(port: int) -> None:
         if ready_fd is not None:
-            os.write(ready_fd, f"{_address(host, port)}\n".encode())
+            line = _address(host, port) if http is None else f"{_address(host, port)} {http.url}"
+            os.write(ready_fd, f"{line}\n".encode())
             os.close(ready_fd)
 
     async def serve() -> None:

@@ -48,6 +48,8 @@ class Settings(BaseSettings):
         tls_mutual: servers: ask every client for a certificate of `tls_ca`.
         insecure: bind beyond loopback without TLS or without a token.
         node: name of this host, if it should not be the host name.
+        http_port: services: port of the HTTP endpoint, on the address that they listen on; 0 = any free one, None =
+            there is no endpoint. Of `run`: that of the embedded coordinator, its shard servers have the next ones.
         drain_s: shard servers: how long others may take to get what one holds when it is stopped, in seconds.
         checkpoint_dir: the directory of the job's checkpoints.
         checkpoint_roots: the directories (paths or URIs, with commas between them) in which services open checkpoints;
@@ -71,6 +73,7 @@ class Settings(BaseSettings):
     tls_mutual: bool = False
     insecure: bool = False
     node: str = ""
+    http_port: int | None = Field(default=None, ge=0, lt=65536)
     drain_s: float = Field(default=0.0, ge=0, lt=86400)
     checkpoint_dir: str = ""
     checkpoint_roots: str = ""

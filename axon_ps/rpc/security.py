@@ -155,6 +155,32 @@ def _read(path: str, option: str) -> bytes:
     return content
 
 
+class Tokens:
+    """Who a caller is, by the value of its `authorization`.
+
+    Args:
+        principals: by token; see `Security.principals`. Empty = everybody may do everything.
+
+    Attributes:
+        asked_for: whether a token is needed at all.
+    """
+
+    def __init__(self, principals: Mapping[str, Principal]) -> None:
+        self.asked_for = bool(principals)
+        self._principals = [((_SCHEME + token).encode(), principal) for token, principal in principals.items()]
+
+    def principal(self, given: bytes) -> Principal | None:
+        """Whose token was given; None = nobody's."""
+        if not self.asked_for:
+            return Principal.JOB
+        known = [principal for token, principal in self._principals if hmac.compare_digest(given, token)]
+        return known[0] if known else None
+
+    def why_unknown(self, given: str | bytes) -> str:
+        """What to say to a caller that is nobody."""
+        return _WRONG_TOKEN if given else _NO_TOKEN
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses, before a servicer sees it, every call whose token does not allow it; health checks are let through.
 
@@ -163,7 +189,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, principals: Mapping[str, Principal]) -> None:
-        self._principals = [((_SCHEME + token).encode(), principal) for token, principal in principals.items()]
+        self._tokens = Tokens(principals)
 
     async def intercept_service(
         self,
@@ -176,18 +202,14 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or needs_no_token(method):
             return handler
         given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
-        principal = self._principal(given if isinstance(given, bytes) else given.encode())
+        principal = self._tokens.principal(given if isinstance(given, bytes) else given.encode())
         if principal is None:
-            unknown = PermissionDenied(_WRONG_TOKEN if given else _NO_TOKEN)
+            unknown = PermissionDenied(self._tokens.why_unknown(given))
             return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, unknown)
         if not may_call(principal, method):
             denied = PermissionDenied(refusal(principal, method))
             return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, denied)
         return handler
-
-    def _principal(self, given: bytes) -> Principal | None:
-        known = [principal for token, principal in self._principals if hmac.compare_digest(given, token)]
-        return known[0] if known else None
 
 
 def _refusing(handler: Any, code: grpc.StatusCode, error: PermissionDenied) -> Any:

@@ -412,10 +412,10 @@ class LocalCluster:
         return Child.start(name, argv, environment, last_signal=signal.SIGKILL, output=log, stdin=True, ready=True)
 
     def _listening(self, process: Child, deadline: float) -> str:
-        if not (address := process.ready_line(deadline)):
+        if not (line := process.ready_line(deadline)):
             exit_code = process.end()
             raise AxonError(f"{process.name} did not start (exit code {exit_code}):\n{process.output}")
-        self._addresses[process.pid] = address
+        self._addresses[process.pid] = address = line.partition(" ")[0]  # the URL of an HTTP endpoint may follow
         return address
 
     def _common_environment(self) -> dict[str, str]:

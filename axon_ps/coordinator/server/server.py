@@ -23,6 +23,7 @@ from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
 from axon_ps.errors import AxonError, Broken, StorageFull
 from axon_ps.rpc.channels import join_address, split_address
+from axon_ps.rpc.http import HttpServer, healthz
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
@@ -45,6 +46,7 @@ async def serve(
     store: StateStore,
     ready: Callable[[int], None],
     stop: asyncio.Event,
+    http: HttpServer | None = None,
 ) -> None:
     """Run a coordinator until `stop` is set.
 
@@ -56,6 +58,7 @@ async def serve(
         store: durable state; a job found in it goes on. Not closed here.
         ready: called with the port once it listens.
         stop: set it to end the coordinator; its state stays.
+        http: its HTTP endpoint, not started; None = it has none.
 
     Raises:
         ConfigurationError: address, security, or what the store holds cannot work.
@@ -70,6 +73,9 @@ async def serve(
         ready(await server.start())
 
     try:
+        if http is not None:
+            http.add(healthz(lambda: switch.servicer is not None))
+            await http.start()
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
             store.address = _name_of(server.address)
@@ -77,6 +83,8 @@ async def serve(
         else:
             await _lead(config, store, switch, stop, begin)
     finally:
+        if http is not None:
+            await http.stop()
         await server.stop(GRACE_S)
 
 

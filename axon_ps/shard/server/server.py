@@ -17,6 +17,7 @@ from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.http import HttpServer, healthz
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
@@ -71,7 +72,9 @@ class ShardConfig:
     drain_s: float = 0.0
 
 
-async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event) -> None:
+async def serve(
+    config: ShardConfig, ready: Callable[[int], None], stop: asyncio.Event, http: HttpServer | None = None
+) -> None:
     """Serve until `stop` is set, then drain: hand over, report NOT_SERVING, leave the job, end the streams.
 
     The health of the service is SERVING while no slice of the job lacks a copy, so that another server may go.
@@ -80,6 +83,7 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         config: how to run.
         ready: called with the port once workers can be served, that is after joining the job.
         stop: set it (on this loop) to end.
+        http: its HTTP endpoint, not started; None = it has none.
 
     Raises:
         ConfigurationError: the address cannot be listened on, or TLS files cannot be used.
@@ -119,6 +123,9 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))
+        if http is not None:
+            http.add(healthz(lambda: watch.safe))
+            await http.start()
         ready(port)
         try:
             await _first_of(stop, shell.failure)
@@ -129,6 +136,8 @@ async def serve(config: ShardConfig, ready: Callable[[int], None], stop: asyncio
     finally:
         if health is not None:
             health.cancel()
+        if http is not None:
+            await http.stop()
         servicer.drain()
         stopping = asyncio.create_task(server.stop(config.grace_s))  # NOT_SERVING from here on
         if session is not None:

@@ -127,4 +127,4 @@ def _ready_line(child: Child, deadline: float) -> str:
     """The address that a child listens on."""
     if not (line := child.ready_line(deadline)):
         raise Broken(f"the embedded {child.name} ended, or did not listen in time; what it wrote is on standard error")
-    return line
+    return line.partition(" ")[0]  # the URL of an HTTP endpoint may follow

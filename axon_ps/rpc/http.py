@@ -1,0 +1,201 @@
+"""An HTTP endpoint beside a process's gRPC server, for what is read by people and their tools: metrics, the page.
+
+Owns: the socket, TLS, who may ask for what, and that a request of a web page of somebody else's is refused.
+Refuses: what is served; each part of the system adds its routes.
+
+The rules are those of the gRPC server: loopback may be plaintext, any other address needs TLS and a token or an
+explicit `insecure`; the token travels as `Authorization: Bearer ...`, never as a cookie, so that no other site's page
+can make a browser send it. Where no token is asked for, a browser could still be made to call by another site's page
+(DNS rebinding, forms): a name in `Host` that is not this machine's, and a foreign `Origin`, are refused.
+
+aiohttp is imported by `HttpServer.start`: a process without an endpoint does not load it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from axon_ps.errors import ConfigurationError, Misuse
+from axon_ps.rpc.access import Principal
+from axon_ps.rpc.channels import join_address
+from axon_ps.rpc.security import Security, Tokens
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_logger = logging.getLogger(__name__)
+_GRACE_S: Final = 1.0
+_READING: Final = ("GET", "HEAD")
+READERS: Final = frozenset(Principal)
+"""Who may read: every token's holder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One path that is served.
+
+    Attributes:
+        path: as aiohttp writes it ("/api/members/{rank}").
+        handler: takes aiohttp's request, returns its response.
+        method: of HTTP.
+        may_ask: whose token is needed; None = none is, so there is nothing of the job in what is served.
+    """
+
+    path: str
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    method: str = "GET"
+    may_ask: frozenset[Principal] | None = READERS
+
+
+class HttpServer:
+    """One endpoint. `add` routes, `start` it once, `stop` it once, all on the same event loop.
+
+    Args:
+        host: address to listen on; beyond loopback `security` must allow it.
+        port: port to listen on; 0 = any free one.
+        security: TLS and tokens, as of the gRPC server.
+
+    Raises:
+        ConfigurationError: `security` does not allow to listen on `host`, or its tokens do not go together.
+    """
+
+    def __init__(self, host: str, port: int, security: Security) -> None:
+        security.check_bind(host)
+        if not 0 <= port < 65536:
+            raise ConfigurationError(f"HTTP port {port} does not exist; use 1 to 65535, or 0 for any free one")
+        self.host = host
+        self.port = port
+        self._security = security
+        self._tokens = Tokens(security.principals())
+        self._routes: list[Route] = []
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is reached on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"{'https' if self._security.cert_file else 'http'}://{join_address(host, self.port)}/"
+
+    def add(self, *routes: Route) -> None:
+        """Serve these, too.
+
+        Raises:
+            Misuse: it was started before.
+        """
+        if self._runner is not None:
+            raise Misuse("this HTTP server was started before; add its routes first")
+        self._routes.extend(routes)
+
+    async def start(self) -> str:
+        """Bind, serve, and return the URL.
+
+        Raises:
+            ConfigurationError: the address or port cannot be had, or a TLS file cannot be used.
+            Misuse: it was started before.
+        """
+        from aiohttp import web
+
+        if self._runner is not None:
+            raise Misuse("this HTTP server was started before; make a new one")
+
+        @web.middleware
+        async def check(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+            return await self._check(request, handler)
+
+        application = web.Application(middlewares=[check])
+        for route in self._routes:
+            application.router.add_route(route.method, route.path, self._guarded(route))
+        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=_GRACE_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host.strip("[]"), self.port, ssl_context=self._ssl())
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigurationError(
+                f"cannot listen on {join_address(self.host, self.port)} for HTTP: {error.strerror or error}"
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        _logger.info("HTTP at %s", self.url)
+        return self.url
+
+    async def stop(self) -> None:
+        """Accept no new requests, give those under way a second, then cancel them."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _ssl(self) -> ssl.SSLContext | None:
+        s = self._security
+        s.server_credentials()  # refuses, in our words, what cannot be read
+        if not s.cert_file:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=s.ca_file if s.mutual else None)
+        try:
+            context.load_cert_chain(Path(s.cert_file), Path(s.key_file))
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"cert_file {s.cert_file!r} and key_file {s.key_file!r}: {error}") from error
+        if s.mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    async def _check(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        """Refuse what a web page of somebody else's makes a browser send."""
+        from aiohttp import web
+
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if not self._tokens.asked_for and not _names_a_machine(host, self.host):
+            raise web.HTTPForbidden(text=f"there is no {host!r} here; use the machine's address, or localhost\n")
+        if request.method not in _READING and origin is not None and urlsplit(origin).netloc != host:
+            raise web.HTTPForbidden(text=f"a page of {origin} may not ask for this\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.setdefault("X-Content-Type-Options", "nosniff")
+            response.headers.setdefault("Cache-Control", "no-store")
+        return response
+
+    def _guarded(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        from aiohttp import web
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if route.may_ask is not None:
+                given = request.headers.get("Authorization", "")
+                principal = self._tokens.principal(given.encode())
+                if principal is None:
+                    raise web.HTTPUnauthorized(text=f"{self._tokens.why_unknown(given)}\n", headers=_CHALLENGE)
+                if principal not in route.may_ask:
+                    text = f"the {principal.value}'s token is read-only; {route.path} needs the job's\n"
+                    raise web.HTTPForbidden(text=text)
+            return await route.handler(request)
+
+        return guarded
+
+
+_CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="axon_ps"'}
+
+
+def _names_a_machine(host: str, own: str) -> bool:
+    """Whether a `Host` header has an address, "localhost" or the name that is listened on: nothing a stranger owns."""
+    name = (urlsplit(f"//{host}").hostname or "").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", own.strip("[]").lower())
+    return True
+
+
+def healthz(serving: Callable[[], bool]) -> Route:
+    """`/healthz`: 200 while `serving`, else 503; needs no token."""
+
+    async def handler(_: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        return web.Response(text="SERVING\n") if serving() else web.Response(status=503, text="NOT_SERVING\n")
+
+    return Route(path="/healthz", handler=handler, may_ask=None)
