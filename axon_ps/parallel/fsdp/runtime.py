@@ -78,6 +78,8 @@ class Runtime:
         expected_hyper: the hyperparameters that the optimizer has now; None = the next step's cannot be known.
         batch: what the next backward's gradients are of, where a loader deals the samples; see `begin_batch`.
         decisions: how many steps have ended, whatever came of them.
+        resends: how often the gradients of a step that was aborted are sent again; a copy of them is retained then.
+        on_abort: called when a step was aborted, before anything is waited for; it may raise.
         last_reason: why the last step did not commit, in words.
     """
 
@@ -105,6 +107,8 @@ class Runtime:
         self.syncing = True
         self.batch: StepBatch | None = None
         self.decisions = 0
+        self.resends = 0
+        self.on_abort: Callable[[], None] = lambda: None
         self.last_reason = ""
         self.sent = SentGradients()
         self.grad_scale = 1.0

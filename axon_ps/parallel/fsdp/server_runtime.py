@@ -9,13 +9,20 @@ Note: [Speculative gathers]
     begins once a step went by without clipping.
     Under FULL_SHARD the units that the next forward needs first are gathered so, as many as there is room for once
     backward has freed them: straight into their own memory, which is free then.
+
+Note: [Sending again]
+    An aborted step has changed no parameter, so the gradients that were sent for it are still those of the present
+    version. Where the training loop is somebody else's and cannot make its batch again, the runtime retains a copy of
+    what it sends (`resends` > 0) and sends it for the next attempt, among however many replicas there are then. A
+    replica that has left took its batch with it; one that has come sends its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -75,6 +82,7 @@ class ServerRuntime(Runtime):
         self._pushes: list[Pending] = []
         self._expected: Sequence[Hyper] | None = None  # of this step; see Note: [Speculative gathers]
         self._unclipped = False
+        self._retained: dict[int, Any] = {}  # by unit, copies of what was sent; see Note: [Sending again]
 
     @property
     def now(self) -> Position:
@@ -115,9 +123,16 @@ class ServerRuntime(Runtime):
             buffer.zero_()
         self.counters.pushed_bytes += buffer.nbytes
         self.sent.add(flat.index, len(flat.params))
-        sent = array_of(buffer, self._grad_wire) if self._device is None else buffer
-        self._pushes.append(self._steps.gradients.push(flat.index, sent, ticket, lambda: self._out.give(buffer)))
+        if self.resends:
+            self._retained[flat.index] = buffer.clone()
+        self._pushes.append(self._send(flat.index, buffer, ticket, lambda: self._out.give(buffer)))
         self._pushed.add(flat.index)
+
+    def _send(
+        self, unit: int, buffer: torch.Tensor | None, ticket: Ticket, done: Callable[[], None] | None = None
+    ) -> Pending:
+        sent = array_of(buffer, self._grad_wire) if buffer is not None and self._device is None else buffer
+        return self._steps.gradients.push(unit, sent, ticket, done)
 
     def _gather_speculative(self, unit: ModuleUnit, flat: FlatUnit) -> None:
         """Behind its push, gather a unit as the step is expected to leave it, if it is resident or needed first."""
@@ -197,9 +212,19 @@ class ServerRuntime(Runtime):
                     self._push(flat)
                     self._gather_speculative(unit, flat)
                 else:
-                    self._pushes.append(self._steps.gradients.push(flat.index, None, ticket))
+                    self._pushes.append(self._send(flat.index, None, ticket))
                     self._pushed.add(flat.index)
-            decision = self._steps.vote(ticket, self._pushes, max_norm=max_norm, hyper=hyper, commit=together)
+                    self._retained[flat.index] = None
+            vote = partial(self._steps.vote, max_norm=max_norm, hyper=hyper, commit=together)
+            decision = vote(ticket, self._pushes)
+            for _ in range(self.resends if self.batch is None else 0):  # a loader gives its batches again by itself
+                if decision.outcome is not Outcome.ABORT:
+                    break
+                self._settle_speculative(as_expected=False)
+                self.on_abort()
+                self._steps.view.job.wait_complete()
+                before, ticket = ticket, self._steps.ticket(self._began)
+                decision = vote(ticket, self._send_again(before, ticket))
             norm = decision.grad_norm
             if decision.outcome is Outcome.ABORT:
                 self._steps.view.job.wait_complete()
@@ -211,6 +236,7 @@ class ServerRuntime(Runtime):
             self.sent.decided(norm)
             self._ticket, self._began, self._has_gradients = None, self._steps.view.latest, False
             self._pushes, self._pushed = [], set()
+            self._retained.clear()
             self.batch, self.decisions = None, self.decisions + 1
             self.counters.step_wait_s += time.perf_counter() - began
         committed = decision.outcome is Outcome.COMMIT
@@ -220,6 +246,14 @@ class ServerRuntime(Runtime):
         result = self._decided(decision, decision.grad_norm)
         reached(Moment.BETWEEN_STEPS, decision.version)
         return result
+
+    def _send_again(self, before: Ticket, ticket: Ticket) -> list[Pending]:
+        """Send what was retained, for another attempt at the step; see Note: [Sending again]."""
+        if before.num_replicas != ticket.num_replicas:
+            for copy in self._retained.values():
+                if copy is not None:
+                    copy.mul_(before.num_replicas / ticket.num_replicas)
+        return [self._send(unit, copy, ticket) for unit, copy in self._retained.items()]
 
     def copy_from(self, other: Self, weight: float) -> StepResult:
         """See `Runtime.copy_from`.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from axon_ps.errors import InvalidRequest
 from axon_ps.optim import registry
+from axon_ps.parallel.counterpart import counterpart
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.apply import Pin, VersionPins
@@ -192,27 +192,12 @@ def _updates(state: Mapping[str, Any]) -> int:
 
 
 def _spec_of(optimizer: torch.optim.Optimizer, flats: Sequence[ReplicatedUnit]) -> OptimizerSpec:
-    name = type(optimizer).__name__.lower()
-    if name not in registry.names():
-        raise InvalidRequest(
-            f"the state of {type(optimizer).__name__} has no form on shard servers; save with optimizer=None, and its "
-            f"state_dict() beside it, or use one of {', '.join(registry.names())}"
-        )
-    known = registry.create(name).defaults
+    name, hypers = counterpart(optimizer, "save with optimizer=None, and its state_dict() beside it")
     groups: list[Hyper] = []
-    for group in optimizer.param_groups:
-        if any(group.get(flag) for flag in ("amsgrad", "maximize")):
-            raise InvalidRequest(
-                f"{name} with amsgrad or maximize has no form on shard servers; save with optimizer=None, and its "
-                "state_dict() beside it"
-            )
-        values: dict[str, float] = {}
-        for key, value in group.items():
-            if key == "betas":
-                values["beta1"], values["beta2"] = map(float, value)
-            elif key in known:
-                values[key] = float(value)
-        groups.append(values)
+    for hyper in hypers:
+        beta1, beta2 = hyper.pop("betas", (None, None))
+        values = {**hyper, **({} if beta1 is None else {"beta1": beta1, "beta2": beta2})}
+        groups.append({key: float(value) for key, value in values.items()})
     group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return OptimizerSpec(
         name=name,

@@ -1,0 +1,167 @@
+"""Optimizers of torch's, and their schedulers, moved to the shard servers: what the framework adapters share.
+
+A framework's program makes `torch.optim.AdamW(model.parameters())` before it hands model and optimizer over. Here that
+becomes a server optimizer with the same groups and hyperparameters, and the scheduler's optimizer becomes that one.
+Buffers, which no shard server has, are saved and loaded beside the servers' checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from axon_ps.errors import StepAborted
+from axon_ps.parallel.counterpart import counterpart
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.optim import ServerOptimizer
+from axon_ps.types import StepResult
+from axon_ps.worker.world import World
+
+RESENDS: Final = 8
+"""How often a step that is aborted is made again from the gradients that were sent, before that is an error."""
+
+BUFFERS_FILE: Final = "buffers.safetensors"
+
+
+class MovedOptimizer(ServerOptimizer):
+    """A server optimizer in the place of one of torch's, in a training loop that is not ours.
+
+    Its step is made again from the same gradients when the death of a shard server has aborted it, so that a loop that
+    does not look at the result loses no batch.
+
+    Args:
+        original: torch's; its groups are of parameters of a wrapped model.
+
+    Attributes:
+        commits: gives the values to commit with each step; see `ServerOptimizer.step`.
+        last: what came of the last step.
+
+    Raises:
+        InvalidRequest: it has no form on the servers, or its parameters are not of a wrapped model.
+        LayoutMismatch: another worker has made another one.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        name, hypers = counterpart(original, "train under torch's DistributedDataParallel over the backend 'axon'")
+        groups = [
+            {"params": group["params"], **{k: group[k] for k in ("initial_lr",) if k in group}, **hyper}
+            for group, hyper in zip(original.param_groups, hypers, strict=True)
+            if group["params"]
+        ]
+        super().__init__(groups, name)
+        assert self._runtime is not None
+        self._runtime.resends, self._runtime.on_abort = RESENDS, self._check_workers
+        self._workers = _ids_of_workers()
+        self.commits: Callable[[], Mapping[str, Any]] = dict
+        self.last: StepResult | None = None
+        self._opt_called = False  # torch's schedulers look at it
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, commit: Mapping[str, Any] | None = None
+    ) -> StepResult:
+        """As `ServerOptimizer.step`; an abort is an error here, since nobody would see it.
+
+        Raises:
+            StepAborted: a worker has left; or the parameters were replaced meanwhile (all that had a slice died, and
+                the servers went on from a checkpoint); or attempt after attempt was aborted.
+        """
+        self._opt_called = True
+        self._check_workers()
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        result = super().step(commit={**self.commits(), **(commit or {})})
+        if not result.committed and math.isfinite(result.grad_norm):
+            raise StepAborted(
+                f"the step was aborted, also when its gradients were sent again: {result.reason}. The batch is lost to "
+                "this loop; start the script again, it goes on where the servers are"
+            )
+        self.last = result
+        return result
+
+    def _check_workers(self) -> None:
+        """End this process's part if a worker has gone: the framework's process group does not survive that.
+
+        The one that takes its place makes a group with those that start again, and waits for them; so nobody may wait
+        for its vote.
+        """
+        if _ids_of_workers() != self._workers:
+            raise StepAborted(
+                "a worker has left the job, and with it the process group of the training framework ended; start this "
+                "process again, too (axon-ps run --max-restarts 3 does): it goes on where the servers are"
+            )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or a scheduler that was made before warns
+
+
+def _ids_of_workers() -> set[str]:
+    world = World.current()
+    return set() if world is None else {member.id for member in world.membership.workers}
+
+
+def moved(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The server optimizer in place of one of torch's; one of ours, or of parameters that are not ours, as it is."""
+    if isinstance(optimizer, ServerOptimizer):
+        return optimizer
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(hasattr(param, "_axon_home") for param in params):
+        return optimizer
+    return MovedOptimizer(optimizer)
+
+
+def save_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
+    """Have the servers write a checkpoint into a directory, and the first worker its buffers; every worker calls it.
+
+    Args:
+        model: a wrapped model; all models of the job are in the checkpoint.
+        directory: which all workers and servers reach by the same path.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    directory = Path(directory).absolute()  # the servers have another working directory
+    written = model.save_checkpoint(str(directory))
+    buffers = dict(_buffers(model))
+    if written is not None and buffers:
+        save_file({name: b.detach().cpu().contiguous() for name, b in buffers.items()}, directory / BUFFERS_FILE)
+
+
+def load_servers(model: FullyShardedDataParallel, directory: str | os.PathLike[str]) -> None:
+    """Take parameters, optimizer state and buffers from what `save_servers` wrote; every worker calls it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        InvalidRequest: it was saved from another model.
+    """
+    directory = Path(directory).absolute()
+    model.load_checkpoint(str(directory))
+    if (directory / BUFFERS_FILE).exists():
+        load_buffers(model, load_file(directory / BUFFERS_FILE))
+
+
+def load_buffers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy what a state dict has of the buffers into a module."""
+    with torch.no_grad():
+        for name, buffer in _buffers(model):
+            if name in state:
+                buffer.copy_(state[name])
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that state dicts have, by name."""
+    skipped = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in skipped]
+
+
+__all__ = ["MovedOptimizer", "load_buffers", "load_servers", "moved", "save_servers"]
