@@ -100,17 +100,35 @@ def list_(uri: Uri, as_json: o.Json = False) -> None:
 @app.command()
 def export(
     uri: Uri,
-    target: Annotated[str, typer.Argument(help="File to write.", show_default=False)] = "model.safetensors",
+    target: Annotated[
+        str, typer.Argument(help="File to write; or, if it ends in /, a Hugging Face directory.", show_default=False)
+    ] = "model.safetensors",
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16 for all.", show_default="as the model had them")
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model, of several.", show_default="the only one")] = "",
+    like: Annotated[
+        str | None,
+        typer.Option(help="Directory whose config and tokenizer are copied into TARGET/.", show_default="none"),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="For TARGET/: what to leave out of the parameters' names.", show_default="nothing")
+    ] = "",
 ) -> None:
-    """Write a checkpoint's parameters as one safetensors file that plain PyTorch loads."""
+    """Write a checkpoint's parameters as one safetensors file that plain PyTorch loads, or as a directory that
+    transformers loads."""
+    from axon_ps.errors import InvalidRequest
     from axon_ps.storage.export import export_model
+    from axon_ps.storage.hf_directory import export_directory
     from axon_ps.types import DType
 
-    written = export_model(uri, target, DType.parse(dtype) if dtype else None, model=model)
+    as_dtype = DType.parse(dtype) if dtype else None
+    if target.endswith("/"):
+        written = export_directory(uri, target.rstrip("/"), as_dtype, model=model, like=like, prefix=prefix)
+    elif like or prefix:
+        raise InvalidRequest("--like and --prefix are for a directory; end TARGET in /")
+    else:
+        written = export_model(uri, target, as_dtype, model=model)
     print(f"exported {target} ({written:,} bytes)")
 
 

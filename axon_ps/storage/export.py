@@ -1,4 +1,4 @@
-"""A checkpoint's parameters as one safetensors file, as Hugging Face and plain PyTorch load it.
+"""A checkpoint's parameters as safetensors files, as Hugging Face and plain PyTorch load them.
 
 Tensors are named as in the user's module and shaped as there; tied parameters appear once, under their first name.
 Values are read and written a few MiB at a time, so the memory needed does not grow with the model.
@@ -6,8 +6,9 @@ Values are read and written a few MiB at a time, so the memory needed does not g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,19 +47,84 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
         StorageFull: no space left for the target; nothing of it remains.
         CheckpointError: a file could not be read or written.
     """
-    if dtype is not None and dtype not in WIRE_DTYPES:
-        raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
+    check_dtype(dtype)
     store, name = _target(target)
     manifest = verify(uri).section(model, only=not model)
-    source = open_store(manifest.uri)
-    tensors = [TensorSpec(name=p.name, dtype=dtype or p.dtype, shape=p.shape) for _, p in manifest.layout.parameters()]
-    with ExitStack() as files:
-        readers = [files.enter_context(open_file(source, entry.name)) for entry in manifest.files]
-        with create_file(store, name, tensors, {"format": "pt"}) as writer:
-            for (unit, parameter), tensor in zip(manifest.layout.parameters(), tensors, strict=True):
-                for values in _values(manifest, readers, unit, parameter):
-                    writer.write(tensor.name, _converted(values, tensor.dtype))
-        return writer.entry(name).bytes
+    exports = exports_of(manifest, dtype)
+    return write_exports(manifest, store, {name: exports})[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A parameter of a checkpoint, and the tensor that it becomes.
+
+    Attributes:
+        unit: number of its unit.
+        parameter: its place in the unit.
+        tensor: name, dtype and shape in the file.
+    """
+
+    unit: int
+    parameter: Parameter
+    tensor: TensorSpec
+
+
+def check_dtype(dtype: DType | None) -> None:
+    """Refuse dtypes that a model cannot be exported as.
+
+    Raises:
+        InvalidRequest: it is none of F32, BF16 and F16.
+    """
+    if dtype is not None and dtype not in WIRE_DTYPES:
+        raise InvalidRequest(f"a model cannot be exported as {dtype.value}; use f32, bf16 or f16")
+
+
+def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> list[Export]:
+    """What a model is exported as; of several names of a tied parameter the first.
+
+    Args:
+        manifest: the model's section.
+        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
+        prefix: what the names of the parameters begin with that are wanted; it is left out of the tensors' names.
+
+    Raises:
+        InvalidRequest: no parameter has the prefix.
+    """
+    found = [
+        Export(
+            unit=unit,
+            parameter=p,
+            tensor=TensorSpec(name=p.name.removeprefix(prefix), dtype=dtype or p.dtype, shape=p.shape),
+        )
+        for unit, p in manifest.layout.parameters()
+        if p.name.startswith(prefix)
+    ]
+    if not found:
+        names = [p.name for _, p in manifest.layout.parameters()]
+        raise InvalidRequest(f"no parameter's name begins with {prefix!r}; the first ones are {', '.join(names[:3])}")
+    return found
+
+
+def write_exports(manifest: Manifest, store: FileStore, files: Mapping[str, Sequence[Export]]) -> dict[str, int]:
+    """Write safetensors files; the bytes of each by its name.
+
+    Args:
+        manifest: the model's section.
+        store: the directory to write to.
+        files: what each file has, by its name.
+
+    Raises: as of `export_model`.
+    """
+    source, sizes = open_store(manifest.uri), {}
+    with ExitStack() as stack:
+        readers = [stack.enter_context(open_file(source, entry.name)) for entry in manifest.files]
+        for name, exports in files.items():
+            with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}) as writer:
+                for export in exports:
+                    for values in _values(manifest, readers, export.unit, export.parameter):
+                        writer.write(export.tensor.name, _converted(values, export.tensor.dtype))
+            sizes[name] = writer.entry(name).bytes
+    return sizes
 
 
 def _target(target: str) -> tuple[FileStore, str]:

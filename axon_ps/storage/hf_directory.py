@@ -1,0 +1,130 @@
+"""A checkpoint as a Hugging Face directory: safetensors files, their index, config and tokenizer beside them.
+
+What is written last is what names the rest: `model.safetensors.index.json` of several files, so that a directory that
+was not completed is none. Values are read and written a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.storage.export import Export, check_dtype, exports_of, write_exports
+from axon_ps.storage.files import FileStore, open_store
+from axon_ps.storage.manifest import verify
+from axon_ps.types import DType
+
+MAX_FILE_BYTES: Final = 5 << 30
+"""Largest file: what transformers writes."""
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".ckpt")
+_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+_MAX_BESIDE_BYTES: Final = 256 << 20
+
+
+def export_directory(
+    uri: str,
+    target: str,
+    dtype: DType | None = None,
+    *,
+    model: str = "",
+    like: str | None = None,
+    prefix: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> int:
+    """Write the parameters of a checkpoint as a directory that `from_pretrained` reads.
+
+    Args:
+        uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+        target: the directory, a path or "scheme://..."; what it has of weights is replaced.
+        dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
+        model: name of the model, where the checkpoint has several.
+        like: a directory of the same model, whose config, tokenizer and the like are copied; None = none are.
+        prefix: what the names of the parameters begin with that are wanted, and what is left out of them: "gpt2." of a
+            LightningModule that has the transformers model as its `gpt2`.
+        max_file_bytes: how large a file gets, if it has more than one tensor.
+
+    Returns:
+        Bytes of the tensors' files.
+
+    Raises:
+        InvalidRequest: a value is out of range, the checkpoint has no such model, or `like` has no config.json.
+        CheckpointNotFound: there is no complete checkpoint at `uri`.
+        CheckpointCorrupt: a file of it is missing, truncated or altered.
+        StorageFull: no space left for the target.
+        CheckpointError: a file could not be read or written.
+    """
+    check_dtype(dtype)
+    if max_file_bytes < 1:
+        raise InvalidRequest(f"max_file_bytes is {max_file_bytes}; it must be above 0")
+    manifest = verify(uri).section(model, only=not model)
+    files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
+    store = open_store(target)
+    beside = () if like is None else _beside(open_store(like))
+    for name in store.names():  # or a reader would find the index of before, or a single file of before
+        if name in (SINGLE, INDEX):
+            store.remove(name)
+    sizes = write_exports(manifest, store, files)
+    for name in store.names():
+        if name.startswith("model-") and name.endswith(".safetensors") and name not in files:
+            store.remove(name)
+    for name in beside:
+        _copy(open_store(like or ""), store, name)
+    if len(files) > 1:
+        _write_index(store, files)
+    return sum(sizes.values())
+
+
+def _divided(exports: Sequence[Export], max_file_bytes: int) -> dict[str, list[Export]]:
+    """Which file has which tensors, in their order."""
+    groups: list[list[Export]] = [[]]
+    size = 0
+    for export in exports:
+        if groups[-1] and size + export.tensor.nbytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(export)
+        size += export.tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _write_index(store: FileStore, files: dict[str, list[Export]]) -> None:
+    total_bytes = sum(e.tensor.nbytes for exports in files.values() for e in exports)
+    weight_map = {e.tensor.name: name for name, exports in files.items() for e in exports}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    with store.create(INDEX, len(text)) as sink:
+        sink.write(text)
+
+
+def _beside(like: FileStore) -> tuple[str, ...]:
+    """What a directory has beside its weights.
+
+    Raises:
+        InvalidRequest: it has no config.json.
+    """
+    names = like.names()
+    if "config.json" not in names:
+        raise InvalidRequest(f"{like.uri} is no directory of a model: it has no config.json")
+    return tuple(name for name in names if name.endswith(_BESIDE) and not name.endswith(_WEIGHTS))
+
+
+def _copy(source: FileStore, target: FileStore, name: str) -> None:
+    if source.uri == target.uri:
+        return
+    with source.open(name) as file:
+        if file.size > _MAX_BESIDE_BYTES:
+            raise InvalidRequest(f"{source.uri}/{name} has {file.size:,} bytes, which is no config and no tokenizer")
+        content = file.read(0, file.size)
+    with target.create(name, len(content)) as sink:
+        sink.write(content)
+
+
+__all__ = ["INDEX", "MAX_FILE_BYTES", "SINGLE", "export_directory"]
