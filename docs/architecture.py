@@ -17,6 +17,8 @@ PICTURE = Path(__file__).with_suffix(".svg")
 SAYS = {
     "cli": "the command line",
     "testing": "LocalCluster, mock devices",
+    "huggingface": "Accelerator, Trainer",
+    "lightning": "strategies",
     "ray": "actors, Ray Train",
     "parallel": "PyTorch: fsdp, ddp, tensor, pipeline, c10d",
     "worker": "World; gather, push, vote",

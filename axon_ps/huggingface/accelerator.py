@@ -1,0 +1,210 @@
+"""`Accelerator` whose models live on the shard servers.
+
+Accelerate runs as it does for several processes (data loaders, metrics, autocast, accumulation), over the process group
+that there is; what it would wrap in DDP is wrapped in our `FullyShardedDataParallel`, and optimizers become server
+optimizers. Nothing of accelerate is patched: what differs are methods of the subclass.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import accelerate
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.dtypes import MixedPrecision
+from axon_ps.parallel.from_torch import load_servers, moved, save_servers
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+from axon_ps.worker.world import World
+
+SERVERS_DIRECTORY: Final = "axon_ps"
+"""Where in a checkpoint of accelerate's, or of a trainer's, that of the servers is."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlugin:
+    """How models are wrapped; the arguments of `FullyShardedDataParallel` that a user of accelerate may want.
+
+    Attributes:
+        sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is plain DDP.
+        unit_types: module classes that become units; empty = those that a transformers model says are not to be split.
+        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`.
+        cpu_offload: what of it is in host memory.
+        mixed_precision: dtypes of the parameters and the wire. Accelerate's own `mixed_precision="bf16"` is autocast
+            over f32 parameters, and goes with it.
+        intra_node_size: HYBRID_SHARD: the workers of a node; None = as many as this node has.
+    """
+
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    unit_types: Collection[type[nn.Module]] = ()
+    auto_wrap_policy: Callable[[nn.Module], bool] | None = None
+    cpu_offload: CPUOffload = CPUOffload.NONE
+    mixed_precision: MixedPrecision | torch.dtype | bool | None = None
+    intra_node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            raise InvalidRequest(
+                "ServerPlugin(sharding_strategy=NO_SHARD) would put nothing on the servers; use accelerate's own "
+                "Accelerator after torch.distributed.init_process_group('axon'), which is DDP over axon"
+            )
+
+    def wrap(self, model: nn.Module) -> FullyShardedDataParallel:
+        """A model on the servers."""
+        policy = self.auto_wrap_policy
+        if policy is None and not self.unit_types:
+            names = set(getattr(model, "_no_split_modules", None) or ())
+            policy = lambda child: type(child).__name__ in names  # noqa: E731
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            unit_types=self.unit_types,
+            auto_wrap_policy=policy,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision,
+            intra_node_size=self.intra_node_size,
+        )
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` for models and optimizers on the shard servers.
+
+    `prepare()` takes models and torch's optimizers and schedulers as they are; use what it returns. `save_state()` has
+    the servers write a checkpoint, with the optimizer's state, in the directory `axon_ps` of accelerate's;
+    `load_state()` restores it. `get_state_dict()` is that of the first process; `unwrap_model()` gives the user's
+    module, and `save_pretrained()` of that works.
+
+    Args:
+        args, kwargs: accelerate's. `cpu` is True where there is no GPU, which accelerate needs for several processes.
+        server_plugin: how models are wrapped.
+
+    Raises:
+        InvalidRequest: `mixed_precision="fp16"`, whose scaler needs gradients that are on the servers by then.
+    """
+
+    def __init__(self, *args: Any, server_plugin: ServerPlugin | None = None, **kwargs: Any) -> None:
+        join_group()
+        kwargs.setdefault("cpu", not torch.cuda.is_available())
+        super().__init__(*args, **kwargs)
+        if self.mixed_precision == "fp16":
+            raise InvalidRequest(
+                "mixed_precision='fp16' scales losses and looks at gradients, which are on the shard servers by then; "
+                "use 'bf16', or axon_ps.parallel.GradScaler in a loop of your own"
+            )
+        self.server_plugin = server_plugin or ServerPlugin()
+        self._wrappers: WeakKeyDictionary[nn.Module, FullyShardedDataParallel] = WeakKeyDictionary()
+        self._moved: WeakKeyDictionary[torch.optim.Optimizer, torch.optim.Optimizer] = WeakKeyDictionary()
+
+    # ------------------------------------------------------------------ prepare
+
+    def wrapped(self, model: nn.Module) -> FullyShardedDataParallel:
+        """The wrapper of a model, which is made if there is none; every process calls it."""
+        if type(model) is FullyShardedDataParallel:
+            return model
+        if model not in self._wrappers:
+            self._wrappers[model] = self.server_plugin.wrap(model)
+        return self._wrappers[model]
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's; models first, since optimizers are moved to where their parameters are."""
+        for given in args:
+            if isinstance(given, nn.Module):
+                self.wrapped(given)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The wrapper, with accelerate's autocast and compilation."""
+        prepared: nn.Module = super().prepare_model(self.wrapped(model), device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Accelerate's wrapper of the server optimizer."""
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            if optimizer not in self._moved:
+                self._moved[optimizer] = moved(optimizer)
+            optimizer = self._moved[optimizer]
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Accelerate's wrapper of the scheduler, which now sets the server optimizer's learning rate."""
+        of: Any = getattr(scheduler, "optimizer", None)
+        scheduler.optimizer = self._moved.get(of, of)
+        return super().prepare_scheduler(scheduler)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's module."""
+        inside: nn.Module = super().unwrap_model(model, *args, **kwargs)
+        return inside.module if type(inside) is FullyShardedDataParallel else inside
+
+    # ------------------------------------------------------------------ state
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Every parameter and buffer, on the first process; {} on the others."""
+        state: dict[str, Any] = super().get_state_dict(model, unwrap) if self.is_main_process else {}
+        return state
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's, with the servers' checkpoint in place of the models' weights; every process calls it."""
+        with self._without_models() as models:
+            path = super().save_state(output_dir, safe_serialization, **kwargs)
+        if models:
+            save_servers(models[0], Path(path) / SERVERS_DIRECTORY)  # all models of the job are in it
+        return path
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As accelerate's, of what `save_state` wrote; every process calls it."""
+        with self._without_models() as models:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        for model in models:
+            load_servers(model, Path(self._loaded_from(input_dir)) / SERVERS_DIRECTORY)
+
+    def _loaded_from(self, input_dir: str | None) -> str:
+        if input_dir is not None:
+            return os.path.expanduser(input_dir)
+        saved = Path(self.project_dir, "checkpoints").iterdir()  # accelerate's automatic names
+        return str(max(saved, key=lambda path: int(path.name.rpartition("_")[2])))
+
+    @contextmanager
+    def _without_models(self) -> Iterator[list[FullyShardedDataParallel]]:
+        """Inside, accelerate knows of no model on the servers; they are given."""
+        before: list[nn.Module] = self._models
+        ours = [model for model in before if type(model) is FullyShardedDataParallel]
+        self._models: list[nn.Module] = [model for model in before if type(model) is not FullyShardedDataParallel]
+        try:
+            yield ours
+        finally:
+            self._models = before
+
+
+def join_group() -> None:
+    """Have a default process group and a world: over axon, unless the program has made another group before."""
+    if not dist.is_initialized():
+        dist.init_process_group("axon")
+    elif World.current() is None:
+        _logger.warning(
+            "the default process group is over %s: models are on the shard servers, and what accelerate gathers by "
+            "itself goes over that. Call torch.distributed.init_process_group('axon') before TrainingArguments and "
+            "Accelerator to have one of both",
+            dist.get_backend(),
+        )
+        World.init()
+
+
+__all__ = ["SERVERS_DIRECTORY", "Accelerator", "ServerPlugin", "join_group"]

@@ -1,0 +1,129 @@
+"""Hugging Face directories in and out of the servers, without the model in the memory of any worker.
+
+In: a model on the meta device gets its first values from the directory, unit by unit, on the one worker that uploads
+them. Out: the servers write a checkpoint, and the first worker makes a directory of it, a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.parallel.dtypes import dtype_from_torch
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.storage.hf_directory import INDEX, MAX_FILE_BYTES, SINGLE, export_directory
+from axon_ps.worker.world import world_of
+
+
+def pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> Callable[[nn.Module], None]:
+    """A `param_init_fn` for `FullyShardedDataParallel`: the values of a directory of safetensors.
+
+        with accelerate.init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+        model.tie_weights()
+        model = FSDP(model, unit_types={...}, param_init_fn=pretrained(model, directory))
+
+    Args:
+        model: the module that will be wrapped, on the meta device.
+        directory: with `model.safetensors`, or several files and their index: as transformers, `export_directory` and
+            DCP's `HuggingFaceStorageWriter` write them.
+
+    Raises:
+        InvalidRequest: the directory has no such files; or, when a parameter is wanted, not this parameter, or in
+            another shape.
+    """
+    files = _files(Path(directory))
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    same: dict[int, list[str]] = {}  # the names of a tied parameter, of which the files have one
+    for name, param in model.named_parameters(remove_duplicate=False):
+        same.setdefault(id(param), []).append(name)
+    aliases = {name: names for names in same.values() for name in names}
+
+    def load(module: nn.Module) -> None:
+        prefix = prefixes[id(module)]
+        held = {**module._parameters, **module._buffers}
+        skipped = module._non_persistent_buffers_set
+        with torch.no_grad():
+            for name, tensor in held.items():
+                if tensor is not None and name not in skipped:
+                    tensor.copy_(_read(files, aliases.get(prefix + name, [prefix + name]), tensor.shape))
+
+    return load
+
+
+def save_pretrained(
+    model: FullyShardedDataParallel,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Make a directory that `from_pretrained` reads of a model on the servers; training may go on after it.
+
+    Every worker calls it; none has the model in its memory. Buffers of the module are not in it: transformers' models
+    have none that are saved.
+
+    Args:
+        model: the wrapped model; one of transformers' saves its config, too.
+        directory: which this worker and the servers reach by the same path.
+        tokenizer: saved beside it; anything with `save_pretrained`.
+        dtype: torch.float32, bfloat16 or float16 for every tensor; None = as the model was built.
+        max_file_bytes: how large a file gets.
+
+    Raises:
+        InvalidRequest: the dtype is none of those.
+        CheckpointError: a file cannot be written.
+    """
+    target = Path(directory).absolute()
+    beside = target.with_name(f".{target.name}.checkpoint")
+    as_dtype = None if dtype is None else dtype_from_torch(dtype, "dtype")
+    written = model.save_checkpoint(str(beside))
+    if written is not None:
+        try:
+            export_directory(str(beside), str(target), as_dtype, model=model.name, max_file_bytes=max_file_bytes)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        for name in ("config", "generation_config"):
+            config: Any = getattr(model.module, name, None)
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(target)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+    world_of(model.process_group).barrier("axon_ps/save_pretrained")
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Which file has a tensor, by the tensor's name."""
+    if (index := directory / INDEX).exists():
+        named = json.loads(index.read_text())["weight_map"]
+        return {tensor: directory / file for tensor, file in named.items()}
+    if (single := directory / SINGLE).exists():
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    raise InvalidRequest(f"{directory} has neither {SINGLE} nor {INDEX}; give a directory of safetensors")
+
+
+def _read(files: dict[str, Path], names: Iterable[str], shape: torch.Size) -> torch.Tensor:
+    found = next((name for name in names if name in files), None)
+    if found is None:
+        raise InvalidRequest(f"the directory has no tensor {next(iter(names))!r}; it is of another model")
+    with safe_open(files[found], "pt") as file:
+        tensor: torch.Tensor = file.get_tensor(found)
+    if tensor.shape != shape:
+        raise InvalidRequest(
+            f"{found!r} has shape {list(tensor.shape)} in the directory and {list(shape)} in the model"
+        )
+    return tensor
+
+
+__all__ = ["pretrained", "save_pretrained"]

@@ -1,0 +1,56 @@
+"""Where a fit is, as it commits with each step, and as Lightning's loops take it. Pure: dicts in, dicts out.
+
+A step is made in the middle of a batch, and what commits with it must be the position after that batch. So the loops'
+progress is taken as it is and brought to where Lightning has it when it saves a checkpoint at a batch's end: the batch
+processed and not yet completed, the optimizer's step completed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+NAME: Final = "lightning"
+"""The name of the position among the values that are committed with each step."""
+
+_BATCHES: Final = "epoch_loop.batch_progress"
+_OPTIMIZERS: Final = "epoch_loop.automatic_optimization.optim_progress"
+_KINDS: Final = ("total", "current")
+_LOOPS: Final = ("epoch_progress", "state_dict", "epoch_loop.state_dict", "epoch_loop.scheduler_progress")
+
+
+def after_step(fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+    """The position after the step that is about to be made.
+
+    Args:
+        fit_loop: `trainer.fit_loop.state_dict()`, inside `optimizer.step()`.
+    """
+    position = {key: copy.deepcopy(fit_loop[key]) for key in (*_LOOPS, _BATCHES, _OPTIMIZERS) if key in fit_loop}
+    optimizer = position[_OPTIMIZERS]["optimizer"]
+    for kind in _KINDS:
+        batches = position[_BATCHES][kind]
+        batches["started"] = batches["processed"] = batches["ready"]
+        batches["completed"] = batches["ready"] - 1
+        for progress in (optimizer["step"], optimizer["zero_grad"]):
+            progress[kind] = dict.fromkeys(progress[kind], progress[kind]["ready"])
+    return position
+
+
+def batches_used(position: Mapping[str, Any]) -> int:
+    """How many batches of the epoch under way were used."""
+    current = position[_BATCHES]["current"]
+    return 0 if position[_BATCHES]["is_last_batch"] else int(current["ready"])
+
+
+def steps_made(position: Mapping[str, Any]) -> int:
+    """How many steps were made, in all epochs."""
+    return int(position[_OPTIMIZERS]["optimizer"]["step"]["total"]["completed"])
+
+
+def epochs_made(position: Mapping[str, Any]) -> int:
+    """How many epochs were completed."""
+    return int(position["epoch_progress"]["current"]["completed"])
+
+
+__all__ = ["NAME", "after_step", "batches_used", "epochs_made", "steps_made"]

@@ -1,0 +1,284 @@
+"""`AxonStrategy`: Lightning's training with the model and the optimizers on the shard servers.
+
+Lightning's own DDP strategy, with other insides: what it would wrap in DDP is wrapped in `FullyShardedDataParallel`,
+optimizers become server optimizers, and beside each checkpoint of Lightning's is one of the servers, which has the
+optimizer's state. With each step the position of the loops commits, so that processes that were started again, since
+one of them had died, go on where the servers are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from axon_ps.errors import InvalidRequest
+from axon_ps.lightning import position as positions
+from axon_ps.lightning.over_backend import DDPOverAxon
+from axon_ps.parallel.dtypes import MixedPrecision
+from axon_ps.parallel.from_torch import MovedOptimizer, load_buffers, load_servers, moved, save_servers
+from axon_ps.parallel.fsdp.fsdp import FullyShardedDataParallel
+from axon_ps.parallel.fsdp.strategy import CPUOffload, ShardingStrategy
+
+SUFFIX: Final = ".axon_ps"
+"""What a checkpoint's name ends with where the servers' part of it is."""
+
+_logger = logging.getLogger(__name__)
+
+
+class AxonStrategy(DDPOverAxon):
+    """The strategy "axon".
+
+    Args:
+        sharding_strategy: what stays in a worker's memory between uses; not NO_SHARD, which is "axon_ddp".
+        unit_types: module classes that become units.
+        auto_wrap_policy: whether a module becomes a unit; instead of `unit_types`. Without either, each child of the
+            LightningModule's children is one.
+        cpu_offload: what of it is in host memory.
+        mixed_precision: dtypes of the parameters and the wire; the trainer's `precision="bf16-mixed"` is autocast over
+            f32 parameters, and goes with it.
+        save_parameters: whether Lightning's checkpoints have the parameters, too (so that `load_from_checkpoint` reads
+            them anywhere); else only the servers' part has them.
+        options: those of `DDPStrategy`.
+
+    Raises:
+        InvalidRequest: NO_SHARD was given.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        unit_types: Collection[type[nn.Module]] = (),
+        auto_wrap_policy: Callable[[nn.Module], bool] | None = None,
+        cpu_offload: CPUOffload = CPUOffload.NONE,
+        mixed_precision: MixedPrecision | torch.dtype | bool | None = None,
+        save_parameters: bool = True,
+        **options: Any,
+    ) -> None:
+        if sharding_strategy is ShardingStrategy.NO_SHARD:
+            raise InvalidRequest(
+                "AxonStrategy(sharding_strategy=NO_SHARD) would put nothing on the servers; use strategy='axon_ddp'"
+            )
+        super().__init__(**options)
+        self._how: dict[str, Any] = {
+            "sharding_strategy": sharding_strategy,
+            "unit_types": unit_types,
+            "auto_wrap_policy": auto_wrap_policy,
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+        }
+        self._save_parameters = save_parameters
+        self._forward_redirection = Redirection()
+        self._wrappers: WeakKeyDictionary[nn.Module, FullyShardedDataParallel] = WeakKeyDictionary()
+        self._position: Mapping[str, Any] | None = None  # of a fit that goes on where the servers are
+        self._skip = 0  # batches of its epoch that were used
+        self._servers_checkpoint = Path()  # beside the one of Lightning's that is being loaded
+
+    # ------------------------------------------------------------------ setup
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap the model to fit it; to evaluate it, take the wrapper that there is, if there is one."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if isinstance(self.precision_plugin, AutocastPrecision) and self.precision_plugin.scaler is not None:
+            raise InvalidRequest(
+                "precision='16-mixed' scales losses and looks at gradients, which are on the shard servers by then; "
+                "use 'bf16-mixed'"
+            )
+        if not fits and self.lightning_module not in self._wrappers:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        if self.lightning_module not in self._wrappers:
+            self.precision_plugin.convert_module(self.lightning_module)
+            self._wrappers[self.lightning_module] = self._wrapped(self.lightning_module)
+        self.model = self._wrappers[self.lightning_module]
+        if fits:
+            self.setup_optimizers(trainer)
+            self._go_on(trainer)
+        self.setup_precision_plugin()
+
+    def _wrapped(self, module: LightningModule) -> FullyShardedDataParallel:
+        how = dict(self._how)
+        if not how["unit_types"] and how["auto_wrap_policy"] is None:
+            units = {grandchild for child in module.children() for grandchild in child.children()}
+            how["auto_wrap_policy"] = units.__contains__
+        return FullyShardedDataParallel(module, device=self.root_device, **how)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Move the optimizers that `configure_optimizers` has made to the servers."""
+        super().setup_optimizers(trainer)
+        now = {optimizer: moved(optimizer) for optimizer in self.optimizers}
+        for config in self.lr_scheduler_configs:
+            config.scheduler.optimizer = now.get(config.scheduler.optimizer, config.scheduler.optimizer)
+        self.optimizers: list[Any] = list(now.values())
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MovedOptimizer):
+                optimizer.commits = lambda: {positions.NAME: positions.after_step(trainer.fit_loop.state_dict())}
+
+    # ------------------------------------------------------------------ going on where the servers are
+
+    def _go_on(self, trainer: Trainer) -> None:
+        """If the job has made more steps than this trainer, be where it is."""
+        position = self._fsdp.committed.get(positions.NAME)
+        if position is None or positions.steps_made(position) <= trainer.global_step:
+            return
+        self._position, self._skip = position, positions.batches_used(position)
+        _logger.warning("the job is at step %d: training goes on there", positions.steps_made(position))
+        trainer.fit_loop.load_state_dict(dict(position))
+        for config in self.lr_scheduler_configs:
+            made = positions.steps_made if config.interval == "step" else positions.epochs_made
+            for _ in range(made(position) // config.frequency):
+                config.scheduler.step()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader; of the training that goes on in the middle of an epoch, without the batches that were used."""
+        loader = super().process_dataloader(dataloader)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if self._skip and trainer is not None and trainer.training:
+            loader, self._skip = Rest(loader, self._skip), 0
+        return loader
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def _fsdp(self) -> FullyShardedDataParallel:
+        assert self.lightning_module is not None
+        return self._wrappers[self.lightning_module]
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate: gradients stay here."""
+        with self._fsdp.no_sync():
+            yield
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The servers need the model's layout before they restore it."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Every parameter and buffer, on the first process; only buffers where the servers' part has the parameters."""
+        if not self.is_global_zero:
+            return {}
+        if self._save_parameters or self.lightning_module not in self._wrappers:
+            return dict(super().lightning_module_state_dict())
+        return {name: buffer.detach().clone() for name, buffer in self._fsdp.named_buffers()}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Lightning's checkpoint, and the servers' beside it; every process calls it."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.lightning_module in self._wrappers:
+            save_servers(self._fsdp, f"{filepath}{SUFFIX}")
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's part; with the values on the servers where these are further."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._servers_checkpoint = Path(f"{checkpoint_path}{SUFFIX}")
+        if self._position is not None:
+            _logger.warning("%s is not loaded: the job is further", checkpoint_path)
+            checkpoint["loops"] = {**checkpoint.get("loops", {}), "fit_loop": dict(self._position)}
+            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self.lr_scheduler_configs]
+            checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The servers' part, or, of a checkpoint that has none, Lightning's parameters."""
+        if self.lightning_module not in self._wrappers:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        if self._position is not None:
+            return
+        if self._servers_checkpoint.is_dir():
+            load_servers(self._fsdp, self._servers_checkpoint)
+            load_buffers(self._fsdp, checkpoint["state_dict"])
+            return
+        _logger.warning("%s is not there: the optimizer's state begins anew", self._servers_checkpoint)
+        self._fsdp.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The hyperparameters; the moments came with the servers' part."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict({**state, "state": {}})
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Both parts."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(f"{filepath}{SUFFIX}", ignore_errors=True)
+
+    def teardown(self) -> None:
+        """As Lightning's, but for moving the model: its parameters are not here."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self.lightning_module not in self._wrappers:
+            super().teardown()
+            return
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class Redirection(_ForwardRedirection):
+    """Runs a step of the LightningModule as the wrapper's forward, however often the wrapper makes that forward."""
+
+    def __call__(
+        self, wrapper_module: nn.Module, original_module: LightningModule, method_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The result of the method, inside of the wrapper's forward; the module's own forward is its own in there."""
+        own = original_module.forward
+
+        def redirected(*given: Any, **options: Any) -> Any:
+            original_module.forward = own
+            try:
+                return getattr(original_module, method_name)(*given, **options)
+            finally:
+                original_module.forward = redirected
+
+        original_module.forward = redirected
+        try:
+            return wrapper_module(*args, **kwargs)
+        finally:
+            original_module.forward = own
+
+
+class Rest:
+    """A data loader whose first epoch begins after some batches.
+
+    Args:
+        loader: the loader.
+        used: how many of its batches.
+    """
+
+    def __init__(self, loader: Any, used: int) -> None:
+        self._loader = loader
+        self._used = used
+
+    def __iter__(self) -> Iterator[Any]:
+        used, self._used = self._used, 0
+        return itertools.islice(iter(self._loader), used, None)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+__all__ = ["SUFFIX", "AxonStrategy"]

@@ -1,0 +1,46 @@
+"""What the scripts beside this file train: a GPT-2 made from its config, on text in memory. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+CONTEXT = 32
+TEXT = "a worker may die and a server may die, and the parameters are still there; " * 40
+
+
+def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    """A GPT-2 of 0.1M parameters on bytes, without dropout; the same for the same seed."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=CONTEXT,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        loss_type="ForCausalLM",
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+class Windows(Dataset):
+    """Windows of the text, as bytes: {"input_ids": i64[context], "labels": the same}."""
+
+    def __init__(self, count: int = 64) -> None:
+        self._bytes = torch.tensor(list(TEXT.encode()))
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        window = self._bytes[index * 17 % 1000 :][:CONTEXT]
+        return {"input_ids": window, "labels": window}
