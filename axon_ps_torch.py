@@ -1,7 +1,8 @@
 """What PyTorch loads of axon_ps by itself, through the entry points in pyproject.toml: names, and nothing behind them.
 
 `import torch` calls `autoload`, so `init_process_group("axon")` works in a program that never imports axon_ps;
-axon_ps itself is imported when a process group is made.
+torchrun calls `rendezvous_creator`, so it knows `--rdzv-backend=axon`. axon_ps itself is imported when a process group
+is made, or a rendezvous.
 
 Not in the package `axon_ps`, on purpose: whoever imports a module of a package imports the package, and every program
 that imports torch on this machine would. Invariants: this imports nothing but the standard library and what
@@ -11,7 +12,7 @@ that imports torch on this machine would. Invariants: this imports nothing but t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 BACKEND = "axon"
@@ -54,3 +55,14 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     from axon_ps.parallel.c10d.register import rendezvous
 
     return rendezvous(url, **options)
+
+
+def rendezvous_creator() -> Callable[[Any], Any]:
+    """What makes the handler of `torchrun --rdzv-backend=axon`."""
+    return _rendezvous_handler
+
+
+def _rendezvous_handler(parameters: Any) -> Any:
+    from axon_ps.parallel.torchrun.handler import create
+
+    return create(parameters)

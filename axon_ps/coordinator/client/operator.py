@@ -8,9 +8,9 @@ from typing import Final
 
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
-from axon_ps.errors import AxonError, Broken, Busy, Timeout
+from axon_ps.errors import AxonError, Broken, Busy, Timeout, Unreachable
 from axon_ps.rpc.channels import Channel, connect
-from axon_ps.rpc.deadlines import Deadline
+from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -35,11 +35,11 @@ class OperatorClient(Calls):
         address: "host:port" of the coordinator; of several, with commas between them: whichever leads is called.
         security: TLS and token.
         job: name of the job; empty = the one that the coordinator runs.
+        retries: whether calls are retried until their deadlines where that is safe; otherwise they fail at once.
     """
 
-    retries = False
-
-    def __init__(self, address: str, *, security: Security, job: str = "") -> None:
+    def __init__(self, address: str, *, security: Security, job: str = "", retries: bool = False) -> None:
+        self.retries = retries
         self._job = job
         self._security = security
         self._addresses = Addresses(address)
@@ -88,6 +88,10 @@ class OperatorClient(Calls):
             await asyncio.sleep(AGAIN_S)
 
     async def _connected(self, deadline: Deadline) -> Stub:
+        again = (Unreachable,) if self.retries else ()
+        return await retry(self._connect, until=deadline, on=again)
+
+    async def _connect(self) -> Stub:
         async with self._connecting:
             if self._stub is None:
                 await self._addresses.look_up()

@@ -18,6 +18,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.worker.operator_keys import OperatorKeys
 from axon_ps.worker.world import World
 
 _VALUE = b"="
@@ -31,7 +32,7 @@ class KVStore(Store):
     """A c10d store that all workers of a job share.
 
     Args:
-        world: the worker's membership in the job.
+        world: the worker's membership in the job; or its key-value store, for a process that is no member.
         prefix: of its keys.
         timeout_s: how long `get` and `wait` wait, in seconds.
 
@@ -39,7 +40,9 @@ class KVStore(Store):
     of more than 1 MiB, `Busy` when it is full, `Broken` and `Closed` when it cannot be reached.
     """
 
-    def __init__(self, world: World, prefix: str = "c10d", timeout_s: float = _DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, world: World | OperatorKeys, prefix: str = "c10d", timeout_s: float = _DEFAULT_TIMEOUT_S
+    ) -> None:
         super().__init__()
         self._world = world
         self._prefix = prefix
