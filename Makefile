@@ -21,7 +21,7 @@ ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations compose rolling-update torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
