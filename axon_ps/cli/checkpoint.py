@@ -32,6 +32,7 @@ def save(
     uri: Uri,
     extra: Annotated[str, typer.Option(help="A JSON object to store with it.")] = "{}",
     timeout_s: LongTimeout = 600.0,
+    no_progress: o.NoProgress = False,
     coordinator: o.Coordinator = None,
     job: o.Job = None,
     token: o.Token = None,
@@ -50,8 +51,8 @@ def save(
         return await operator.save_checkpoint(absolute(uri), extra_json, timeout_s=timeout_s)
 
     _operate(
-        write, "saved", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
+        write, ("snapshot", "saving", "saved"), no_progress, config, coordinator=coordinator, job=job, token=token,
+        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
     )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def save(
 def restore(
     uri: Uri,
     timeout_s: LongTimeout = 600.0,
+    no_progress: o.NoProgress = False,
     coordinator: o.Coordinator = None,
     job: o.Job = None,
     token: o.Token = None,
@@ -76,8 +78,8 @@ def restore(
         return await operator.restore_checkpoint(absolute(uri), timeout_s=timeout_s)
 
     _operate(
-        load, "restored", config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
+        load, ("restore", "restoring", "restored"), no_progress, config, coordinator=coordinator, job=job, token=token,
+        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
     )  # fmt: skip
 
 
@@ -114,44 +116,64 @@ def export(
     prefix: Annotated[
         str, typer.Option(help="For TARGET/: what to leave out of the parameters' names.", show_default="nothing")
     ] = "",
+    no_progress: o.NoProgress = False,
 ) -> None:
     """Write a checkpoint's parameters as one safetensors file that plain PyTorch loads, or as a directory that
     transformers loads."""
+    from axon_ps.cli.terminal.progress import Progress
     from axon_ps.errors import InvalidRequest
+    from axon_ps.observe.work import Work
     from axon_ps.storage.export import export_model
     from axon_ps.storage.hf_directory import export_directory
     from axon_ps.types import DType
 
-    as_dtype = DType.parse(dtype) if dtype else None
-    if target.endswith("/"):
-        written = export_directory(uri, target.rstrip("/"), as_dtype, model=model, like=like, prefix=prefix)
-    elif like or prefix:
+    as_dtype, work, directory = DType.parse(dtype) if dtype else None, Work("export"), target.endswith("/")
+    if (like or prefix) and not directory:
         raise InvalidRequest("--like and --prefix are for a directory; end TARGET in /")
-    else:
-        written = export_model(uri, target, as_dtype, model=model)
+    with Progress("exporting", work, None if no_progress else sys.stderr):
+        if directory:
+            written = export_directory(
+                uri, target.rstrip("/"), as_dtype, model=model, like=like, prefix=prefix, work=work
+            )
+        else:
+            written = export_model(uri, target, as_dtype, model=model, work=work)
     print(f"exported {target} ({written:,} bytes)")
 
 
 @app.command()
-def verify(uri: Uri) -> None:
+def verify(uri: Uri, no_progress: o.NoProgress = False) -> None:
     """Read every file of a checkpoint and compare it with its manifest."""
+    from axon_ps.cli.terminal.progress import Progress
+    from axon_ps.observe.work import Work
     from axon_ps.storage import manifest
 
-    verified = manifest.verify(uri)
+    work = Work("verify")
+    with Progress("verifying", work, None if no_progress else sys.stderr):
+        verified = manifest.verify(uri, work=work)
     print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes")
 
 
-def _operate(action: Any, done: str, config: Path | None, **flags: Any) -> None:
+def _operate(action: Any, names: tuple[str, str, str], no_progress: bool, config: Path | None, **flags: Any) -> None:
+    """Have the coordinator do something long; `names` are what servers call it, and what it is called here."""
     from axon_ps.cli.operate import client, settings_for
+    from axon_ps.cli.terminal.members import follow_work
+    from axon_ps.cli.terminal.progress import Progress
+    from axon_ps.observe.work import Work
 
-    settings = settings_for(config, **flags)
+    settings, (kind, doing, done) = settings_for(config, **flags), names
+    work = Work(kind)
 
     async def perform() -> CheckpointReply:
         async with client(settings) as operator:
-            info: CheckpointReply = await action(operator)
-            return info
+            following = asyncio.ensure_future(follow_work(operator.status, work))
+            try:
+                info: CheckpointReply = await action(operator)
+                return info
+            finally:
+                following.cancel()
 
-    info = asyncio.run(perform())
+    with Progress(doing, work, None if no_progress else sys.stderr):
+        info = asyncio.run(perform())
     several = ", ".join(f"{name} at version {version}" for name, version in info.versions.items())
     print(f"{done} {info.uri}: {several or f'version {info.version}'}, {info.bytes:,} bytes")
 

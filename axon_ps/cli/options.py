@@ -118,6 +118,7 @@ CheckpointLimit = Annotated[
     int, typer.Option(help="How many of the checkpoints remain that are written by themselves.", min=1)
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show how far it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from axon_ps.errors import CheckpointCorrupt, CheckpointNotFound, InternalError, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
+from axon_ps.observe.work import Work
 from axon_ps.storage.files import FileStore, OpenFile, Sink
 from axon_ps.storage.writer_thread import WriterThread
 from axon_ps.types import NUMBERS, Array, DType
@@ -122,6 +123,7 @@ def create_file(
     tensors: Sequence[TensorSpec],
     metadata: Mapping[str, str],
     throttle: Throttle = UNTHROTTLED,
+    work: Work | None = None,
 ) -> Iterator[SafetensorsWriter]:
     """Write a safetensors file; it becomes visible once the context ends without an error. See `FileStore.create`.
 
@@ -131,16 +133,32 @@ def create_file(
         tensors: names, dtypes and shapes, in the order of their values.
         metadata: strings stored in the header.
         throttle: of the writing.
+        work: gets the size of the file as bytes to do, and those that storage has taken as done.
     """
     size_bytes = len(_header(tensors, metadata)) + sum(t.nbytes for t in tensors)
+    if work is not None:
+        work.total_bytes += size_bytes
     with store.create(name, size_bytes) as sink:
-        writer = SafetensorsWriter(sink, tensors, metadata, throttle)
+        counted = sink if work is None else _CountedSink(sink, work)
+        writer = SafetensorsWriter(counted, tensors, metadata, throttle)
         try:
             yield writer
             writer.finish(name)
         except BaseException:
             writer.abandon()
             raise
+
+
+class _CountedSink:
+    """A sink whose bytes are counted when they are written."""
+
+    def __init__(self, sink: Sink, work: Work) -> None:
+        self._sink, self._work = sink, work
+
+    def write(self, data: Any, /) -> None:
+        """See `Sink.write`."""
+        self._sink.write(data)
+        self._work.advance(len(data))
 
 
 class SafetensorsReader:
@@ -220,8 +238,8 @@ def open_file(store: FileStore, name: str) -> Iterator[SafetensorsReader]:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {name}, which its manifest names") from error
 
 
-def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED) -> None:
-    """Compare a file with its manifest.
+def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> None:
+    """Compare a file with its manifest; `work` is advanced by what was read.
 
     Raises:
         CheckpointCorrupt: it is missing, of another size, or of another content.
@@ -237,7 +255,9 @@ def check_file(store: FileStore, entry: FileEntry, throttle: Throttle = UNTHROTT
                 )
             for begin in range(0, source.size, BLOCK_BYTES):
                 began_s = time.monotonic()
-                digest.update(source.read(begin, BLOCK_BYTES))
+                digest.update(block := source.read(begin, BLOCK_BYTES))
+                if work is not None:
+                    work.advance(len(block))
                 throttle.rest(time.monotonic() - began_s)
     except CheckpointNotFound as error:
         raise CheckpointCorrupt(f"{store.uri} lacks the file {entry.name}, which its manifest names") from error

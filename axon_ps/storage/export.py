@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Parameter
 from axon_ps.storage.checkpoint import (
     SafetensorsReader,
@@ -28,7 +29,9 @@ BLOCK_NUMEL = 1 << 20
 """Elements converted at a time."""
 
 
-def export_model(uri: str, target: str, dtype: DType | None = None, *, model: str = "") -> int:
+def export_model(
+    uri: str, target: str, dtype: DType | None = None, *, model: str = "", work: Work | None = None
+) -> int:
     """Write the parameters of a checkpoint as one `model.safetensors`.
 
     Args:
@@ -36,6 +39,7 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
         target: the file to write, a path or "scheme://..."; replaced if it exists.
         dtype: F32, BF16 or F16 for every tensor; None = those of the user's model.
         model: name of the model, where the checkpoint has several.
+        work: gets the bytes to read and to write, and those that were.
 
     Returns:
         Bytes written.
@@ -49,9 +53,9 @@ def export_model(uri: str, target: str, dtype: DType | None = None, *, model: st
     """
     check_dtype(dtype)
     store, name = _target(target)
-    manifest = verify(uri).section(model, only=not model)
+    manifest = verify(uri, work=work).section(model, only=not model)
     exports = exports_of(manifest, dtype)
-    return write_exports(manifest, store, {name: exports})[name]
+    return write_exports(manifest, store, {name: exports}, work)[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +109,16 @@ def exports_of(manifest: Manifest, dtype: DType | None, prefix: str = "") -> lis
     return found
 
 
-def write_exports(manifest: Manifest, store: FileStore, files: Mapping[str, Sequence[Export]]) -> dict[str, int]:
+def write_exports(
+    manifest: Manifest, store: FileStore, files: Mapping[str, Sequence[Export]], work: Work | None = None
+) -> dict[str, int]:
     """Write safetensors files; the bytes of each by its name.
 
     Args:
         manifest: the model's section.
         store: the directory to write to.
         files: what each file has, by its name.
+        work: gets the bytes to write, and those that were.
 
     Raises: as of `export_model`.
     """
@@ -119,7 +126,7 @@ def write_exports(manifest: Manifest, store: FileStore, files: Mapping[str, Sequ
     with ExitStack() as stack:
         readers = [stack.enter_context(open_file(source, entry.name)) for entry in manifest.files]
         for name, exports in files.items():
-            with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}) as writer:
+            with create_file(store, name, [e.tensor for e in exports], {"format": "pt"}, work=work) as writer:
                 for export in exports:
                     for values in _values(manifest, readers, export.unit, export.parameter):
                         writer.write(export.tensor.name, _converted(values, export.tensor.dtype))

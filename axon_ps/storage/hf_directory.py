@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from axon_ps.errors import InvalidRequest
+from axon_ps.observe.work import Work
 from axon_ps.storage.export import Export, check_dtype, exports_of, write_exports
 from axon_ps.storage.files import FileStore, open_store
 from axon_ps.storage.manifest import verify
@@ -36,6 +37,7 @@ def export_directory(
     like: str | None = None,
     prefix: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
+    work: Work | None = None,
 ) -> int:
     """Write the parameters of a checkpoint as a directory that `from_pretrained` reads.
 
@@ -48,6 +50,7 @@ def export_directory(
         prefix: what the names of the parameters begin with that are wanted, and what is left out of them: "gpt2." of a
             LightningModule that has the transformers model as its `gpt2`.
         max_file_bytes: how large a file gets, if it has more than one tensor.
+        work: gets the bytes to read and to write, and those that were.
 
     Returns:
         Bytes of the tensors' files.
@@ -62,14 +65,14 @@ def export_directory(
     check_dtype(dtype)
     if max_file_bytes < 1:
         raise InvalidRequest(f"max_file_bytes is {max_file_bytes}; it must be above 0")
-    manifest = verify(uri).section(model, only=not model)
+    manifest = verify(uri, work=work).section(model, only=not model)
     files = _divided(exports_of(manifest, dtype, prefix), max_file_bytes)
     store = open_store(target)
     beside = () if like is None else _beside(open_store(like))
     for name in store.names():  # or a reader would find the index of before, or a single file of before
         if name in (SINGLE, INDEX):
             store.remove(name)
-    sizes = write_exports(manifest, store, files)
+    sizes = write_exports(manifest, store, files, work)
     for name in store.names():
         if name.startswith("model-") and name.endswith(".safetensors") and name not in files:
             store.remove(name)

@@ -23,6 +23,7 @@ from google.protobuf import json_format
 
 from axon_ps.errors import AxonError, CheckpointCorrupt, CheckpointError, CheckpointNotFound, InvalidRequest
 from axon_ps.host.priority import UNTHROTTLED, Throttle
+from axon_ps.observe.work import Work
 from axon_ps.sharding.layout import Layout
 from axon_ps.sharding.plan import Plan, PlanOptions, Slice, make_plan
 from axon_ps.storage.checkpoint import FileEntry, check_file
@@ -219,8 +220,13 @@ def list_checkpoints(uri: str, damaged: Callable[[str, AxonError], None] | None 
     return sorted(found, key=lambda m: (sum(section.version for section in m.sections), m.created))
 
 
-def verify(uri: str, throttle: Throttle = UNTHROTTLED) -> Manifest:
+def verify(uri: str, throttle: Throttle = UNTHROTTLED, work: Work | None = None) -> Manifest:
     """Read every file of a checkpoint, throttled or not, and compare it with the manifest.
+
+    Args:
+        uri: the checkpoint, or a directory of checkpoints (the newest complete one is taken).
+        throttle: of the reading.
+        work: gets the bytes to read, and those that were read.
 
     Raises:
         CheckpointNotFound: there is no complete checkpoint.
@@ -229,8 +235,10 @@ def verify(uri: str, throttle: Throttle = UNTHROTTLED) -> Manifest:
     """
     manifest = read_manifest(uri)
     store = open_store(manifest.uri)
+    if work is not None:
+        work.total_bytes += manifest.bytes
     for entry in manifest.all_files:
-        check_file(store, entry, throttle)
+        check_file(store, entry, throttle, work)
     return manifest
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered, SessionLost
 from axon_ps.errors import Misuse
+from axon_ps.observe.work import process_measures
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.shard.client.client import ShardGroup
 from axon_ps.sharding.job import JobSpec
@@ -213,6 +214,15 @@ class Models:
             for name, value in client.statistics().items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+    def measures(self) -> dict[str, float]:
+        """What heartbeats carry: bytes from and to the servers, memory, the version that this worker is at."""
+        measures = process_measures(statistics := self.statistics())
+        measures["retries"] = statistics.get("retries", 0.0)
+        with self._view.changed:
+            if (first := self._clients.get(0)) is not None:
+                measures["version"] = float(first.view.latest_version)
+        return measures
 
 
 __all__ = ["Models", "Names"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, cast, overload
@@ -27,9 +27,11 @@ from axon_ps.collectives.work import LoopWork
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, SessionLost
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
+from axon_ps.observe.loggers.base import Logger
 from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
+from axon_ps.worker.curves import Curves
 from axon_ps.worker.ending import no_error_handled, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
@@ -92,10 +94,13 @@ class World:
         self._collectives = CollectiveClient(config.security, coordinator.context)
         self.view = JobView(lambda: coordinator.incarnation, timeout_s)  # not `self`: no reference cycle
         self.models = Models(loop, coordinator, self._shards, self.view)
+        coordinator.measure = partial(_measures, weakref.ref(self.models))
         self.recorder = Recorder()
         self._rendezvous = Rendezvous(loop, coordinator, self.view)
         self._checkpoints = Checkpoints(loop, coordinator, self.view, self.models, self._rendezvous)
         self._progress = Progress(lambda report: loop.submit(coordinator.kv_put(PROGRESS, report)))
+        models, recorder = self.models, self.recorder  # not `self`: no reference cycle
+        self._curves = Curves(lambda: models.statistics() | recorder.statistics())
         self._groups = Groups(
             self,
             BackendMaker(self._make_grpc, threads=worker.threads),
@@ -376,6 +381,28 @@ class World:
         self._limit(None)
         if self.is_main_process:
             self._progress.report(self.version if step is None else step, steps, loss, values)
+            self._curves.log(loss, values, lambda: self.models.client(0).view.latest_version)
+
+    def log_to(
+        self, make: Callable[[], Logger], *, hyperparams: Mapping[str, Any] | None = None, statistics: bool = False
+    ) -> None:
+        """From now on give what `report` is given to a logger, too, at the committed version.
+
+        All workers call it; the main process makes the logger, and the next one does if that dies. A version is
+        logged once, so a step that is aborted leaves no second point. Training waits for no logger, and what one raises
+        later is logged as a warning.
+
+        Args:
+            make: returns one of `axon_ps.observe.loggers`, or of your own: `lambda: TensorBoardLogger("runs/one")`.
+            hyperparams: the settings of the run.
+            statistics: whether the main process's counters are logged, too, as "worker/NAME".
+
+        Raises:
+            ConfigurationError: the logger's library is not installed.
+            InvalidRequest: what `make` returns is no logger.
+        """
+        self._limit(None)
+        self._curves.add(make, hyperparams or {}, statistics=statistics, is_main=self.is_main_process)
 
     def server_statistics(self, server: int, timeout_s: float = 10.0) -> dict[str, float]:
         """Counters of a shard server: memory by kind, bytes, chunks, encodings, steps.
@@ -598,6 +625,7 @@ class World:
         fork.not_at_exit(self._at_exit)
         current_world.leave(self)
         finished = no_error_handled() if finished is None else finished
+        self._curves.close()
         self._groups.close(LINGER_S if finished else 0.0)
         try:
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
@@ -621,6 +649,11 @@ class World:
     ) -> None:
         if not fork.is_fork():  # which leaves the block, and not the job
             self.close(finished=no_error_handled())
+
+
+def _measures(models: weakref.ref[Models]) -> Mapping[str, float]:
+    found = models()
+    return {} if found is None else found.measures()
 
 
 def _on_event(reference: weakref.ref[World], event: Event) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 import uuid
@@ -101,8 +102,10 @@ FAILOVER_S: Final = 0.25
 STANDBY_S: Final = 0.2
 """How often, at least, a standby asks to join."""
 
+MEASURE_S: Final = 1.0
+"""How often a member sends what it measures, however much else it sends."""
+
 _logger = logging.getLogger(__name__)
-_HEARTBEAT: Final = session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat())
 _TEMPORARY: Final = (Broken, Busy, GenerationChanged)
 """Errors of a session after which joining again may succeed; every other one is final."""
 
@@ -130,6 +133,7 @@ class CoordinatorClient(Calls):
         lease_s: how long the coordinator tolerates our silence.
         world_size: workers the job starts with.
         num_shards: shard servers of the job.
+        measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class CoordinatorClient(Calls):
         self.lease_s = 5.0
         self.world_size = world_size
         self.num_shards = 0
+        self.measure: Callable[[], Mapping[str, float]] = dict
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby
@@ -430,18 +435,30 @@ class CoordinatorClient(Calls):
         stream.cancel()
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
-        """Send what is queued, and a heartbeat whenever nothing else was sent for a third of the lease."""
+        """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""
+        pause_s, sent_s = min(self.lease_s / 3, MEASURE_S), -math.inf
         with contextlib.suppress(AxonError):  # the reader sees why the stream is over
             while True:
                 try:
-                    async with asyncio.timeout(self.lease_s / 3):
+                    async with asyncio.timeout(pause_s):
                         message = await outbox.get()
+                    await stream.write(message)
+                    if message.HasField("leave"):
+                        await stream.done_writing()
+                        return
                 except TimeoutError:
-                    message = _HEARTBEAT
-                await stream.write(message)
-                if message.HasField("leave"):
-                    await stream.done_writing()
-                    return
+                    sent_s = -math.inf
+                if time.monotonic() - sent_s >= pause_s:
+                    sent_s = time.monotonic()
+                    await stream.write(self._heartbeat())
+
+    def _heartbeat(self) -> session_pb2.SessionRequest:
+        try:
+            measured = dict(self.measure())
+        except Exception as error:  # a number that is missing costs nobody the membership
+            _logger.debug("measuring for a heartbeat failed: %r", error)
+            measured = {}
+        return session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat(metrics=measured))
 
     async def _receive(self, event: ServerEvent) -> None:
         if isinstance(event, Welcome):

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 
 from axon_ps.errors import AxonError, Broken, InvalidRequest
+from axon_ps.observe.work import Work
 from axon_ps.rpc.stream import EOF
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
@@ -87,6 +88,18 @@ class Copying:
         self._epoch = epoch
         self._copied = copied
         self._task: asyncio.Task[None] | None = None
+        self._got_bytes = 0  # since there was nothing left to copy
+        self._slice_bytes = 0  # of the slice that is coming
+
+    def works(self) -> Iterator[Work]:
+        """What is copied, while something is. The moments are taken to be as many as those of other slices here."""
+        slices = self._engine.slices.values()
+        if not (copying := [s for s in slices if s.copying]):
+            self._got_bytes = 0
+            return
+        arrays = 1 + max((len(s.master.state) for s in slices), default=0)
+        left = sum(4 * arrays * s.chunks.numel for s in copying)
+        yield Work("copy", self._got_bytes + max(0, left - self._slice_bytes), self._got_bytes)
 
     def place(self) -> None:
         """The placement has changed: get what this server is to hold and does not have yet."""
@@ -127,11 +140,13 @@ class Copying:
             version=engine.version,
             epoch=epoch,
         )
-        arrays, frames = _tensors(owned), []
+        arrays, frames, self._slice_bytes = _tensors(owned), [], 0
         async with stub.open("Copy") as stream:
             await stream.write(request)
             while (chunk := await stream.read()) is not EOF and not chunk.complete:
                 engine.counters["bytes_copied_in"] += len(chunk.payload)
+                self._got_bytes += len(chunk.payload)
+                self._slice_bytes += len(chunk.payload)
                 if chunk.tensor == FRAME:
                     frames.append(chunk.payload)
                     continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from axon_ps.coordinator.core.events import Copied, Event, JobState, Ready, Rest
 from axon_ps.errors import AxonError, GenerationChanged, InvalidRequest, Misuse, SliceMoved, StepAborted
 from axon_ps.host.priority import Throttle
 from axon_ps.kernels import digest
+from axon_ps.observe.work import Work
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.gradients import Push
 from axon_ps.shard.core.slices import OwnedSlice
@@ -359,16 +360,22 @@ class ModelShell:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle) -> SnapshotFile:
+    def write(self, uri: str, version: int, pin: Pin, throttle: Throttle, work: Work) -> SnapshotFile:
         """Write our slices of a checkpoint, in the files' thread; see `snapshot.write`."""
         reports = self._server.reports
         assert reports is not None
         try:
             num_cuts = 1 if self.engine.placement is None else self.engine.placement.num_cuts
-            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, throttle)
+            entry = snapshot.write(self.engine, uri, version, reports.rank, num_cuts, self.pins, pin, throttle, work)
         finally:
             self.pins.release(pin)
         return SnapshotFile(name=entry.name, sha256=entry.sha256, bytes=entry.bytes, model=self.number)
+
+    def works(self) -> Iterator[Work]:
+        """What first values and copies of slices there are to come."""
+        yield from self.values.works()
+        if self._copying is not None:
+            yield from self._copying.works()
 
     async def wait_withdrawn(self, epoch: int, generation: int) -> None:
         """Before first values are stored: wait until those that they replace, if any, are withdrawn.

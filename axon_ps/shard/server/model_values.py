@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from axon_ps.coordinator.core.events import FIRST_VALUES, UPLOADED, RestoreOrder
 from axon_ps.errors import AxonError
+from axon_ps.observe.work import Work
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.server import snapshot
 from axon_ps.shard.server.reports import ServerShell
@@ -71,10 +72,11 @@ class ModelValues:
         assert reports is not None
         await self._idle.wait()
         try:
-            prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section)
-            restore = await self._server.in_files_thread(prepare)
-            engine.parameters.withdraw()
-            await self._server.in_files_thread(lambda: snapshot.load(engine, restore))
+            with self._server.working("restore") as work:
+                prepare = partial(snapshot.prepare, engine, order.uri, order.version, order.section, work)
+                restore = await self._server.in_files_thread(prepare)
+                engine.parameters.withdraw()
+                await self._server.in_files_thread(lambda: snapshot.load(engine, restore, work))
         except AxonError as error:
             _logger.error("restoring version %d from %s failed: %s", order.version, order.uri, error)
             engine.parameters.cancel_restore()
@@ -107,6 +109,14 @@ class ModelValues:
         assert reports is not None
         reports.initialized(version=self._engine.version, epoch=self.epoch, model=self._number)
         self._on_replaced()
+
+    def works(self) -> Iterator[Work]:
+        """The upload of first values, while some are lacking."""
+        slices = [s for s in self._engine.slices.values() if not s.copying]
+        if self._engine.parameters.lacking:
+            lacking = sum(min(s.chunks.numel, s.lacking * s.chunks.chunk_numel) for s in slices)
+            total = sum(s.chunks.numel for s in slices)
+            yield Work("upload", 4 * total, 4 * (total - lacking))
 
     def waits_for(self, epoch: int) -> bool:
         """Whether first values of an epoch came before the order to make room for them, or before there is room."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from axon_ps.coordinator.core.events import Copied, Ready, SnapshotFile
 from axon_ps.errors import AxonError
+from axon_ps.observe.work import Work
 from axon_ps.shard.server.links import Links
 
 
@@ -51,6 +53,9 @@ class ServerShell(Protocol):
 
     async def in_files_thread(self, work: Callable[[], Any]) -> Any:
         """Do something slow in the thread for that, after what was given to it before."""
+
+    def working(self, kind: str) -> AbstractContextManager[Work]:
+        """Long work, shown in our measures as long as the context lasts."""
 
     def fail(self, error: BaseException) -> None:
         """This server cannot go on."""

@@ -120,6 +120,7 @@ async def serve(
             on_event=on_event,
             reconnect_timeout_s=config.reconnect_timeout_s,
         )
+        session.measure = shell.measures
         await session.start(config.join_timeout_s)
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))

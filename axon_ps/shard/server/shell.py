@@ -7,9 +7,10 @@ Everything here runs on one event loop, apart from what threads do. Events of th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from axon_ps.aggregation.server.shell import CollectiveShell
 from axon_ps.coordinator.core.events import Event, JobState, RestoreOrder, SessionLost, SnapshotFile, SnapshotOrder
 from axon_ps.errors import AxonError, Busy, Drained, GenerationChanged, InternalError, Misuse, PermissionDenied
 from axon_ps.host.priority import BACKGROUND, UNTHROTTLED
+from axon_ps.observe.work import Work, process_measures, to_measures
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.same_host.access import SameHostCallers
 from axon_ps.shard.server.apply import Pin
@@ -32,6 +34,10 @@ from axon_ps.types import Decision, Member, Membership, Outcome
 from axon_ps.wire.v1.common_pb2 import CallContext
 
 _logger = logging.getLogger(__name__)
+
+_MEASURED = ("version", "step", "missing_chunks")
+_MEMORY = ("master_bytes", "accumulator_bytes", "state_bytes", "residual_bytes", "frame_bytes", "shared_bytes")
+"""Those of the statistics that heartbeats carry: as they are, and summed."""
 
 _NOT_SUMMED = frozenset(("generation", "step", "version"))
 """Statistics that are not added up over models: the first model's are given."""
@@ -72,6 +78,7 @@ class ShardShell:
         self._waiters = Waiters()
         self._files = ThreadPoolExecutor(1, "axon-ps-files")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._works: list[Work] = []
         self.model(0)
 
     async def close(self) -> None:
@@ -116,6 +123,26 @@ class ShardShell:
                 if len(models) > 1 and (name.endswith("_bytes") or name in ("step", "version")):
                     total[f"model/{model.name}/{name}"] = value  # type: ignore[assignment]
         return {name: float(value) for name, value in sorted(total.items())}
+
+    @contextlib.contextmanager
+    def working(self, kind: str) -> Iterator[Work]:
+        """Long work, shown in our measures as long as the context lasts."""
+        work = Work(kind)
+        self._works.append(work)
+        try:
+            yield work
+        finally:
+            self._works.remove(work)
+
+    def measures(self) -> dict[str, float]:
+        """What heartbeats carry: bytes, memory, how far this server is, and the long work it is at."""
+        statistics = self.statistics()
+        measures = {name: statistics[name] for name in _MEASURED if name in statistics}
+        measures["slice_bytes"] = sum(v for name, v in statistics.items() if name in _MEMORY)
+        measures |= process_measures(statistics)
+        works = [*self._works, *(w for model in self._models.values() for w in model.works())]
+        uploads_too = not any(work.kind == "restore" for work in self._works)
+        return measures | to_measures(w for w in works if w.kind != "upload" or uploads_too)
 
     # ------------------------------------------------------------------ events from the coordinator
 
@@ -179,10 +206,11 @@ class ShardShell:
         files: list[SnapshotFile] = []
         throttle = BACKGROUND if order.background else UNTHROTTLED
         try:
-            for number in pins:
-                model, pin = self.model(number), await pins[number]
-                write = partial(model.write, order.uri, versions[number], pin, throttle)
-                files.append(await self.in_files_thread(write))
+            with self.working("snapshot") as work:
+                for number in pins:
+                    model, pin = self.model(number), await pins[number]
+                    write = partial(model.write, order.uri, versions[number], pin, throttle, work)
+                    files.append(await self.in_files_thread(write))
         except AxonError as error:
             _logger.error("the checkpoint at %s failed: %s", order.uri, error)
             for number in pins:

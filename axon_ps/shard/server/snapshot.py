@@ -21,6 +21,7 @@ import numpy as np
 from axon_ps.errors import CheckpointCorrupt, Closed, Misuse
 from axon_ps.host.priority import UNTHROTTLED, Throttle
 from axon_ps.observe.moments import Moment, reached
+from axon_ps.observe.work import Work
 from axon_ps.optim import registry
 from axon_ps.shard.core.engine import ShardEngine
 from axon_ps.shard.core.slices import OwnedSlice
@@ -55,6 +56,7 @@ def write(
     pins: VersionPins,
     pin: Pin,
     throttle: Throttle = UNTHROTTLED,
+    work: Work | None = None,
 ) -> FileEntry:
     """Write the slices of which this server is the primary, as they are at `version`.
 
@@ -69,6 +71,7 @@ def write(
         pins: what makes applies wait for us, slice by slice.
         pin: ours.
         throttle: of the writing.
+        work: counts its bytes.
 
     Raises:
         Misuse: there are no values yet.
@@ -83,7 +86,7 @@ def write(
     tensors = [t for owned in slices for t in _tensors(owned, states[owned.number])]
     name = f"{file_prefix(server, num_servers)}v{version}-{secrets.token_hex(4)}.safetensors"
     metadata = {"format": "axon_ps", "server": str(server), "num_servers": str(num_servers), "version": str(version)}
-    with create_file(open_store(uri), name, tensors, metadata, throttle) as writer:
+    with create_file(open_store(uri), name, tensors, metadata, throttle, work) as writer:
         for owned in slices:
             if not pins.wait_until(lambda s=owned: s.reached >= version):  # type: ignore[misc]
                 raise Closed("the shard server stops; the checkpoint is not written")
@@ -139,7 +142,7 @@ class Restore:
         return self.manifest.optimizer.name if self.manifest.optimizer else ""
 
 
-def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> Restore:
+def prepare(engine: ShardEngine, uri: str, version: int, section: str = "", work: Work | None = None) -> Restore:
     """Check that a checkpoint is complete and fits the layout; changes nothing.
 
     Args:
@@ -147,6 +150,7 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
         uri: the checkpoint.
         version: the version it must hold.
         section: what the checkpoint calls the model; empty = the only one in it.
+        work: gets the bytes to read, here and in `load`, and those that were.
 
     Raises:
         Misuse: no layout is registered yet.
@@ -176,12 +180,15 @@ def prepare(engine: ShardEngine, uri: str, version: int, section: str = "") -> R
         for move in m
         for s, _, _ in _overlaps(move, slices[move.source_unit])
     }
+    if work is not None:
+        numel = sum(owned.chunks.numel for owned in engine.slices.values())
+        work.total_bytes += sum(manifest.files[f].bytes for f in files) + 4 * numel
     for file in sorted(files):
-        check_file(open_store(manifest.uri), manifest.files[file])
+        check_file(open_store(manifest.uri), manifest.files[file], work=work)
     return Restore(manifest=manifest, moves=moves, files=tuple(sorted(files)))
 
 
-def load(engine: ShardEngine, restore: Restore) -> None:
+def load(engine: ShardEngine, restore: Restore, work: Work | None = None) -> None:
     """Fill the slices from a prepared checkpoint and encode their frames. In a thread; nothing is applied meanwhile.
 
     Raises:
@@ -197,6 +204,8 @@ def load(engine: ShardEngine, restore: Restore) -> None:
             loader.fill(owned, restore.moves[number])
             reached(Moment.RESTORE, restore.manifest.version)
             owned.publish(restore.manifest.version)
+            if work is not None:
+                work.advance(4 * owned.chunks.numel)
 
 
 class _Loader:

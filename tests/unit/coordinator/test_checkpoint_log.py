@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.cli.status import checkpoint_lines
+from axon_ps.cli.terminal.status_view import checkpoint_lines
 from axon_ps.coordinator.core.events import CheckpointReply, CheckpointStatus
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.testing.clock import ManualClock

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from axon_ps.cli.status import progress_line
+from axon_ps.cli.terminal.status_view import progress_line
 from axon_ps.errors import Broken, InvalidRequest
 from axon_ps.worker.progress import KEY, Progress, progress_of
 

@@ -1,0 +1,48 @@
+"""What members measure, out of the status of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from axon_ps.coordinator.core.events import Status
+from axon_ps.errors import AxonError
+from axon_ps.observe.work import Work, from_measures
+from axon_ps.types import Role
+
+ASK_S: Final = 0.5
+"""How often somebody who follows long work asks how far it is."""
+
+
+def measures_of(counters: Mapping[str, float], role: Role) -> dict[int, dict[str, float]]:
+    """What the members of a role measure, by rank; the status has it as "role/rank/name"."""
+    found: dict[int, dict[str, float]] = {}
+    for key, value in counters.items():
+        of_role, _, rest = key.partition("/")
+        rank, _, name = rest.partition("/")
+        if of_role == role.value and rank.isdigit() and name:
+            found.setdefault(int(rank), {})[name] = value
+    return found
+
+
+def of_the_job(counters: Mapping[str, float]) -> dict[str, float]:
+    """The counters that are not a member's measures."""
+    roles = tuple(f"{role.value}/" for role in Role)
+    return {name: value for name, value in counters.items() if not name.startswith(roles)}
+
+
+def works_of(status: Status) -> list[Work]:
+    """The long work that the shard servers are at, together."""
+    return from_measures(measures_of(status.counters, Role.SHARD).values())
+
+
+async def follow_work(ask: Callable[[], Awaitable[Status]], work: Work) -> None:
+    """Have `work` be as far as the servers are with work of its kind, until cancelled."""
+    while True:
+        with contextlib.suppress(AxonError):  # the caller's own call says what is wrong
+            for found in works_of(await ask()):
+                if found.kind == work.kind:
+                    work.total_bytes, work.done_bytes = found.total_bytes, found.done_bytes
+        await asyncio.sleep(ASK_S)

@@ -1,0 +1,38 @@
+"""What a logger is: three methods, by Lightning's names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from axon_ps.errors import ConfigurationError
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes metrics. Its methods are called on one thread, which nobody in training waits for.
+
+    What it raises is logged as a warning, and training goes on.
+    """
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """The settings of the run; called once, before any metrics."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Values by name at a step. Steps grow, unless a checkpoint was restored: then they begin again behind it."""
+
+    def close(self) -> None:
+        """There is nothing more; what was logged is on disk, or sent."""
+
+
+def library(name: str, extra: str) -> Any:
+    """Import a logger's library.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(f"this logger needs {name}: pip install 'axon-ps[{extra}]' ({error})") from error

@@ -1,0 +1,79 @@
+"""Long work, counted in the bytes that are really done: uploads, checkpoints, copies. The library prints nothing.
+
+Whoever works calls `advance`; whoever shows it reads `done_bytes` and `total_bytes`, here or, as a member's measures,
+in another process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+KINDS: Final = ("upload", "snapshot", "restore", "copy")
+"""What a shard server may be at."""
+
+
+@dataclass
+class Work:
+    """Work under way. One thread advances it, others may read.
+
+    Attributes:
+        kind: one of `KINDS`, or what a caller calls its own.
+        total_bytes: how many there are to do; 0 = not known yet.
+        done_bytes: how many are done.
+    """
+
+    kind: str = ""
+    total_bytes: int = 0
+    done_bytes: int = 0
+
+    def advance(self, count_bytes: int) -> None:
+        """So many more are done."""
+        self.done_bytes += count_bytes
+
+
+def to_measures(works: Iterable[Work]) -> dict[str, float]:
+    """Work as measures of a member; several of a kind are added up."""
+    measures: dict[str, float] = {}
+    for work in works:
+        for name, count in (("done", work.done_bytes), ("total", work.total_bytes)):
+            key = f"{work.kind}_{name}_bytes"
+            measures[key] = measures.get(key, 0.0) + count
+    return measures
+
+
+def from_measures(members: Iterable[Mapping[str, float]]) -> list[Work]:
+    """The work that is under way on all members together, by kind."""
+    found = []
+    known = list(members)
+    for kind in KINDS:
+        done, total = (sum(m.get(f"{kind}_{name}_bytes", 0.0) for m in known) for name in ("done", "total"))
+        if total > 0:
+            found.append(Work(kind, int(total), int(done)))
+    return found
+
+
+def process_measures(statistics: Mapping[str, float]) -> dict[str, float]:
+    """What every member measures: bytes it has sent and received, its memory, seconds of CPU it has used.
+
+    Args:
+        statistics: of its data plane, with the totals `bytes_in` and `bytes_out`.
+    """
+    return {
+        "sent_bytes": statistics.get("bytes_out", 0.0),
+        "received_bytes": statistics.get("bytes_in", 0.0),
+        "memory_bytes": float(_resident_bytes()),
+        "cpu_s": time.process_time(),
+    }
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
