@@ -102,6 +102,10 @@ class JobView:
         self._voters.add(threading.get_ident())
         return self.models > 1 and len(self._voters) == 1
 
+    def blocks_before_vote(self) -> bool:
+        """As `blocks`, of a thread that has not come to its vote, and may be none that votes."""
+        return self.models > 1 and self._voters <= {threading.get_ident()}
+
     # ------------------------------------------------------------------ waiting
 
     def wait_until(

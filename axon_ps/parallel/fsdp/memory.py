@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -73,16 +74,17 @@ class BufferPool:
         """Whether a buffer of this size stays within the limit; one buffer always does."""
         return self._out_bytes == 0 or self._out_bytes + size_bytes <= self._limit_bytes
 
-    def wait_for_room(self, size_bytes: int) -> None:
+    def wait_for_room(self, size_bytes: int, timeout_s: float = math.inf) -> None:
         """Block until there is room; another thread must be giving buffers back.
 
         Raises:
-            Timeout: none was given back for so long.
+            Timeout: none was given back for so long, or for as long as the pool waits at most.
         """
+        timeout_s = min(timeout_s, self._timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.has_room(size_bytes), self._timeout_s):
+            if not self._changed.wait_for(lambda: self.has_room(size_bytes), timeout_s):
                 raise Timeout(
-                    f"no room for {size_bytes} bytes after {self._timeout_s:g} s: {self._out_bytes} bytes are still "
+                    f"no room for {size_bytes} bytes after {timeout_s:g} s: {self._out_bytes} bytes are still "
                     f"under way, {self._limit_bytes} may be; the servers have not received what was sent before"
                 )
 

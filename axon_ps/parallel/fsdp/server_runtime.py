@@ -111,7 +111,9 @@ class ServerRuntime(Runtime):
             )
         ticket = self._current_ticket()
         began = time.perf_counter()
-        self._out.wait_for_room(flat.unit.numel * self._grad_wire.itemsize)
+        size_bytes = flat.unit.numel * self._grad_wire.itemsize
+        if not self._out.has_room(size_bytes):
+            self._client.wait_for_room(ticket, partial(self._out.wait_for_room, size_bytes))
         self.counters.push_wait_s += time.perf_counter() - began
         buffer = self._out.take(flat.unit.numel, TORCH_DTYPES[self._grad_wire])
         weight = 1.0 / ticket.num_replicas if self.batch is None else self.batch.weight

@@ -11,7 +11,7 @@ decision without being sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from axon_ps.collectives.work import Awaited
 from axon_ps.coordinator.client.session import CoordinatorClient, Event, JobState, Registered
@@ -307,6 +307,30 @@ class StepClient:
                     self._coordinator.arrived(
                         generation=ticket.generation, step=ticket.step, model=view.model, blocked=blocked
                     )
+
+    def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
+        """Wait in a backward until the servers have taken earlier pushes, and report that this worker waits.
+
+        They may not take them before another worker pushes, who may wait for this one in a step of another model.
+
+        Args:
+            ticket: the step.
+            wait: waits so many seconds, or raises `Timeout`.
+
+        Raises:
+            Timeout: there is no room.
+        """
+        blocked, deadline = self.view.job.blocks_before_vote(), Deadline(self.view.job.timeout_s)
+        while True:
+            try:
+                return wait(min(_ARRIVED_INTERVAL_S, deadline.remaining()) if blocked else deadline.remaining())
+            except Timeout:
+                if deadline.expired or not blocked:
+                    raise
+            if self.view.stepping.voter(ticket) is None and self.view.valid(ticket):
+                self._coordinator.arrived(
+                    generation=ticket.generation, step=ticket.step, model=self.view.model, blocked=True
+                )
 
     def _stragglers(self) -> str:
         """For whom the current step waits, by the coordinator's status; empty if it does not reply."""
