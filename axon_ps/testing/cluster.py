@@ -8,16 +8,17 @@ its log is shown.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from axon_ps.errors import AxonError, InvalidRequest, Misuse
 from axon_ps.host.children import Child
@@ -33,6 +34,7 @@ _DRAIN_S = 10.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 COORDINATOR = "coordinator"
+T = TypeVar("T")
 
 
 class LocalCluster:
@@ -353,7 +355,7 @@ class LocalCluster:
                 members = (await operator.status()).membership.shards
                 await operator.drain(next(m.rank for m in members if m.address == self._addresses[process.pid]))
 
-        asyncio.run(ask())
+        _on_a_thread(ask())
         if process.wait(timeout_s) is None:
             raise AxonError(f"{process.name} had not been drained after {timeout_s:g} s:\n{process.output}")
 
@@ -370,7 +372,7 @@ class LocalCluster:
             async with OperatorClient(self.address, security=self.security, job=self.job) as operator:
                 return await operator.status()
 
-        return asyncio.run(ask())
+        return _on_a_thread(ask())
 
     def log(self, role: Role | str, index: int = 0) -> str:
         """The end of the output of a process."""
@@ -467,3 +469,9 @@ def _end_services(services: Sequence[Child], drained: Collection[Child]) -> list
         if exit_code != 0 and process not in disturbed:
             troubles.append(f"{process.name} did not drain when asked to; exit code {exit_code}")
     return troubles
+
+
+def _on_a_thread(call: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns, on a loop of its own: in a notebook, the caller's thread has one that runs."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, call).result()
