@@ -133,14 +133,21 @@ def on_servers(trainer: type[Any], plugin: ServerPlugin | None = None) -> type[A
 
         SFTTrainer = on_servers(trl.SFTTrainer)
 
+    Makes the process group over axon if there is none: call it before `TrainingArguments`, which would make another.
+
     Args:
         trainer: `transformers.Trainer` or a subclass.
         plugin: how models are wrapped.
     """
+    join_group()
+    return _with_servers(trainer, plugin)
+
+
+def _with_servers(trainer: type[Any], plugin: ServerPlugin | None = None) -> type[Any]:
     values = {"server_plugin": plugin or ServerPlugin(), "__doc__": trainer.__doc__, "__module__": trainer.__module__}
     return type(trainer.__name__, (ServersMixin, trainer), values)
 
 
-Trainer: Any = on_servers(transformers.Trainer)
+Trainer: Any = _with_servers(transformers.Trainer)
 
 __all__ = ["POSITION", "ServersMixin", "Trainer", "on_servers"]
