@@ -21,7 +21,7 @@ ALL_KILLED_ARGS ?=
 FAILOVER_ARGS ?=
 COMPOSE_ARGS ?=
 
-.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
+.PHONY: help setup demo test house gpu soak faults all-killed failover loaders launchers subscribers integrations compose rolling-update dist torch-suite torch-range check lint format proto proto-drift bench docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ loaders: $(INSTALLED) ## 20 runs each of data loaders with every start method, i
 
 launchers: $(INSTALLED) ## the main job under `axon-ps run`, torchrun, torchrun on two hosts and mpirun: the same losses
 	$(BIN)/python benchmarks/launchers.py
+
+subscribers: $(INSTALLED) ## 10,000 pulls while shard servers are killed, and what they cost the trainers; SUBSCRIBERS_ARGS=--help
+	$(BIN)/python benchmarks/subscribers.py $(SUBSCRIBERS_ARGS)
 
 INTEGRATED := $(VENV)/.integrated
 

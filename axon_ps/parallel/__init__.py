@@ -32,6 +32,7 @@ from axon_ps.parallel.mesh import Mesh
 from axon_ps.parallel.optim import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, ServerOptimizer
 from axon_ps.parallel.pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from axon_ps.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallelAttention, clip_grad_norm
+from axon_ps.parallel.weights import WeightReceiver, load_weights, update_weights, weight_tensors
 from axon_ps.sharding.policy import Asynchronous, BoundedStaleness, Policy, Synchronous
 from axon_ps_torch import register as _register
 
@@ -81,6 +82,10 @@ __all__ = [
     "Synchronous",
     "TensorParallelAttention",
     "TopK",
+    "WeightReceiver",
     "clip_grad_norm",
     "comm_hook",
+    "load_weights",
+    "update_weights",
+    "weight_tensors",
 ]

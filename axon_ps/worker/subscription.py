@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from axon_ps.coordinator.client.operator import OperatorClient
 from axon_ps.coordinator.core.checkpoints.schedule import parse_every
 from axon_ps.coordinator.core.events import JobState
-from axon_ps.errors import Closed, ConfigurationError, InvalidRequest
+from axon_ps.errors import Closed, ConfigurationError, InvalidRequest, Misuse
 from axon_ps.host.malloc import retain_message_memory
 from axon_ps.rpc.background_loop import BackgroundLoop
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
 from axon_ps.shard.client.assembly import Values
 from axon_ps.shard.client.subscriber import ModelSubscriber
+from axon_ps.storage.checkpoint import TensorSpec, create_file
+from axon_ps.storage.files import open_store
 from axon_ps.types import WIRE_DTYPES, Array, DType, Membership
 from axon_ps.worker.environment import job_of, security_of, worker_config
 
@@ -28,6 +31,14 @@ DEFAULT_TIMEOUT_S = 1800.0
 """How long a pull may take, unless something else is asked for."""
 
 _DESCRIBE_S = 10.0
+_FILE = "model.safetensors"
+
+
+class Saved(Protocol):
+    """What saves itself in a directory: a configuration or a tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write it there."""
 
 
 class Weights(NamedTuple):
@@ -135,6 +146,33 @@ class Subscription:
     def values(self) -> Values | None:
         """What was pulled last, with the model's layout; None before."""
         return self._subscriber.values
+
+    def export(self, directory: str | Path, *also: Saved) -> Path:
+        """Write what was pulled last as a directory that `from_pretrained` of transformers loads.
+
+        Args:
+            directory: where; `model.safetensors` in it is replaced at once, when it is all written.
+            also: what saves itself there: the model's configuration, its tokenizer.
+
+        Returns:
+            The file with the parameters.
+
+        Raises:
+            Misuse: nothing was pulled yet.
+            StorageFull: no space left.
+            CheckpointError: it could not be written.
+        """
+        values = self._subscriber.values
+        if values is None:
+            raise Misuse("nothing was pulled yet that could be exported; call latest() first")
+        parameters = values.parameters()
+        tensors = [TensorSpec(name=name, dtype=values.dtype, shape=array.shape) for name, array in parameters.items()]
+        with create_file(open_store(str(directory)), _FILE, tensors, {"format": "pt"}) as writer:
+            for name, array in parameters.items():
+                writer.write(name, array)
+        for one in also:
+            one.save_pretrained(directory)
+        return Path(directory) / _FILE
 
     def statistics(self) -> dict[str, float]:
         """Pulls, bytes and chunks that came, attempts that were repeated, versions given up for newer ones."""

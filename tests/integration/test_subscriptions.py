@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import axon_ps
 import subscribed_job
 from axon_ps.compress import cast
-from axon_ps.errors import InvalidRequest, PermissionDenied, Timeout
+from axon_ps.errors import InvalidRequest, Misuse, PermissionDenied, Timeout
 from axon_ps.rpc.channels import connect
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
@@ -26,6 +27,7 @@ from axon_ps.wire.v1 import common_pb2, shard_pb2
 from subscribed_job import check
 
 NAME = "policy"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_sampler.py"
 
 
 @dataclass
@@ -102,6 +104,22 @@ def test_versions_one_after_the_other(job: Running) -> None:
         assert subscription.statistics()["pulls"] == 7
 
 
+def test_an_export_is_loaded_by_others(job: Running, tmp_path: Path) -> None:
+    class Config:
+        def save_pretrained(self, save_directory: Path) -> None:
+            (save_directory / "config.json").write_text("{}")
+
+    with job.subscribe(dtype="f16") as subscription:
+        with pytest.raises(Misuse, match="call latest"):
+            subscription.export(tmp_path)
+        version, parameters = subscription.latest()
+        file = subscription.export(tmp_path, Config())
+    loaded = load_file(file)
+    assert list(loaded) == list(parameters)
+    check(version, loaded)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_one_encoding_a_version_for_all_subscribers(job: Running) -> None:
     pulled: list[list[int]] = [[], [], []]
 
@@ -162,3 +180,9 @@ def test_servers_die(tmp_path: Path) -> None:
             job.cluster.restart(Role.SHARD, kill)
         check(*next(subscription))
         assert subscription.statistics()["retries"] > 0
+
+
+def test_a_sampler_plays_with_the_newest_weights() -> None:
+    with LocalCluster(shards=2, world_size=1) as cluster:
+        (result,) = cluster.run_workers(EXAMPLE, args=("--steps", "30"), timeout_s=60.0)
+    assert "samples were at most" in result.output

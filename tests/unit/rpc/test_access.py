@@ -78,11 +78,12 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
         async def describe(_: Any, __: Any) -> Any:
             return coordinator_pb2.DescribeReply()
 
-        async def subscribe(context: Any) -> None:
+        async def send(context: Any) -> None:
             await context.write(b"")
 
-        of_shards = {"stats": reply, "subscribe": subscribe}
-        for descriptor, readers in ((SHARD, of_shards), (COORDINATOR, {"status": status, "describe": describe})):
+        of_shards = {"stats": reply, "subscribe": send}
+        of_coordinator = {"status": status, "describe": describe, "watch": send}
+        for descriptor, readers in ((SHARD, of_shards), (COORDINATOR, of_coordinator)):
             async with serving(descriptor, security=BOTH, client=OBSERVER, **readers) as s:
                 for method in descriptor.methods:
                     path = f"/{descriptor.full_name}/{method.name}"

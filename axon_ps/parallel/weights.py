@@ -1,0 +1,152 @@
+"""What a subscription pulls, in PyTorch: as tensors, into a module, and into an inference engine.
+
+Note: [Engines that load weights]
+    vLLM's models have `load_weights(weights)`, which takes pairs of a Hugging Face name and a tensor and does with them
+    what the engine's layout needs; its workers take a mix-in class (`worker_extension_cls`), whose methods
+    `collective_rpc` calls on each. `WeightReceiver` is such a class. vLLM is not imported, and not tested against here:
+    this is written against that interface.
+
+Note: [Ranks of an engine]
+    Each worker of an engine that is split over several pulls for itself, and loads its own part. All have to load the
+    same version, and the job goes on meanwhile: so a version is fetched first, and loaded when all have the same one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import axon_ps
+from axon_ps.errors import InvalidRequest, Timeout
+from axon_ps.types import Array
+from axon_ps.worker.subscription import Subscription, Weights
+
+RPC = Callable[..., Sequence[Any]]
+"""Calls a method by name on every worker of an engine, with `args` and `kwargs`; their results, as `collective_rpc`."""
+
+_PAST = -1
+_FURTHER = 2
+
+
+def weight_tensors(weights: Weights, device: torch.device | str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's name with a tensor of its own, one after the other.
+
+    Args:
+        weights: what a subscription gave.
+        device: where the tensors are to be; None = the CPU.
+    """
+    for name, array in weights.parameters.items():
+        yield name, _tensor(array).to(device)
+
+
+def load_weights(module: nn.Module, weights: Weights) -> int:
+    """Copy a version into a module's parameters, cast to their dtype, on their device; returns the version.
+
+    The module is built like the one that trains; tied parameters may be there under either name. Its buffers stay.
+
+    Raises:
+        InvalidRequest: a parameter is missing on either side, or has another shape; nothing was copied.
+    """
+    theirs = dict(weights.parameters)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    found = {name: parameter for name, parameter in named.items() if name in theirs}
+    there = {id(parameter) for parameter in found.values()}
+    missing = [name for name, parameter in named.items() if id(parameter) not in there]
+    unknown = [name for name in theirs if name not in named]
+    if missing or unknown:
+        what = f"has no values for {missing[0]!r}" if missing else f"has {unknown[0]!r}, which the module has not"
+        raise InvalidRequest(f"version {weights.version} {what}; build the module as the job's workers do")
+    for name, parameter in found.items():
+        if tuple(parameter.shape) != theirs[name].shape:
+            raise InvalidRequest(
+                f"parameter {name!r} has shape {tuple(parameter.shape)} here and {theirs[name].shape} in the job"
+            )
+    with torch.no_grad():
+        for name, parameter in found.items():
+            parameter.copy_(_tensor(theirs[name]))
+    return weights.version
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """A copy as a tensor: what was pulled must not change, and tensors can be."""
+    tensor = torch.from_numpy(array.copy())
+    return tensor.view(torch.bfloat16) if tensor.dtype is torch.uint16 else tensor
+
+
+class _HasLoadWeights(Protocol):
+    def load_weights(self, weights: Any) -> Any: ...
+
+
+class _ModelRunner(Protocol):
+    model: _HasLoadWeights
+
+
+class WeightReceiver:
+    """Methods for the workers of an inference engine: vLLM's `worker_extension_cls`. See `update_weights`.
+
+        engine = vllm.LLM(..., worker_extension_cls="axon_ps.parallel.weights.WeightReceiver")
+        engine.collective_rpc("subscribe_weights", kwargs={"model": "policy", "dtype": "bf16"})
+        version = axon_ps.parallel.update_weights(engine.collective_rpc)
+
+    The worker has `model_runner.model.load_weights`, which takes Hugging Face names.
+    """
+
+    model_runner: _ModelRunner
+    _subscription: Subscription | None = None
+    _fetched: Weights | None = None
+
+    def subscribe_weights(self, **options: Any) -> None:
+        """Subscribe; options are those of `axon_ps.subscribe`."""
+        self.unsubscribe_weights()
+        self._subscription = axon_ps.subscribe(**options)
+
+    def fetch_weights(self, version: int | None = None) -> int:
+        """Pull the newest version, or exactly one; returns which, or -1 if the model is past it. Nothing is loaded."""
+        if self._subscription is None:
+            raise InvalidRequest("there is no subscription; call subscribe_weights first")
+        try:
+            self._fetched = self._subscription.latest() if version is None else self._subscription.at(version)
+        except InvalidRequest:
+            return _PAST
+        return self._fetched.version
+
+    def load_fetched_weights(self) -> int:
+        """Load what was fetched into the engine's model; returns its version."""
+        if self._fetched is None:
+            raise InvalidRequest("no version was fetched; call fetch_weights first")
+        fetched, self._fetched = self._fetched, None
+        self.model_runner.model.load_weights(weights=weight_tensors(fetched))
+        return fetched.version
+
+    def unsubscribe_weights(self) -> None:
+        """End the subscription. Harmless when repeated."""
+        if self._subscription is not None:
+            self._subscription.close()
+        self._subscription = self._fetched = None
+
+
+def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
+    """Have all workers of an engine load one version, the newest that all can get; returns which.
+
+    Args:
+        rpc: the engine's `collective_rpc`; its workers are `WeightReceiver`s that have subscribed.
+        timeout_s: how long it may take, in seconds, until all have the same version.
+
+    Raises:
+        Timeout: they have not; the engine computes with what it had.
+        AxonError: what a pull raised, as the engine passes it on.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    versions, ahead = rpc("fetch_weights"), 1
+    while len(set(versions)) > 1 or _PAST in versions:
+        if time.monotonic() > deadline_s:
+            raise Timeout(
+                f"the engine's workers got versions {list(versions)} within {timeout_s:g} s, not the same one"
+            )
+        versions, ahead = rpc("fetch_weights", args=(max(versions) + ahead,)), ahead * _FURTHER
+    rpc("load_fetched_weights")
+    return int(versions[0])
