@@ -141,12 +141,12 @@ def update_weights(rpc: RPC, timeout_s: float = 600.0) -> int:
         AxonError: what a pull raised, as the engine passes it on.
     """
     deadline_s = time.monotonic() + timeout_s
-    versions, ahead = rpc("fetch_weights"), 1
+    versions, margin = rpc("fetch_weights"), 1
     while len(set(versions)) > 1 or _PAST in versions:
         if time.monotonic() > deadline_s:
             raise Timeout(
                 f"the engine's workers got versions {list(versions)} within {timeout_s:g} s, not the same one"
             )
-        versions, ahead = rpc("fetch_weights", args=(max(versions) + ahead,)), ahead * _FURTHER
+        versions, margin = rpc("fetch_weights", args=(max(versions) + margin,)), margin * _FURTHER
     rpc("load_fetched_weights")
     return int(versions[0])
