@@ -33,7 +33,9 @@ def resolve(path: str) -> tuple[Any, Any]:
     for count in range(len(parts), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not path.startswith(error.name or " "):
+                raise  # what it needs, a library of an extra, is not installed
             continue
         holder = None
         for part in parts[count:-1]:
