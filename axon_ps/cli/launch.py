@@ -200,6 +200,8 @@ class _Launcher:
             "AXON_PS_COORDINATOR": self._address,
             "PYTHONUNBUFFERED": "1",
         }
+        if (http_port := launch.http_port_of(launch.shards_here)) is not None:
+            variables["AXON_PS_HTTP_PORT"] = str(http_port)
         if not variable_is_set("OMP_NUM_THREADS"):
             variables["OMP_NUM_THREADS"] = str(max(1, self._cpus // launch.nproc_per_node))
         if sys.stderr.isatty():

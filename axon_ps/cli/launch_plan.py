@@ -32,8 +32,8 @@ class Launch:
         replication: how many shard servers hold each slice; 0 = two, if there are as many.
         connect_timeout_s: how long to wait for a coordinator that this launch does not start.
         token: the job's token.
-        http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones. 0 = any
-            free one for each, None = there are none.
+        http_port: of the embedded coordinator's HTTP endpoint; shard servers of this node have the next ones, then its
+            workers. 0 = any free one for each, None = there are none.
     """
 
     program: tuple[str, ...]

@@ -28,6 +28,7 @@ from axon_ps.collectives.group_backends import MakeBackend as MakeBackend
 from axon_ps.collectives.work import Work, WorkQueue
 from axon_ps.errors import AxonError, Broken, Closed, Disagreement, InvalidRequest, Misuse
 from axon_ps.host import fork
+from axon_ps.observe.metrics.sources import register
 from axon_ps.types import DType, Member, ReduceOp
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class GroupBase:
         self._children: list[GroupBase] = []
         self._num_sub_groups = 0
         self._finished_error: AxonError | None = None
+        register("group", self, group=self.name)
 
     # ------------------------------------------------------------------ who is in it
 

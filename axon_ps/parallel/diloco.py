@@ -31,6 +31,7 @@ from torch import nn
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, StepAborted
+from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.dtypes import TORCH_DTYPES, dtype_from_torch
 from axon_ps.parallel.fsdp import materialize, wrap
 from axon_ps.parallel.fsdp.memory import BufferPool, Meter
@@ -127,6 +128,7 @@ class DiLoCo:
         self._anchor = [torch.empty(wrapped.unit.numel, pin_memory=pinned) for wrapped in self._wrapped_units]
         self._synced = (-1, -1)
         self._done = 0
+        register("diloco", self)
         self._counters = {"inner_steps": 0, "outer_steps_committed": 0, "outer_steps_not_committed": 0, "pulls": 0}
         with world_of(group).models.names.claiming(name, self._spec.described) as self.name:
             self._steps: StepClient = self._register(model)

@@ -148,6 +148,8 @@ class WorkerConfig:
         security: token and certificates.
         backend: name of the backend of the default group, or "auto" = by where the workers are.
         standby: whether to wait, without a rank, until the job has lost a worker, and replace it.
+        http_port: of this worker's HTTP endpoint; 0 = any free one, None = it has none.
+        http_host: the address that it listens on.
         direct_memory: whether chunks are read from the memory of shard servers of this host, and by them from ours.
     """
 
@@ -162,6 +164,8 @@ class WorkerConfig:
     backend: str = "auto"
     direct_memory: bool = True
     standby: bool = False
+    http_port: int | None = None
+    http_host: str = "127.0.0.1"
 
 
 def worker_config(env: Mapping[str, str]) -> WorkerConfig:
@@ -183,8 +187,18 @@ def worker_config(env: Mapping[str, str]) -> WorkerConfig:
         backend=env.get("AXON_PS_BACKEND") or "auto",
         direct_memory=env.get("AXON_PS_DIRECT_MEMORY") != "0",
         standby=standby,
+        http_port=_http_port(env, launch.local_rank),
+        http_host=env.get("AXON_PS_HTTP_HOST") or "127.0.0.1",
         security=security_of(env),
     )
+
+
+def _http_port(env: Mapping[str, str], local_rank: int) -> int | None:
+    """Workers of one node have ports one after the other."""
+    if not env.get("AXON_PS_HTTP_PORT"):
+        return None
+    first = _integer(env, "AXON_PS_HTTP_PORT", 0, least=0)
+    return first and first + local_rank
 
 
 def security_of(env: Mapping[str, str]) -> Security:

@@ -28,6 +28,7 @@ from axon_ps.coordinator.client.session import CoordinatorClient, Event, Session
 from axon_ps.errors import Closed, InvalidRequest, Misuse
 from axon_ps.host import fork
 from axon_ps.observe.loggers.base import Logger
+from axon_ps.rpc.http import HttpServer
 from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
@@ -47,6 +48,8 @@ from axon_ps.worker.worker import ProcessWorker, Worker
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long an operation may wait for slow peers. Losses of members are pushed, so this only ends deadlocks."""
+
+_HTTP_START_S = 10.0
 
 MOCK_TIMEOUT_S = 60.0
 """The same, where all workers are threads of a process."""
@@ -78,6 +81,7 @@ class World:
         self._config = config = worker.config
         self._timeout_s = timeout_s
         self._closed = False
+        self._http: HttpServer | None = None
         self._loop = loop = worker.loop
         self._shards = worker.make_shards()
         self._coordinator = coordinator = CoordinatorClient(
@@ -166,6 +170,8 @@ class World:
             for worker in workers:
                 worlds.append(cls(worker, timeout_s=timeout_s))
             workers[0].loop.run(start(), start_timeout_s and start_timeout_s + 5.0)
+            for world in worlds:
+                world._start_http()
             for world in worlds:
                 world.view.wait_complete(join_timeout_s)
                 world.view.newcomers()
@@ -600,6 +606,13 @@ class World:
             lambda: self._coordinator.kv_delete(key),
         )
 
+    def _start_http(self) -> None:
+        if self._config.http_port is not None:
+            from axon_ps.worker.endpoint import endpoint
+
+            self._http = endpoint(self._config, self.rank, self.statistics)
+            self._loop.run(self._http.start(), _HTTP_START_S)
+
     def _make_grpc(self, context: GroupContext) -> Backend:
         from axon_ps.collectives.backends.grpc import GrpcBackend, GrpcCalls
 
@@ -628,6 +641,8 @@ class World:
         self._curves.close()
         self._groups.close(LINGER_S if finished else 0.0)
         try:
+            if self._http is not None:
+                self._loop.run(self._http.stop(), 10.0)
             self._loop.run(self._coordinator.close("closed by its owner", finished=finished), 10.0)
             self._loop.run(self._shards.close(), 10.0)
             self._loop.run(self._collectives.close(), 10.0)

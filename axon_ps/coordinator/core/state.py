@@ -40,6 +40,7 @@ from axon_ps.coordinator.core.members import Members
 from axon_ps.coordinator.core.models import Model, Models
 from axon_ps.coordinator.core.registration import check_known
 from axon_ps.coordinator.core.roster import RosterEntry
+from axon_ps.coordinator.core.statistics import statistics
 from axon_ps.errors import (
     AxonError,
     ConfigurationError,
@@ -542,6 +543,10 @@ class CoordinatorState:
             replication=self.config.copies,
             draining=tuple(sorted(a.draining)),
         )
+
+    def statistics(self, status: Status, now: float) -> dict[str, float]:
+        """The numbers of a status that was taken now; see `core.statistics`."""
+        return statistics(status, self._assembly.roster, now, self.longest_wait(now)[0])
 
     # ------------------------------------------------------------------ inside
 

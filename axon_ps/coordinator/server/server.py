@@ -22,8 +22,10 @@ from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
 from axon_ps.errors import AxonError, Broken, StorageFull
+from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.channels import join_address, split_address
-from axon_ps.rpc.http import HttpServer, healthz
+from axon_ps.rpc.http import HttpServer, Route, healthz
+from axon_ps.rpc.metrics import metrics
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import listen
 from axon_ps.rpc.service import service_handler
@@ -74,7 +76,7 @@ async def serve(
 
     try:
         if http is not None:
-            http.add(healthz(lambda: switch.servicer is not None))
+            http.add(healthz(lambda: switch.servicer is not None), _metrics(config.job, switch))
             await http.start()
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
@@ -86,6 +88,11 @@ async def serve(
         if http is not None:
             await http.stop()
         await server.stop(GRACE_S)
+
+
+def _metrics(job: str, switch: Switch) -> Route:
+    labels = {"job_name": job, "role": "coordinator"}
+    return metrics(lambda: [Source(kind="coordinator", read=switch.statistics)], labels)
 
 
 async def _lead_in_turn(

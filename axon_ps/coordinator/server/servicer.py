@@ -244,6 +244,10 @@ class CoordinatorServicer:
         job, membership = self._shell.state.describe(_caller(request.context), name)
         return coordinator_pb2.DescribeReply(job=job_to_proto(job), membership=codec.membership_to_proto(membership))
 
+    def statistics(self) -> dict[str, float]:
+        """The numbers of the job's status, by name."""
+        return self._shell.statistics()
+
     async def status(self, request: status_pb2.StatusRequest, context: Any) -> status_pb2.StatusReply:
         """The status of the job."""
         self._shell.state.check_caller(_caller(request.context))

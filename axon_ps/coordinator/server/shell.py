@@ -148,6 +148,10 @@ class Shell:
             status, uptime_s=self.now() - self.started_s, pending=pending, checkpoints=self.checkpoints.status()
         )
 
+    def statistics(self) -> dict[str, float]:
+        """The numbers of the job's status, by name."""
+        return self.state.statistics(self.status(), self.now())
+
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has been announced since the last call of this, or that time is over."""
         with contextlib.suppress(TimeoutError):

@@ -35,6 +35,10 @@ class Switch:
         self.why = "this coordinator is starting"
         self._store = store
 
+    def statistics(self) -> dict[str, float]:
+        """The numbers of the job while we lead; on a standby, that it does not."""
+        return {"leads": 0.0} if self.servicer is None else self.servicer.statistics()
+
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def forward(*args: Any) -> Any:
             if self.servicer is None or not self._store.leads():

@@ -18,6 +18,7 @@ from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
 from axon_ps.host import fork
+from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.comm_hooks.hooks import CommunicationHook
 from axon_ps.parallel.comm_hooks.registry import as_hook
 from axon_ps.parallel.ddp import replicas
@@ -98,6 +99,7 @@ class DistributedDataParallel(nn.Module):
             raise InvalidRequest("no parameter of the module requires a gradient; there is nothing to average")
         replicas.check_same(self._group, _described(module))
         self.sync_parameters()
+        register("ddp", self)
         self._reducer = Reducer(
             named,
             self._group,

@@ -19,6 +19,7 @@ from torch import nn
 from axon_ps.collectives.functional import current_group
 from axon_ps.collectives.process_group import ProcessGroup
 from axon_ps.errors import InvalidRequest, Misuse
+from axon_ps.observe.metrics.sources import register
 from axon_ps.parallel.dtypes import TORCH_DTYPES, MixedPrecision
 from axon_ps.parallel.fsdp import build, hooks, materialize, stats, wrap
 from axon_ps.parallel.fsdp.runtime import Runtime
@@ -170,6 +171,7 @@ class FullyShardedDataParallel(ShardedValues):
             if wrapping.replicated
             else build.server_runtime(wrapping, module, wrapped_units, self._steps, self)
         )
+        register("fsdp", self, model=self.name or "")
         self._tag_parameters()
         self._hook_state_dicts()
         hooks.attach(self._runtime, self)

@@ -15,10 +15,12 @@ from axon_ps.coordinator.client.session import CoordinatorClient
 from axon_ps.coordinator.core.events import Event, KnownNames
 from axon_ps.errors import Drained
 from axon_ps.host.malloc import retain_message_memory
+from axon_ps.observe.metrics.sources import Source
 from axon_ps.optim import registry as optimizers
 from axon_ps.rpc.channels import join_address
-from axon_ps.rpc.http import HttpServer, healthz
+from axon_ps.rpc.http import HttpServer, Route, healthz
 from axon_ps.rpc.in_process import InProcessServer, is_in_process
+from axon_ps.rpc.metrics import metrics
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.server import Server, listen
 from axon_ps.rpc.service import service_handler
@@ -125,7 +127,7 @@ async def serve(
         _logger.info("shard server %d of job %r at %s", session.rank, config.job, _advertised(config, port))
         health = asyncio.create_task(_report_health(server, watch))
         if http is not None:
-            http.add(healthz(lambda: watch.safe))
+            http.add(healthz(lambda: watch.safe), _metrics(config.job, session.rank, node, shell))
             await http.start()
         ready(port)
         try:
@@ -160,6 +162,13 @@ def _known_names(host: str) -> KnownNames | None:
     if is_in_process(host):
         return None
     return KnownNames(optimizers=frozenset(optimizers.names()), compressors=frozenset(compressors.names()))
+
+
+def _metrics(job: str, rank: int, node: str, shell: ShardShell) -> Route:
+    labels = {"job_name": job, "role": "shard", "rank": str(rank), "node": node}
+    engine = shell.collectives.engine
+    sources = [Source(kind="shard", read=shell.statistics), Source(kind="shard", read=engine.statistics)]
+    return metrics(lambda: sources, labels)
 
 
 async def _first_of(stop: asyncio.Event, failure: asyncio.Future[None]) -> None:

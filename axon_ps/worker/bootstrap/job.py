@@ -170,7 +170,8 @@ def _config(
         "AXON_PS_TOKEN_FILE": "",
     }
     config = worker_config({**env, **given, "AXON_PS_JOB": job or job_of(env)})
-    return dataclasses.replace(config, rank=rank, world_size=world_size)
+    http_port = None if config.http_port is None else 0  # the one that was asked for is the coordinator's
+    return dataclasses.replace(config, rank=rank, world_size=world_size, http_port=http_port)
 
 
 def _start_others(

@@ -109,17 +109,19 @@ class EmbeddedServices:
     def _start(self, name: str, service: str, options: Sequence[str]) -> Child:
         command = [sys.executable, "-P", "-m", "axon_ps.cli.main", service, "--host", self._host, "--port", "0"]
         command += [*options, *(["--insecure"] if self.security.insecure else [])]
-        child = Child.start(name, command, self._variables(), last_signal=signal.SIGTERM, stdin=True, ready=True)
+        child = Child.start(name, command, self._variables(service), last_signal=signal.SIGTERM, stdin=True, ready=True)
         self._children.append(child)
         return child
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self, service: str) -> dict[str, str]:
         secured = {
             "AXON_PS_TLS_CA": self.security.ca_file,
             "AXON_PS_TLS_CERT": self.security.cert_file,
             "AXON_PS_TLS_KEY": self.security.key_file,
         }
         ours = {"AXON_PS_LOG_LEVEL": "WARNING"} | self._environment | {k: v for k, v in secured.items() if v}
+        if service != "coordinator" and "AXON_PS_HTTP_PORT" in ours:
+            ours["AXON_PS_HTTP_PORT"] = "0"  # the one that was asked for is the coordinator's
         return ours | {"AXON_PS_JOB": self._job, "AXON_PS_TOKEN": self.security.token}
 
 

@@ -58,6 +58,8 @@ class StepClient:
         self._loop = loop
         self._coordinator = coordinator
         self._shards = shards
+        self._votes = 0
+        self._decision_wait_s = 0.0
         self.view = ModelView(job, model)
         self._calls = ModelCalls(coordinator, self.view)
         self.parameters = Parameters(loop, shards, self.view, self._calls)
@@ -109,7 +111,8 @@ class StepClient:
         counters = self._shards.statistics() | {"mapped_bytes_in": 0.0}
         for name in ("bytes_in", "leased_bytes_in", "mapped_bytes_in"):
             counters[name] += self.parameters.mapped_bytes
-        return counters | self.view.stepping.statistics()
+        waits = {"votes": float(self._votes), "decision_wait_s": self._decision_wait_s}
+        return counters | waits | self.view.stepping.statistics()
 
     # ------------------------------------------------------------------ a step
 
@@ -216,7 +219,10 @@ class StepClient:
                     blocked=blocked,
                     commit=commit,
                 )
+                began = time.perf_counter()
                 decision = self._wait_decided(ticket)
+                self._decision_wait_s += time.perf_counter() - began
+                self._votes += 1
             job.wait_generation(decision.next_generation, job.timeout_s)
             if not stepping.acknowledges(decision):  # else that was done when it arrived
                 with job.changed:

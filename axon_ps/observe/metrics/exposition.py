@@ -1,0 +1,74 @@
+"""Metrics as text, in the formats of Prometheus and OpenMetrics, by prometheus-client. Read only when asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from axon_ps.observe.metrics.sources import Source
+from axon_ps.observe.metrics.table import REPEATED, described
+
+_UNDESCRIBED = "axon_ps_undescribed"
+
+
+class _Statistics(Collector):
+    """Reads all sources at every scrape."""
+
+    def __init__(self, sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, each with the samples of all its sources; what has the same labels is added up."""
+        families: dict[str, Metric] = {}
+        samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for source in self._sources():
+            for statistic, value in source.read().items():
+                if statistic.startswith(REPEATED):
+                    continue
+                found = described(source.kind, statistic)
+                labels = {**self._labels, **source.labels}
+                if found is None:
+                    labels |= {"source": source.kind, "statistic": statistic}
+                    name, text, is_counter = _UNDESCRIBED, "A statistic that has no description yet.", False
+                else:
+                    metric, own = found
+                    labels |= own
+                    name, text, is_counter = metric.name, metric.help, metric.is_counter
+                if name not in families:
+                    made = CounterMetricFamily if is_counter else GaugeMetricFamily
+                    families[name] = made(name, text)
+                samples[name, tuple(labels.items())] += float(value)
+        for (name, pairs), value in samples.items():
+            is_counter = families[name].type == "counter"
+            families[name].add_sample(f"{name}_total" if is_counter else name, dict(pairs), value)
+        yield from families.values()
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is depends on what the process does."""
+        return []
+
+
+class Exposition:
+    """What `/metrics` serves.
+
+    Args:
+        sources: what is read, at every scrape.
+        labels: of every metric of this process: job, role, rank, node.
+    """
+
+    def __init__(self, sources: Callable[[], Iterable[Source]], labels: Mapping[str, str]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Statistics(sources, labels))
+        ProcessCollector(registry=self._registry)  # CPU seconds, memory, open files, of this process
+        PlatformCollector(registry=self._registry)
+
+    def encode(self, accept: str) -> tuple[bytes, str]:
+        """The text and its content type, by what the caller accepts."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type

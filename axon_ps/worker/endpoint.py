@@ -1,0 +1,30 @@
+"""The HTTP endpoint of a worker: its metrics, and those of the wrappers and groups in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from axon_ps.observe.metrics.sources import Source, registered
+from axon_ps.rpc.http import HttpServer, healthz
+from axon_ps.rpc.metrics import metrics
+from axon_ps.worker.environment import WorkerConfig
+
+
+def endpoint(config: WorkerConfig, rank: int, statistics: Callable[[], dict[str, float]]) -> HttpServer:
+    """An endpoint that is not started yet.
+
+    Args:
+        config: where it listens, and who the worker is.
+        rank: of the worker.
+        statistics: `World.statistics`.
+
+    Raises:
+        ConfigurationError: it may not listen there.
+    """
+    assert config.http_port is not None
+    server = HttpServer(config.http_host, config.http_port, config.security)
+    labels = {"job_name": config.job, "role": "worker", "rank": str(rank), "node": config.node}
+    own = Source(kind="worker", read=statistics)
+    server.add(healthz(lambda: True), metrics(lambda: chain((own,), registered()), labels))
+    return server
