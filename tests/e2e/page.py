@@ -7,13 +7,21 @@ what the test has.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from command_line import environment
 
 FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("python", "sh", "toml", "dockerfile", "text")
+_OF_EXTRAS = re.compile(r"axon_ps\.(ray|huggingface|lightning)\b|transformers|(TensorBoard|Wandb|MLflow)Logger")
 _FILE = re.compile(r"# (\w+\.py)\n")
 _SCRIPT = re.compile(r"(?<![\w/])\w+\.py\b")
 
@@ -31,6 +39,32 @@ class Block:
     language: str
     text: str
     scripts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether a script needs libraries that only `make integrations` installs."""
+        return any(_OF_EXTRAS.search(text) for _, text in self.scripts)
+
+    def run(self, directory: Path, limit_s: float, variables: Mapping[str, str] = {}) -> None:
+        """Save the files in a directory and type the block there; fails if it does not end well in time."""
+        for name, script in self.scripts:
+            (directory / name).write_text(script)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        with subprocess.Popen(
+            ["bash", "-e", "-c", self.text],
+            cwd=directory,
+            env=environment({"PATH": path, **variables}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)  # `axon-ps run` ends its processes
+                output, _ = process.communicate()
+        assert process.returncode == 0, output
 
     @property
     def commands(self) -> list[list[str]]:

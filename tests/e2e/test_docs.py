@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +13,6 @@ import yaml
 
 from axon_ps import plugins
 from axon_ps.cli.settings import Settings
-from command_line import environment
 from page import Block, blocks
 from parsed_commands import entry_point, understood
 
@@ -43,28 +38,15 @@ def is_run(block: Block) -> bool:
     return bool(block.scripts) or all(words[0] in HERE for words in block.commands)
 
 
-@pytest.mark.parametrize(("page", "block"), [found for found in named("sh") if is_run(found[1])], ids=label)
+TRIED = [found for found in named("sh") if is_run(found[1]) and not found[1].needs_extras]
+"""Those that need an extra are tried by `make integrations`."""
+
+
+@pytest.mark.parametrize(("page", "block"), TRIED, ids=label)
 def test_what_a_page_tells_to_type_ends_well(page: Path, block: Block, tmp_path: Path) -> None:
     if block.commands[0][0] in HERE and shutil.which(block.commands[0][0]) is None:
         pytest.skip(f"there is no {block.commands[0][0]}")
-    for name, script in block.scripts:
-        (tmp_path / name).write_text(script)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    with subprocess.Popen(
-        ["bash", "-e", "-c", block.text],
-        cwd=tmp_path,
-        env=environment({"PATH": path}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        process_group=0,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=LONGEST_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # `axon-ps run` ends its processes
-            output, _ = process.communicate()
-    assert process.returncode == 0, output
+    block.run(tmp_path, LONGEST_S)
 
 
 @pytest.mark.parametrize(("page", "block"), [found for found in named("sh") if not is_run(found[1])], ids=label)
@@ -105,7 +87,11 @@ def test_a_command_that_is_not_run_is_one_that_there_is(
                 assert what == "axon_ps.cli.main shard", "what `axon-ps run` starts is called so"
             case ["pip", "install", what]:
                 extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-                assert what.removeprefix("axon-ps[").removesuffix("]") in extras
+                named_extras = re.fullmatch(r"(?:axon-ps|\.)(?:\[([\w,]+)\])?", what)
+                assert named_extras is not None
+                assert set((named_extras[1] or "torch").split(",")) <= set(extras)
+            case ["curl", url]:
+                assert re.fullmatch(r"http://127\.0\.0\.1:\d+/(metrics|healthz)", url)
             case ["export", *variables]:
                 assert all(re.match(r"AXON_PS_TOKEN=|COMPOSE_PROFILES=cuda$", v) for v in variables)
             case _:
