@@ -44,6 +44,11 @@ class Message:
 
         return MessageToJson(self._event, preserving_proto_field_name=True, indent=None)
 
+    @cached_property
+    def sse(self) -> bytes:
+        """As a server-sent event with that JSON."""
+        return f"data: {self.json}\n\n".encode()
+
 
 @dataclass(frozen=True)
 class Tick:

@@ -18,6 +18,7 @@ from axon_ps.coordinator.core.config import CoordinatorConfig
 from axon_ps.coordinator.core.state import CoordinatorState
 from axon_ps.coordinator.server import automatic, retention
 from axon_ps.coordinator.server.feed import Feed
+from axon_ps.coordinator.server.page.routes import page_routes
 from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
@@ -76,7 +77,8 @@ async def serve(
 
     try:
         if http is not None:
-            http.add(healthz(lambda: switch.servicer is not None), _metrics(config.job, switch))
+            metrics = _metrics(config.job, switch)
+            http.add(healthz(lambda: switch.servicer is not None), metrics, *page_routes(switch))
             await http.start()
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))

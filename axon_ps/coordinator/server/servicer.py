@@ -53,11 +53,14 @@ class CoordinatorServicer:
     Args:
         shell: what performs it.
         feed: the history of the job, for `watch`.
+
+    Attributes:
+        feed: the same.
     """
 
     def __init__(self, shell: Shell, feed: Feed) -> None:
         self._shell = shell
-        self._feed = feed
+        self.feed = feed
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
 
@@ -234,9 +237,13 @@ class CoordinatorServicer:
 
     async def drain(self, request: placement_pb2.DrainRequest, context: Any) -> placement_pb2.DrainReply:
         """Have a shard server give up what it holds."""
-        caller, state = _caller(request.context), self._shell.state
-        slices = await self._shell.call(lambda call: state.drain(call, caller, request.rank, self._shell.now()))
-        return placement_pb2.DrainReply(slices=slices)
+        return placement_pb2.DrainReply(slices=await self.drain_server(_caller(request.context), request.rank))
+
+    async def drain_server(self, caller: Caller, rank: int) -> int:
+        """Have it do so; returns how many slices it still has. See `CoordinatorState.drain`."""
+        state = self._shell.state
+        slices: int = await self._shell.call(lambda call: state.drain(call, caller, rank, self._shell.now()))
+        return slices
 
     async def describe(self, request: coordinator_pb2.DescribeRequest, context: Any) -> coordinator_pb2.DescribeReply:
         """A model, where its slices are, and the members."""
@@ -259,7 +266,7 @@ class CoordinatorServicer:
         if request is EOF:
             return
         self._shell.state.check_caller(_caller(request.context))
-        async with contextlib.aclosing(self._feed.read()) as messages:
+        async with contextlib.aclosing(self.feed.read()) as messages:
             async for message in messages:
                 await context.write(message.encoded)
 

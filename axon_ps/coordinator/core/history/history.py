@@ -167,7 +167,7 @@ class History:
         self._steps.append(record)
         self._new_steps.append(record)
         self._commits += commits
-        if model == 0:
+        if model == 0 and commits:
             self._version, self._norm = decision.version, decision.grad_norm
         if decision.outcome is Outcome.ABORT:
             self.happened("aborted", f"step {decision.step} was aborted: {decision.reason}", now)

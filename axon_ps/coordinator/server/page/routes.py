@@ -1,0 +1,92 @@
+"""What the page asks of the coordinator over HTTP: its files, the feed, and what an operator may do.
+
+Files need no token, for there is nothing of the job in them. The page sends the token it was given as a header, never
+as a cookie, so no other site's page can act for it; see `rpc.http`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from axon_ps.coordinator.core.state import Caller
+from axon_ps.coordinator.server.servicer import CoordinatorServicer
+from axon_ps.coordinator.server.standby import Switch
+from axon_ps.errors import AxonError, Busy
+from axon_ps.rpc.access import Principal
+from axon_ps.rpc.http import Route
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+ASSETS: Final = Path(__file__).parent / "assets"
+_TYPES: Final = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
+_OPERATOR: Final = frozenset({Principal.JOB})
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page_routes(switch: Switch) -> list[Route]:
+    """The routes of the page.
+
+    Args:
+        switch: knows the servicer, if this coordinator leads.
+    """
+
+    def leading() -> CoordinatorServicer:
+        from aiohttp import web
+
+        if switch.servicer is None:
+            raise web.HTTPServiceUnavailable(text=f"{switch.why}\n")
+        return switch.servicer
+
+    async def feed(request: web.Request) -> web.StreamResponse:
+        """Server-sent events: those of `Feed.read`, as JSON."""
+        from aiohttp import web
+
+        messages = leading().feed.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        with contextlib.suppress(AxonError, ConnectionError):  # it leads no more, or nobody reads; the page asks again
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    await response.write(message.sse)
+        return response
+
+    async def operator(_: web.Request) -> web.StreamResponse:
+        """Answers an operator; anybody else is refused."""
+        from aiohttp import web
+
+        return web.Response(status=204)
+
+    async def drain(request: web.Request) -> web.StreamResponse:
+        """Have a shard server give up what it holds, and end; says how many slices it still has."""
+        from aiohttp import web
+
+        servicer, rank = leading(), int(request.match_info["rank"])
+        try:
+            slices = await servicer.drain_server(Caller(job=""), rank)
+        except AxonError as error:
+            return web.Response(status=503 if isinstance(error, Busy) else 409, text=f"{error}\n")
+        return web.json_response({"slices": slices})
+
+    return [
+        *(_file("/" if path.name == "index.html" else f"/{path.name}", path) for path in sorted(ASSETS.iterdir())),
+        Route(path="/api/feed", handler=feed),
+        Route(path="/api/operator", handler=operator, may_ask=_OPERATOR),
+        Route(path=r"/api/servers/{rank:\d{1,5}}/drain", handler=drain, method="POST", may_ask=_OPERATOR),
+    ]
+
+
+def _file(where: str, path: Path) -> Route:
+    async def handler(_: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        headers = {**_HEADERS, "Content-Type": f"{_TYPES[path.suffix]}; charset=utf-8", "Cache-Control": "no-cache"}
+        return web.Response(body=path.read_bytes(), headers=headers)
+
+    return Route(path=where, handler=handler, may_ask=None)
