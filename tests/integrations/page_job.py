@@ -1,12 +1,14 @@
 """A job for the page: a real coordinator in a process of its own, and members that are sessions of this one.
 
-They compute nothing. Workers vote as if they had, some later than others; shard servers report sums and copies.
+They compute nothing. Workers vote as if they had, some later than others; shard servers report sums and copies. A
+membership is decoded once for all of them: each session for itself is cubic in their number, for one process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from axon_ps.coordinator.client.session import CoordinatorClient, Event
 from axon_ps.coordinator.core.events import Copied, JobState, Ready
@@ -23,10 +26,21 @@ from axon_ps.rpc.security import Security
 from axon_ps.sharding.job import JobSpec
 from axon_ps.sharding.layout import Layout, build_unit
 from axon_ps.types import Decision, DType, Membership, OptimizerSpec, Role
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import membership_pb2
 
 UNITS = tuple(build_unit(f"block{n}", [(f"block{n}.weight", (512, 512), DType.F32)]) for n in range(12))
 OPTIMIZER = OptimizerSpec(name="adamw", groups=({"lr": 1e-3},), group_of=(0,) * len(UNITS))
 SOON_S = 60.0
+TOGETHER = 16
+"""So many join at once: all at once, they would be too slow in one process for the time-out of a first answer."""
+
+_decode = codec.membership_from_proto
+
+
+@functools.lru_cache(maxsize=4)
+def _decoded(encoded: bytes) -> Membership:
+    return _decode(membership_pb2.MembershipEvent.FromString(encoded))
 
 
 class FakeMember(CoordinatorClient):
@@ -145,12 +159,12 @@ class PageJob:
         self.servers = [FakeMember(at[0], Role.SHARD, f"store-{n % 8}", at[1]) for n in range(servers)]
         self.workers = [FakeMember(at[0], Role.WORKER, names[n * nodes // workers], at[1]) for n in range(workers)]
         for member in (*self.servers, *self.workers):
-            if hasattr(member, "measure"):
-                member.measure = lambda m=member: {"sent_bytes": m.sent_bytes, "memory_bytes": 2.1e9}
+            member.measure = lambda m=member: {"sent_bytes": m.sent_bytes, "memory_bytes": 2.1e9}
         if workers > 3:
             self.workers[3].slow_s = 0.5
-        await asyncio.gather(*(s.start(SOON_S) for s in self.servers))
-        await asyncio.gather(*(w.start(SOON_S) for w in self.workers))
+        everybody = [*self.servers, *self.workers]
+        for n in range(0, len(everybody), TOGETHER):
+            await asyncio.gather(*(member.start(SOON_S) for member in everybody[n : n + TOGETHER]))
         await self.workers[0].register(JobSpec(layout=Layout(units=UNITS)), OPTIMIZER)
         for server in self.servers:
             server.initialized(version=0, epoch=0)
@@ -170,8 +184,6 @@ class PageJob:
 @contextlib.contextmanager
 def page_job(workers: int, servers: int, nodes: int, *arguments: str, token: str = "") -> Iterator[PageJob]:
     """A job that trains, until the context ends."""
-    job = PageJob(workers, servers, nodes, *arguments, token=token)
-    try:
+    once = mock.patch.object(codec, "membership_from_proto", lambda message: _decoded(message.SerializeToString()))
+    with once, contextlib.closing(PageJob(workers, servers, nodes, *arguments, token=token)) as job:
         yield job
-    finally:
-        job.close()
