@@ -1,4 +1,4 @@
-"""deploy/slurm/train.sbatch: bash reads it, the command line understands what it starts; `make integrations` runs it."""
+"""deploy/slurm/train.sbatch: bash reads it, and the command line understands what it starts."""
 
 from __future__ import annotations
 
