@@ -47,6 +47,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
         "checkpoints": {"uri": "s3://bucket/run", "claim": {"enabled": False}},
     },
     "large, etcd": {
+        "metrics": {"enabled": True},
         "token": {"existingSecret": "the-token"},
         "coordinator": {"etcd": "etcd-0:2379,etcd-1:2379,etcd-2:2379", "replicas": 3, "args": ["--lease-s=10"]},
         "shards": {"replicas": 64},
@@ -78,7 +79,7 @@ def charted(values: Mapping[str, Any], name: str = "axon-ps") -> list[Manifest]:
     return [m for file, text in rendered.items() if file.endswith(".yaml") for m in documents(text)]
 
 
-@pytest.fixture(params=["base", "jobset", "trainjob", "tls", "tls+etcd", *SIZES])
+@pytest.fixture(params=["base", "jobset", "trainjob", "tls", "tls+etcd", "metrics", *SIZES])
 def manifests(request: pytest.FixtureRequest, tmp_path: Path) -> list[Manifest]:
     """All of every kustomization, and of the chart at every size."""
     kind = request.param
@@ -101,7 +102,7 @@ def checked(manifest: Manifest) -> None:
     """Compare a manifest with the schema of its kind."""
     if manifest["kind"] in MODELS:
         check_model(MODELS[manifest["kind"]], manifest)
-    else:
+    elif manifest["kind"] != "ServiceMonitor":  # no package has its schema: see test_the_monitor_...
         for version in VERSIONS:
             kubernetes_validate.validate(dict(manifest), version, strict=True)
 
@@ -210,7 +211,7 @@ def test_probes_ask_what_is_served(manifests: list[Manifest]) -> None:
         (container,) = template["spec"]["containers"]
         if kind != "StatefulSet":
             continue
-        (port,) = [p["containerPort"] for p in container["ports"]]
+        (port,) = [p["containerPort"] for p in container["ports"] if p["name"] == "grpc"]
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             probe = container[name]
             copies = container["name"] == "shard" and name == "readinessProbe"
@@ -226,6 +227,37 @@ def test_the_chart_with_its_own_values_is_the_kustomization() -> None:
         values = {**values, "image": {"tag": "latest"}, "token": {"existingSecret": "axon-ps"}}
         ours, theirs = kustomized(KUBERNETES / kind), charted(values)
         assert {key(m): simplified(m) for m in theirs} == {key(m): simplified(m) for m in ours}
+
+
+def with_metrics(tmp_path: Path) -> list[Manifest]:
+    """The kustomization with the component `metrics`."""
+    relative = Path(*[".."] * len(tmp_path.parts[1:]), *KUBERNETES.parts[1:])
+    overlaid = {"resources": [str(relative / "base")], "components": [str(relative / "components" / "metrics")]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlaid))
+    return kustomized(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["kustomize", "chart", "chart, TLS"])
+def test_the_monitor_finds_the_ports_that_containers_have(way: str, tmp_path: Path) -> None:
+    tls = way.endswith("TLS")
+    values = {"metrics": {"enabled": True}, "tls": {"enabled": tls}, "token": {"existingSecret": "axon-ps"}}
+    found = with_metrics(tmp_path) if way == "kustomize" else charted(values)
+    (monitor,) = [m for m in found if m["kind"] == "ServiceMonitor"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "axon-ps", "key": "token"}}
+    assert endpoint.get("scheme") == ("https" if tls else None)
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    services = [m for m in found if m["kind"] == "Service" and wanted <= m["metadata"]["labels"].items()]
+    assert len(services) == 2
+    assert all(endpoint["port"] in [p["name"] for p in service["spec"]["ports"]] for service in services)
+    for kind, template in pod_templates(found):
+        (container,) = template["spec"]["containers"]
+        ports = {p["name"]: p["containerPort"] for p in container.get("ports", ())}
+        its = {e["name"]: e.get("value") for e in container["env"]}
+        assert its.get("AXON_PS_HTTP_PORT") == ("9090" if kind == "StatefulSet" else None)
+        assert ports.get("http") == (9090 if kind == "StatefulSet" else None)
+    (policy,) = [m for m in found if m["metadata"]["name"] == "axon-ps-metrics"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": "http"}]
 
 
 def key(manifest: Manifest) -> tuple[str, str]:
