@@ -15,6 +15,7 @@ import typer
 from axon_ps import __version__
 from axon_ps.cli import checkpoint, operate, run, serve, status
 from axon_ps.cli.options import Commands, leave
+from axon_ps.cli.terminal import top
 from axon_ps.errors import (
     AxonError,
     CheckpointNotFound,
@@ -31,6 +32,7 @@ app.command(**run.COMMAND)(run.run)
 app.command()(serve.coordinator)
 app.command()(serve.shard)
 app.command()(status.status)
+app.command()(top.top)
 app.command()(operate.drain)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command()(status.health)

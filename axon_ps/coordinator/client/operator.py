@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
@@ -63,7 +63,7 @@ class OperatorClient(Calls):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def watch(self) -> AsyncIterator[watch_pb2.WatchEvent | AxonError]:
+    async def watch(self) -> AsyncGenerator[watch_pb2.WatchEvent | AxonError, None]:
         """What happens in the job, as it happens, until it is closed (`contextlib.aclosing`). No end by itself.
 
         Yields:

@@ -1,0 +1,84 @@
+"""What `axon-ps top` knows of a job, out of its feed. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from axon_ps.types import Role
+from axon_ps.wire.v1 import common_pb2, membership_pb2, status_pb2, watch_pb2
+
+POINTS: Final = 240
+EVENTS: Final = 200
+
+SORTS: Final = ("rank", "cost", "sent", "memory")
+"""The orders of members that one goes through by a key."""
+
+Key = tuple[Role, int]
+Row = tuple[Role, membership_pb2.Member, watch_pb2.MemberLoad]
+_ROLES: Final = {common_pb2.ROLE_WORKER: Role.WORKER, common_pb2.ROLE_SHARD: Role.SHARD}
+
+
+class TopState:
+    """The newest of everything; `apply` takes the feed's events in order.
+
+    Attributes:
+        status: the job; None before the first event.
+        membership: its members.
+        at_s: when the newest event was made, in seconds since the history began.
+        steps: decided steps, oldest first.
+        events: what happened, oldest first.
+        loads: of each member, by role and rank.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.status: status_pb2.StatusReply | None = None
+        self.membership = membership_pb2.MembershipEvent()
+        self.at_s = 0.0
+        self.steps: deque[watch_pb2.StepRecord] = deque(maxlen=POINTS)
+        self.events: deque[watch_pb2.EventRecord] = deque(maxlen=EVENTS)
+        self.loads: dict[Key, watch_pb2.MemberLoad] = {}
+        self._curves: dict[str, deque[float]] = {}
+
+    def apply(self, event: watch_pb2.WatchEvent) -> None:
+        """Take an event of the feed."""
+        if event.begins:
+            self._begin()
+        self.at_s = event.at_s
+        if event.HasField("status"):
+            self.status = event.status
+            if event.status.HasField("membership"):
+                self.membership = event.status.membership
+        self.steps.extend(event.steps)
+        self.events.extend(event.events)
+        for curve in event.curves:
+            self._curves.setdefault(curve.name, deque(maxlen=POINTS)).extend(curve.value)
+        for load in event.members:
+            self.loads[_ROLES[load.role], load.rank] = load
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job is over: its workers have finished and left."""
+        return bool(self.membership.finished) and not self.membership.workers
+
+    def curve(self, name: str) -> Sequence[float]:
+        """The newest points of a curve, oldest first; none if there is no such curve."""
+        return tuple(self._curves.get(name, ()))
+
+    def members(self, sort: str = "rank") -> list[Row]:
+        """All members with role and load: shard servers, then workers; or in another of the orders of `SORTS`."""
+        found = [
+            (role, member, self.loads.get((role, member.rank), watch_pb2.MemberLoad()))
+            for role, some in ((Role.SHARD, self.membership.shards), (Role.WORKER, self.membership.workers))
+            for member in some
+        ]
+        weight = {
+            "cost": lambda load: load.cost_s,
+            "sent": lambda load: load.sent_bytes_per_s + load.received_bytes_per_s,
+            "memory": lambda load: load.memory_bytes,
+        }.get(sort)
+        return found if weight is None else sorted(found, key=lambda row: -weight(row[2]))
