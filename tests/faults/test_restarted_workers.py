@@ -133,4 +133,4 @@ def test_a_worker_that_is_killed_and_started_again_trains_on(kind: str, tmp_path
     assert restarts[1] >= 1
     if kind in ON_SERVERS:
         assert restarts == {1: 1}, "nobody else was started again"
-        assert made[0] >= STEPS - FATAL
+        assert made[0] >= (1 if kind == "asynchronous" else STEPS - FATAL)  # there each replica's step is a version

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from axon_ps.coordinator.client import addresses as addresses_module
+from axon_ps.coordinator.client import session as session_module
 from axon_ps.coordinator.client import succession
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.operator import SERVICE
@@ -264,13 +265,16 @@ def test_calls_that_wait_at_a_leader_are_made_again_at_the_next() -> None:
     run(test)
 
 
-def test_members_that_go_silent_together_are_not_declared_lost_but_left_to_the_standby() -> None:
+def test_members_that_go_silent_together_are_not_declared_lost_but_left_to_the_standby(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def test(p: Pair) -> None:
         worker, shard = await p.job(p.address(0, 1))
         await until(lambda: p.stores[1].address != "")
         generation = worker.context().generation
+        monkeypatch.setattr(session_module, "MEASURE_S", 1000.0)
         for member in (worker, shard):
-            member.lease_s = 1000.0  # sends no heartbeats
+            member.lease_s = 3000.0  # sends no heartbeats
         assert p.election.leader is p.stores[0]
         await until(lambda: p.election.leader is p.stores[1])
         for member in (worker, shard):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -146,7 +147,7 @@ def test_one_encoding_a_version_for_all_subscribers(job: Running) -> None:
     # published counts a server's versions: those of the interval, and of each subscriber's first pull
     assert delta["published"] <= 2 * 2 * (len(versions) + 3)
     chunks = job.counters()["slices"] / 2  # of this model each slice is one chunk, and has two holders
-    assert delta["published_encodings"] <= chunks * delta["published"] / 2
+    assert delta["published_encodings"] <= math.ceil(chunks / 2) * delta["published"]  # one server may have one more
 
 
 def test_whoever_may_not_or_asks_for_what_is_not_there(job: Running) -> None:

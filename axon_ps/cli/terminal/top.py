@@ -106,6 +106,7 @@ class _Top:
                 try:
                     await asyncio.wait((follow, leave), return_when=asyncio.FIRST_COMPLETED)
                 finally:
+                    self._quit.set()
                     for task in (follow, leave):
                         task.cancel()
                     await asyncio.wait((follow, leave))
@@ -117,6 +118,8 @@ class _Top:
     async def _follow(self, live: Live) -> None:
         async with contextlib.aclosing(_followed(self._settings, self._state)) as changes:
             async for note in changes:
+                if self._quit.is_set():
+                    return
                 self._note = note
                 if not self._paused:
                     self._draw(live)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import Any, Final
 
 from axon_ps.coordinator.client.addresses import CONNECT_S, Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
@@ -14,7 +14,7 @@ from axon_ps.rpc.deadlines import Deadline, retry
 from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.rpc.stream import EOF
+from axon_ps.rpc.stream import EOF, Stream
 from axon_ps.wire.v1 import common_pb2, coordinator_pb2, watch_pb2
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
@@ -78,7 +78,7 @@ class OperatorClient(Calls):
                 stub = await self._connected(Deadline(CONNECT_S))
                 async with stub.open("Watch") as stream:
                     await stream.write(watch_pb2.WatchRequest(context=self.context()))
-                    while (message := await asyncio.wait_for(stream.read(), SILENCE_S)) is not EOF:
+                    while (message := await _next(stream)) is not EOF:
                         yield watch_pb2.WatchEvent.FromString(message)
                 yield Broken("the coordinator has ended the feed")
             except TimeoutError as error:
@@ -122,3 +122,9 @@ class OperatorClient(Calls):
 
     async def _reached(self, generation: int, deadline: Deadline) -> None:
         return None
+
+
+async def _next(stream: Stream) -> Any:
+    """The next message. (`wait_for` loses a cancellation that comes together with it, before Python 3.12.)"""
+    async with asyncio.timeout(SILENCE_S):
+        return await stream.read()

@@ -436,9 +436,10 @@ class CoordinatorClient(Calls):
 
     async def _write(self, stream: Stream, outbox: asyncio.Queue[session_pb2.SessionRequest]) -> None:
         """Send what is queued, and a heartbeat now and then, also when nothing else is sent."""
-        pause_s, sent_s = min(self.lease_s / 3, MEASURE_S), -math.inf
+        sent_s = -math.inf
         with contextlib.suppress(AxonError):  # the reader sees why the stream is over
             while True:
+                pause_s = min(self.lease_s / 3, MEASURE_S)
                 try:
                     async with asyncio.timeout(pause_s):
                         message = await outbox.get()

@@ -72,6 +72,9 @@ class FakeSteps:
     def wait_members(self, ready: Callable[[Any], bool], timeout_s: float, what: str) -> None:
         assert ready(None), what
 
+    def wait_for_room(self, ticket: Ticket, wait: Callable[[float], None]) -> None:
+        wait(10.0)
+
     def register(self, spec: JobSpec) -> Registered:
         self.spec = spec
         return Registered(first=True, initialized=False, version=0, upload=True)
