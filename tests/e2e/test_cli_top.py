@@ -6,11 +6,13 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
+from functools import partial
 from struct import pack
 from termios import TIOCSWINSZ
 
@@ -47,7 +49,14 @@ def top(cluster: LocalCluster) -> Iterator[tuple[Terminal, subprocess.Popen[byte
         {"AXON_PS_COORDINATOR": cluster.address, "AXON_PS_TOKEN": cluster.token, "AXON_PS_JOB": cluster.job}
         | {"TERM": "xterm"}
     )
-    with subprocess.Popen([*AXON_PS, "top"], stdin=theirs, stdout=theirs, stderr=theirs, env=variables) as process:
+    with subprocess.Popen(
+        [*AXON_PS, "top"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=variables,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # tests may run in the background of a shell
+    ) as process:
         os.close(theirs)
         try:
             yield Terminal(ours), process
@@ -72,7 +81,7 @@ def test_members_events_and_keys() -> None:
 def test_ctrl_c_ends_it() -> None:
     with LocalCluster(shards=1, world_size=1) as cluster, top(cluster) as (terminal, process):
         terminal.until("shard 0")
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130
 
 
