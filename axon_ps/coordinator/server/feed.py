@@ -92,12 +92,10 @@ class Feed:
         try:
             while True:
                 tick = await self._following(everything=seen < 0)
-                if tick.number != seen + 1 and tick.everything is None:
-                    seen = -1
-                    continue
-                follows = seen >= 0 and tick.number == seen + 1
-                seen = tick.number
-                yield tick.increment if follows or tick.everything is None else tick.everything
+                message = tick.increment if tick.number == seen + 1 else tick.everything
+                seen = -1 if message is None else tick.number
+                if message is not None:
+                    yield message
         finally:
             self._readers -= 1
 

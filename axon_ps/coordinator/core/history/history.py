@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from axon_ps.coordinator.core.events import JobState, RestoreOrder, ServerEvent, SnapshotOrder
+from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
 from axon_ps.coordinator.core.history.timing import Timing
@@ -73,7 +73,7 @@ class History:
             self._placed(event, now)
         elif isinstance(event, SnapshotOrder):
             self.happened("saving", f"version {event.version} is written to {event.uri}", now)
-        elif isinstance(event, RestoreOrder) and ":" in event.uri and event.uri.startswith("worker:"):
+        elif isinstance(event, RestoreOrder) and event.uri.startswith(UPLOADED):
             self.happened("restoring", "a worker uploads the parameters", now)
         elif isinstance(event, RestoreOrder):
             self.happened("restoring", f"version {event.version} is restored from {event.uri}", now)
