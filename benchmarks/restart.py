@@ -53,7 +53,7 @@ def await_rest(launcher: psutil.Process, working: set[int]) -> None:
     """Return when no process below the launcher but those that train or serve uses the processor."""
     deadline, calm = time.monotonic() + LONGEST_S, 0
     while calm < 3 and time.monotonic() < deadline:
-        waiting = [p for p in launcher.children(recursive=True) if "axon_ps.cli.standby" in p.cmdline()]
+        waiting = [p for p in launcher.children(recursive=True) if "axon_ps.cli.launch.standby" in p.cmdline()]
         before = [sum(p.cpu_times()[:2]) for p in waiting if p.pid not in working]
         time.sleep(CALM_S / 3)
         after = [sum(p.cpu_times()[:2]) for p in waiting if p.pid not in working]

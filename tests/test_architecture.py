@@ -99,7 +99,7 @@ def test_only_settings_and_the_workers_environment_read_the_environment() -> Non
     # told the environment of the worker that it becomes, and so is a process that Ray has started.
     readers = ("cli/settings.py", "worker/environment.py", "worker/world.py", "testing/cluster.py")
     readers += ("parallel/c10d/register.py", "testing/workers.py", "testing/fork_server.py", "host/fork.py")
-    readers += ("cli/standby.py", "ray/workers.py", "worker/subscription.py")
+    readers += ("cli/launch/standby.py", "ray/workers.py", "worker/subscription.py")
     readers += ("parallel/torchrun/handler.py",)  # an agent's workers inherit what it was given
     reading = {"os.environ", "os.getenv", "os.environb"}
     assert [name for name, tree in parsed(but=readers) if reading & set(attributes(tree))] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from axon_ps.cli import options as o
 from axon_ps.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from axon_ps.cli.settings import Settings
     from axon_ps.coordinator.client.operator import OperatorClient
     from axon_ps.coordinator.core.events import CheckpointReply
     from axon_ps.storage.manifest import Manifest
@@ -28,19 +28,14 @@ LongTimeout = Annotated[float, typer.Option(help="Seconds it may take.")]
 
 
 @app.command()
+@o.of_a_job
 def save(
     uri: Uri,
     extra: Annotated[str, typer.Option(help="A JSON object to store with it.")] = "{}",
     timeout_s: LongTimeout = 600.0,
     no_progress: o.NoProgress = False,
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Have the shard servers write a running job's state to URI."""
     extra_json = _json_object(extra)
@@ -50,25 +45,17 @@ def save(
     async def write(operator: OperatorClient) -> CheckpointReply:
         return await operator.save_checkpoint(absolute(uri), extra_json, timeout_s=timeout_s)
 
-    _operate(
-        write, ("snapshot", "saving", "saved"), no_progress, config, coordinator=coordinator, job=job, token=token,
-        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
+    _operate(settings, write, ("snapshot", "saving", "saved"), no_progress)
 
 
 @app.command()
+@o.of_a_job
 def restore(
     uri: Uri,
     timeout_s: LongTimeout = 600.0,
     no_progress: o.NoProgress = False,
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Have a running job's shard servers load URI (the newest complete checkpoint of a directory)."""
 
@@ -77,10 +64,7 @@ def restore(
     async def load(operator: OperatorClient) -> CheckpointReply:
         return await operator.restore_checkpoint(absolute(uri), timeout_s=timeout_s)
 
-    _operate(
-        load, ("restore", "restoring", "restored"), no_progress, config, coordinator=coordinator, job=job, token=token,
-        token_file=token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
+    _operate(settings, load, ("restore", "restoring", "restored"), no_progress)
 
 
 @app.command("ls")
@@ -153,14 +137,14 @@ def verify(uri: Uri, no_progress: o.NoProgress = False) -> None:
     print(f"{verified.uri} is complete and unaltered: {_versions(verified)}, {verified.bytes:,} bytes")
 
 
-def _operate(action: Any, names: tuple[str, str, str], no_progress: bool, config: Path | None, **flags: Any) -> None:
+def _operate(settings: Settings, action: Any, names: tuple[str, str, str], no_progress: bool) -> None:
     """Have the coordinator do something long; `names` are what servers call it, and what it is called here."""
-    from axon_ps.cli.operate import client, settings_for
+    from axon_ps.cli.operate import client
     from axon_ps.cli.terminal.members import follow_work
     from axon_ps.cli.terminal.progress import Progress
     from axon_ps.observe.work import Work
 
-    settings, (kind, doing, done) = settings_for(config, **flags), names
+    kind, doing, done = names
     work = Work(kind)
 
     async def perform() -> CheckpointReply:

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from axon_ps import __version__
-from axon_ps.cli import checkpoint, operate, run, serve, status
+from axon_ps.cli import checkpoint, operate, serve, status
+from axon_ps.cli.launch import run
 from axon_ps.cli.options import Commands, leave
 from axon_ps.cli.terminal import top
 from axon_ps.errors import (

@@ -1,37 +1,25 @@
-"""Settings and client of the commands that call a running coordinator; and `axon-ps drain`, which changes one."""
+"""The client of the commands that call a running coordinator; and `axon-ps drain`, which changes a job."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.errors import ConfigurationError, Timeout
+from axon_ps.errors import Timeout
+from axon_ps.types import Role
 
 if TYPE_CHECKING:
     from axon_ps.cli.settings import Settings
     from axon_ps.coordinator.client.operator import OperatorClient
+    from axon_ps.observe.work import Work
 
 _ASK_S = 0.2
 """How often a drain asks how far it is."""
-
-
-def settings_for(config: Path | None, **flags: Any) -> Settings:
-    """The settings of a command that needs a coordinator.
-
-    Raises:
-        ConfigurationError: none is named.
-    """
-    from axon_ps.cli.settings import load
-
-    settings = load(config, **flags)
-    if not settings.coordinator:
-        raise ConfigurationError("which coordinator? Give --coordinator host:port or set AXON_PS_COORDINATOR")
-    return settings
 
 
 def client(settings: Settings) -> OperatorClient:
@@ -41,44 +29,46 @@ def client(settings: Settings) -> OperatorClient:
     return OperatorClient(settings.coordinator, security=settings.security(), job=settings.job)
 
 
+@o.of_a_job
 def drain(
     server: Annotated[int, typer.Argument(help="Rank of the shard server, as status shows it.", min=0)],
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds that it may take.")] = 3600.0,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
+    no_progress: o.NoProgress = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Move everything that a shard server holds to others while training goes on; then it leaves the job and ends."""
-    settings = settings_for(
-        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
+    from axon_ps.cli.terminal.progress import Progress
+    from axon_ps.observe.work import Work
 
-    async def wait() -> None:
-        deadline = time.monotonic() + timeout_s
-        async with client(settings) as operator:
-            left, printed = await operator.drain(server), -1
-            members = (await operator.status()).membership.shards
-            incarnation = next(m.incarnation for m in members if m.rank == server)
-            while any(m.incarnation == incarnation for m in members):
-                if left != printed:
-                    print(f"shard server {server} holds {left} slices" if left else "it leaves after this step")
-                    printed = left
-                if time.monotonic() >= deadline:
-                    raise Timeout(
-                        f"shard server {server} still holds {left} slices after {timeout_s:g} s; it goes on giving "
-                        "them up while the job trains: run the same command again to wait for it"
-                    )
-                await asyncio.sleep(_ASK_S)
-                reply = await operator.status()
-                members = reply.membership.shards
-                if server in reply.draining:
-                    left = await operator.drain(server)
-        print(f"shard server {server} has left the job")
+    work = Work("drain")
+    with Progress(f"draining shard server {server}", work, None if no_progress else sys.stderr):
+        asyncio.run(_drained(settings, server, timeout_s, work))
+    print(f"shard server {server} has left the job")
 
-    asyncio.run(wait())
+
+async def _drained(settings: Settings, server: int, timeout_s: float, work: Work) -> None:
+    """Have a shard server drained; returns when it has left. `work` counts what it has held and has given up.
+
+    Raises:
+        Timeout: it has not left in time.
+    """
+    from axon_ps.cli.terminal.members import measures_of
+
+    deadline = time.monotonic() + timeout_s
+    async with client(settings) as operator:
+        left, status = await operator.drain(server), await operator.status()
+        incarnation = next(m.incarnation for m in status.membership.shards if m.rank == server)
+        while any(m.incarnation == incarnation for m in status.membership.shards):
+            held = int(measures_of(status.counters, Role.SHARD).get(server, {}).get("slice_bytes", 0))
+            work.total_bytes = max(work.total_bytes, held)
+            work.done_bytes = work.total_bytes - held
+            if time.monotonic() >= deadline:
+                raise Timeout(
+                    f"shard server {server} still holds {left} slices after {timeout_s:g} s; it goes on giving "
+                    "them up while the job trains: run the same command again to wait for it"
+                )
+            await asyncio.sleep(_ASK_S)
+            status = await operator.status()
+            if server in status.draining:
+                left = await operator.drain(server)

@@ -1,11 +1,16 @@
-"""The options that several commands share, as types: one spelling, one help text."""
+"""The options that several commands share, as types: one spelling, one help text; and what follows from them."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
 import typer
+
+from axon_ps.errors import ConfigurationError
 
 _SECURITY = "Security"
 _LOG = "Log"
@@ -16,15 +21,15 @@ Config = Annotated[
 Coordinator = Annotated[
     str | None,
     typer.Option(
-        help="host:port of the coordinator, or of several with commas between them [env: AXON_PS_COORDINATOR].",
+        help="host:port of the coordinator, or of several with commas between them \\[env: AXON_PS_COORDINATOR].",
         show_default=False,
     ),
 ]
-Job = Annotated[str | None, typer.Option(help="Name of the job [env: AXON_PS_JOB].", show_default="default")]
+Job = Annotated[str | None, typer.Option(help="Name of the job \\[env: AXON_PS_JOB].", show_default="default")]
 Token = Annotated[
     str | None,
     typer.Option(
-        help="The job's token [env: AXON_PS_TOKEN, which other users of the host cannot see].",
+        help="The job's token \\[env: AXON_PS_TOKEN, which other users of the host cannot see].",
         show_default=False,
         rich_help_panel=_SECURITY,
     ),
@@ -35,7 +40,7 @@ TokenFile = Annotated[
 ObserverTokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="File that holds a second token, with which one can only read [env: AXON_PS_OBSERVER_TOKEN].",
+        help="File that holds a second token, with which one can only read \\[env: AXON_PS_OBSERVER_TOKEN].",
         show_default=False,
         rich_help_panel=_SECURITY,
     ),
@@ -83,14 +88,14 @@ HttpPort = Annotated[
     int | None,
     typer.Option(
         help="Port of an HTTP endpoint for metrics and the page, on the address of --host; 0 = any free one "
-        "[env: AXON_PS_HTTP_PORT].",
+        "\\[env: AXON_PS_HTTP_PORT].",
         show_default="none",
     ),
 ]
 Plugins = Annotated[
     str | None,
     typer.Option(
-        help="Modules of your own optimizers and compressors, with commas between them [env: AXON_PS_PLUGINS].",
+        help="Modules of your own optimizers and compressors, with commas between them \\[env: AXON_PS_PLUGINS].",
         show_default=False,
     ),
 ]
@@ -120,6 +125,40 @@ CheckpointLimit = Annotated[
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="Do not show how far it is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_OF_A_JOB: Final[dict[str, Any]] = {
+    "coordinator": Coordinator, "job": Job, "token": Token, "token_file": TokenFile, "tls_ca": TlsCa,
+    "tls_cert": TlsCert, "tls_key": TlsKey, "config": Config,
+}  # fmt: skip
+
+
+def of_a_job(command: Callable[..., None], *, named: bool = True) -> Callable[..., None]:
+    """Give a command the options that say which job it is about and who asks; it gets them as its keyword `settings`.
+
+    Args:
+        command: the command.
+        named: whether it needs a coordinator.
+    """
+
+    @functools.wraps(command)
+    def with_settings(**given: Any) -> None:
+        from axon_ps.cli.settings import load
+
+        settings = load(**{name: given.pop(name) for name in _OF_A_JOB})
+        if named and not settings.coordinator:
+            raise ConfigurationError("which coordinator? Give --coordinator host:port or set AXON_PS_COORDINATOR")
+        command(**given, settings=settings)
+
+    types = get_type_hints(command, localns={"Settings": Any}, include_extras=True)
+    own = [p.replace(annotation=types[p.name]) for p in inspect.signature(command).parameters.values()]
+    added = [inspect.Parameter(name, _KEYWORD, default=None, annotation=kind) for name, kind in _OF_A_JOB.items()]
+    parameters = [*(p for p in own if p.name != "settings"), *added]
+    with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_settings.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_settings
+
+
+_KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
 class Commands(typer.Typer):

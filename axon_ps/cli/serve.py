@@ -129,13 +129,15 @@ def shard(
         str,
         typer.Option(help="host or host:port where others reach this server.", show_default="as the host is bound"),
     ] = "",
-    node: Annotated[str | None, typer.Option(help="Name of this host [env: AXON_PS_NODE].", show_default=False)] = None,
+    node: Annotated[
+        str | None, typer.Option(help="Name of this host \\[env: AXON_PS_NODE].", show_default=False)
+    ] = None,
     rank: Annotated[int, typer.Option(help="Requested rank among the shard servers; -1 = any.", min=-1)] = -1,
     threads: Annotated[int, typer.Option(help="Threads of the arithmetic; 0 = one per CPU.", min=0)] = 0,
     drain_s: Annotated[
         float | None,
         typer.Option(
-            help="When stopped: seconds that others may take to get what it holds [env: AXON_PS_DRAIN_S].",
+            help="When stopped: seconds that others may take to get what it holds \\[env: AXON_PS_DRAIN_S].",
             show_default="0: it just leaves",
         ),
     ] = None,

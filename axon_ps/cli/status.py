@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,28 +19,16 @@ if TYPE_CHECKING:
     from axon_ps.coordinator.core.events import Status
 
 
+@o.of_a_job
 def status(
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
     timeout_s: o.Timeout = 5.0,
     as_json: o.Json = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh in place until the job ends.")] = False,
     every_s: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Show the members of a job, its version and what it waits for."""
-    from axon_ps.cli.operate import settings_for
-
-    settings = settings_for(
-        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
-
     if watch and as_json:
         raise ConfigurationError("--watch is for people and --json for programs: give one of them")
     asyncio.run(_watch(settings, every_s, timeout_s) if watch else _once(settings, timeout_s, as_json=as_json))
@@ -110,25 +99,15 @@ def health(
     leave(0 if state == SERVING else 1)
 
 
+@partial(o.of_a_job, named=False)
 def doctor(
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
     as_json: o.Json = False,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Look at this machine: versions, limits, memory, environment, and whether the coordinator answers."""
     from axon_ps.cli.doctor import examine, print_findings
-    from axon_ps.cli.settings import load
 
-    settings = load(
-        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
     findings = examine(settings)
     if as_json:
         print(json.dumps([{"what": f.what, "found": f.found, "problem": f.problem} for f in findings], indent=2))

@@ -19,7 +19,7 @@ assert type(pickle.loads(pickle.dumps(Mine()))) is Mine
 print(json.dumps({
     "rank": os.environ["RANK"], "local": os.environ["LOCAL_RANK"], "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"],
     "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "main": sys.modules["__main__"].__file__,
-    "stdin": sys.stdin.read(), "standby": "axon_ps.cli.standby" in sys.orig_argv,
+    "stdin": sys.stdin.read(), "standby": "axon_ps.cli.launch.standby" in sys.orig_argv,
 }))
 """
 

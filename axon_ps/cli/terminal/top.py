@@ -21,25 +21,11 @@ if TYPE_CHECKING:
     from axon_ps.cli.terminal.top_state import TopState
 
 
-def top(
-    coordinator: o.Coordinator = None,
-    job: o.Job = None,
-    token: o.Token = None,
-    token_file: o.TokenFile = None,
-    tls_ca: o.TlsCa = None,
-    tls_cert: o.TlsCert = None,
-    tls_key: o.TlsKey = None,
-    config: o.Config = None,
-) -> None:
+@o.of_a_job
+def top(*, settings: Settings) -> None:
     """Show a job live: its members and what they are busy with, steps, loss, events. Keys: q, p, s."""
     from rich.console import Console
 
-    from axon_ps.cli.operate import settings_for
-
-    settings = settings_for(
-        config, coordinator=coordinator, job=job, token=token, token_file=token_file, tls_ca=tls_ca,
-        tls_cert=tls_cert, tls_key=tls_key,
-    )  # fmt: skip
     console = Console()
     live = console.is_terminal and sys.stdin.isatty()
     asyncio.run(_Top(settings, console).run() if live else _snapshot(settings, console))

@@ -1,4 +1,4 @@
-"""cli.console: lines of many processes on one terminal."""
+"""cli.launch.console: lines of many processes on one terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from axon_ps.cli.console import Console
+from axon_ps.cli.launch.console import Console
 
 
 class Screen:

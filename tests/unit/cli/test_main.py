@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from axon_ps import __version__
-from axon_ps.cli import run
+from axon_ps.cli.launch import run
 from axon_ps.cli.main import main
 from axon_ps.errors import AxonError, Unreachable
 
@@ -150,7 +150,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> run.L
         seen.append(launch)
         return 0
 
-    monkeypatch.setattr("axon_ps.cli.launch.perform", perform)
+    monkeypatch.setattr("axon_ps.cli.launch.perform.perform", perform)
     assert main(["run", *arguments]) == 0
     return seen[0]
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from axon_ps.cli import network
+from axon_ps.cli.launch import network
 from axon_ps.errors import Unreachable
 from axon_ps.observe import reminders
 

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from axon_ps.cli import processes
-from axon_ps.cli.console import Console
-from axon_ps.cli.processes import Process
+from axon_ps.cli.launch import processes
+from axon_ps.cli.launch.console import Console
+from axon_ps.cli.launch.processes import Process
 
 LEAVES_A_DAEMON = """
 import subprocess

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from axon_ps.cli.restarts import MAX_PAUSE_S, STEADY_S, Restarts
+from axon_ps.cli.launch.restarts import MAX_PAUSE_S, STEADY_S, Restarts
 
 
 def test_at_once_the_first_time_and_then_after_growing_pauses() -> None:

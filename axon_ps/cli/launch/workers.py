@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from axon_ps.cli.console import Console
-from axon_ps.cli.launch_plan import Launch
-from axon_ps.cli.processes import PYTHON, Process
-from axon_ps.cli.restarts import Restarts
+from axon_ps.cli.launch.console import Console
+from axon_ps.cli.launch.plan import Launch
+from axon_ps.cli.launch.processes import PYTHON, Process
+from axon_ps.cli.launch.restarts import Restarts
 
 REFILL_S = 5.0
 """When a standby has taken a place, the next one starts this much later, once the job has recovered."""
@@ -122,7 +122,7 @@ class Workers:
     # ------------------------------------------------------------------ standbys
 
     def _start_standby(self) -> None:
-        command = [*PYTHON, "-m", "axon_ps.cli.standby", *self._launch.program]
+        command = [*PYTHON, "-m", "axon_ps.cli.launch.standby", *self._launch.program]
         source = self._console.source("standby")
         self._standbys.append(Process(source, command, self._environment(), is_worker=True, stdin=True))
 

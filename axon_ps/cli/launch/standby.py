@@ -1,6 +1,6 @@
 """A worker in waiting: everything imported, and no rank until one is free. What `axon-ps run --standby` starts.
 
-    python -m axon_ps.cli.standby SCRIPT [ARGUMENTS...]        or: -m MODULE [ARGUMENTS...]
+    python -m axon_ps.cli.launch.standby SCRIPT [ARGUMENTS...]        or: -m MODULE [ARGUMENTS...]
 
 Most of the time between a worker's death and its successor's first step is Python importing torch. A standby has done
 that already. The launcher writes the environment variables of the place it takes to its standard input (one line of

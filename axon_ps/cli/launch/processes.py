@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from axon_ps.cli.console import ProcessOutput
+from axon_ps.cli.launch.console import ProcessOutput
 from axon_ps.errors import AxonError
 from axon_ps.host.children import Child
 

@@ -21,13 +21,13 @@ import time
 from collections.abc import Awaitable, Iterable
 from pathlib import Path
 
-from axon_ps.cli.console import Console
-from axon_ps.cli.launch_plan import Launch
-from axon_ps.cli.network import free_port, wait_until_listening
-from axon_ps.cli.processes import PYTHON, Process
-from axon_ps.cli.restarts import Restarts
+from axon_ps.cli.launch.console import Console
+from axon_ps.cli.launch.network import free_port, wait_until_listening
+from axon_ps.cli.launch.plan import Launch
+from axon_ps.cli.launch.processes import PYTHON, Process
+from axon_ps.cli.launch.restarts import Restarts
+from axon_ps.cli.launch.workers import Workers
 from axon_ps.cli.settings import DEFAULT_JOB, Settings, child_environment, variable_is_set
-from axon_ps.cli.workers import Workers
 from axon_ps.errors import AxonError
 
 WORKER_GRACE_S = 5.0

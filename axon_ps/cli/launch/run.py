@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from axon_ps.cli import options as o
-from axon_ps.cli.launch_plan import Launch
+from axon_ps.cli.launch.plan import Launch
 from axon_ps.cli.options import leave
 from axon_ps.errors import ConfigurationError
 
@@ -93,7 +93,7 @@ def run(
     log_level: o.LogLevel = None,
 ) -> None:
     """Start a cluster on this machine, run a script on it with N workers, and end everything with it."""
-    from axon_ps.cli.launch import perform
+    from axon_ps.cli.launch.perform import perform
     from axon_ps.cli.settings import load
 
     settings = load(
