@@ -196,6 +196,11 @@ class Membership:
     models: tuple[ModelProgress, ...] = ()
     by_node: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is over: its workers have finished and left."""
+        return bool(self.finished) and not self.workers
+
     def progress(self, model: int) -> tuple[int, int]:
         """(step, version) with which a model begins this generation."""
         if model == 0:

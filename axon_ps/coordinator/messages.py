@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from axon_ps.coordinator.core.committed import checked
 from axon_ps.coordinator.core.events import (
@@ -28,10 +29,11 @@ from axon_ps.coordinator.core.events import (
 )
 from axon_ps.coordinator.core.records import restore_from_proto, restore_to_proto
 from axon_ps.errors import InvalidRequest
+from axon_ps.observe.log_buffer import Logged
 from axon_ps.rpc.status import error_from_detail, error_to_detail
 from axon_ps.types import Decision, Membership, Role
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import checkpoint_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import checkpoint_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2
 
 MAX_SNAPSHOT_FILES = 1 << 16
 """Most files that one shard server may report for one checkpoint."""
@@ -332,6 +334,11 @@ def event_from_proto(message: session_pb2.SessionEvent) -> ServerEvent | None:
             released=tuple(message.welcome.released),
         )
     return None
+
+
+def logged_to_proto(records: Sequence[Logged]) -> list[logs_pb2.LogRecord]:
+    """Log records of this process, as messages."""
+    return [logs_pb2.LogRecord(at_s=r.at_s, level=r.level, logger=r.logger, text=r.text) for r in records]
 
 
 def status_to_proto(status: Status) -> status_pb2.StatusReply:

@@ -97,7 +97,7 @@ def configure(
         role: the role of this process.
         rank: its rank, if known.
         style: how records are written.
-        level: the lowest level that is written.
+        level: the lowest level that is written; the job's log (`observe.log_buffer`) has INFO in any case.
         stream: the output; None = standard error as it is now.
 
     Returns:
@@ -109,9 +109,10 @@ def configure(
     identity = Identity(role, rank)
     handler = _handler(style, stream)
     handler.addFilter(identity)
+    handler.setLevel(level.upper())
     logger = logging.getLogger(ROOT)
     logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
+    logger.setLevel(min(handler.level, logging.INFO))
     logger.propagate = False
     return identity
 

@@ -40,6 +40,12 @@ def no_error_handled() -> bool:
     return error is None or isinstance(error, StopIteration)
 
 
+def present_error() -> Exception | None:
+    """The error that the caller handles, or that has ended the main module; none if that was Ctrl-C, or `sys.exit`."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return error if isinstance(error, Exception) else None
+
+
 def process_succeeded() -> bool:
     """Whether, at the process's end, nothing shows that it failed: no uncaught error, no exit code but 0."""
     return getattr(sys, "last_value", None) is None and _is_success(_exit_code) and no_error_handled()

@@ -33,7 +33,7 @@ from axon_ps.types import Array, Member, Membership, Role
 from axon_ps.worker.bootstrap.job import FormedJob, find_job
 from axon_ps.worker.checkpoints import CheckpointInfo, Checkpoints
 from axon_ps.worker.curves import Curves
-from axon_ps.worker.ending import no_error_handled, process_succeeded, record_exit
+from axon_ps.worker.ending import no_error_handled, present_error, process_succeeded, record_exit
 from axon_ps.worker.environment import WorkerConfig
 from axon_ps.worker.groups import Groups
 from axon_ps.worker.hang_report import key_of, watch
@@ -638,6 +638,8 @@ class World:
         fork.not_at_exit(self._at_exit)
         current_world.leave(self)
         finished = no_error_handled() if finished is None else finished
+        if not finished and (error := present_error()) is not None and self._coordinator.log is not None:
+            self._coordinator.log.failed(error)
         self._curves.close()
         self._groups.close(LINGER_S if finished else 0.0)
         try:

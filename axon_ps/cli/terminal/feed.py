@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PATIENCE_S: Final = 30.0
 """How long a coordinator that has answered once may be silent."""
 
-_PASSING: Final = (Broken, NotLeader, Timeout, Unreachable)
+PASSING: Final = (Broken, NotLeader, Timeout, Unreachable)
 """Errors after which the coordinator, or another one, may answer again."""
 
 
@@ -87,7 +87,7 @@ async def views(
         while True:
             try:
                 newest = await look(operator, timeout_s)
-            except _PASSING as error:
+            except PASSING as error:
                 if newest is None:
                     raise
                 silent_s = time.monotonic() - newest.at_s

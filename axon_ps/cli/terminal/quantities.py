@@ -1,10 +1,12 @@
-"""Bytes, rates, times and work as text."""
+"""Bytes, rates, times and work as text, and times out of it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
+from axon_ps.errors import ConfigurationError
 from axon_ps.observe.work import Work
 
 _UNITS: Final = ("B", "KB", "MB", "GB", "TB", "PB")
@@ -30,6 +32,18 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s" if m else f"{s}s"
+
+
+def seconds_of(text: str, option: str) -> float:
+    """The seconds of "30s", "5m", "2h" or "1d".
+
+    Raises:
+        ConfigurationError: it is something else; the message names the option.
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", text.strip())
+    if found is None:
+        raise ConfigurationError(f"{option} is {text!r}; give a time, as 30s, 5m, 2h or 1d")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def work_line(work: Work) -> str:

@@ -15,7 +15,7 @@ from axon_ps.rpc.health import SERVING, health_of
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
 from axon_ps.rpc.stream import EOF, Stream
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, watch_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, watch_pb2
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 """Descriptor of the coordinator's service."""
@@ -86,6 +86,18 @@ class OperatorClient(Calls):
             except (Broken, Busy) as error:
                 yield error
             await asyncio.sleep(AGAIN_S)
+
+    async def logs(self, history: str = "", after: float = 0.0, wait_s: float = 0.0) -> logs_pb2.LogsReply:
+        """What the job's processes have logged, a page of it.
+
+        Args:
+            history: of the reply before; empty = none.
+            after: the number of its last record; 0 = none.
+            wait_s: how long to wait for a record if there is none, in seconds; 10 at most.
+        """
+        request = logs_pb2.LogsRequest(context=self.context(), history=history, after=after, wait_s=wait_s)
+        reply: logs_pb2.LogsReply = await self._call("Logs", lambda: request, Deadline(wait_s + SILENCE_S), again=())
+        return reply
 
     async def _connected(self, deadline: Deadline) -> Stub:
         again = (Unreachable,) if self.retries else ()

@@ -24,6 +24,7 @@ from typing import Any, Final
 from axon_ps.coordinator.client.addresses import Addresses, Place
 from axon_ps.coordinator.client.calls import Calls
 from axon_ps.coordinator.client.delivery import Delivery
+from axon_ps.coordinator.client.heartbeat import heartbeat
 from axon_ps.coordinator.client.operator import SERVICE, OperatorClient
 from axon_ps.coordinator.client.succession import successor
 from axon_ps.coordinator.core.events import (
@@ -66,6 +67,7 @@ from axon_ps.errors import (
     Misuse,
     Timeout,
 )
+from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.reminders import reminder_pauses
 from axon_ps.rpc.deadlines import Deadline
 from axon_ps.rpc.security import Security
@@ -134,6 +136,7 @@ class CoordinatorClient(Calls):
         world_size: workers the job starts with.
         num_shards: shard servers of the job.
         measure: returns what heartbeats carry, by name: for `axon-ps status` and `top`. Called on the loop's thread.
+        log: what this process logs, which they carry, too; None = another one of this process sends it.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class CoordinatorClient(Calls):
         self.world_size = world_size
         self.num_shards = 0
         self.measure: Callable[[], Mapping[str, float]] = dict
+        self.log: LogBuffer | None = None
         self._listen_address = listen_address
         self._requested_rank = requested_rank
         self._standby = standby
@@ -215,6 +219,7 @@ class CoordinatorClient(Calls):
             raise Misuse("this CoordinatorClient was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         await self._addresses.look_up()
+        self.log = collect((self._security.token, self._security.observer_token))
         self._connect()
         self._remind()
         self._task = asyncio.create_task(self._run(Deadline(timeout_s)), name=f"session {self.incarnation[:8]}")
@@ -240,11 +245,14 @@ class CoordinatorClient(Calls):
         self._closing = True
         if self._task is not None and not self._task.done():
             if self._attached.is_set():
+                self._outbox.put_nowait(heartbeat(self.measure, self.log))  # what was logged last
                 leave = session_pb2.Leave(reason=reason[:200], finished=finished)
                 self._outbox.put_nowait(session_pb2.SessionRequest(leave=leave))
                 await asyncio.wait([self._task], timeout=LEAVE_S)
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self.log is not None:
+            self.log.close()
         self._fail(Closed("the session with the coordinator was closed by its owner"))
         if self._channel is not None:
             await asyncio.gather(self._channel.close(), *self._retiring)
@@ -451,15 +459,7 @@ class CoordinatorClient(Calls):
                     sent_s = -math.inf
                 if time.monotonic() - sent_s >= pause_s:
                     sent_s = time.monotonic()
-                    await stream.write(self._heartbeat())
-
-    def _heartbeat(self) -> session_pb2.SessionRequest:
-        try:
-            measured = dict(self.measure())
-        except Exception as error:  # a number that is missing costs nobody the membership
-            _logger.debug("measuring for a heartbeat failed: %r", error)
-            measured = {}
-        return session_pb2.SessionRequest(heartbeat=session_pb2.Heartbeat(metrics=measured))
+                    await stream.write(heartbeat(self.measure, self.log))
 
     async def _receive(self, event: ServerEvent) -> None:
         if isinstance(event, Welcome):

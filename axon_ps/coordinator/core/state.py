@@ -52,6 +52,8 @@ from axon_ps.errors import (
 )
 from axon_ps.sharding.job import JobSpec
 from axon_ps.types import Membership, OptimizerSpec, Role
+from axon_ps.wire import codec
+from axon_ps.wire.v1 import logs_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,13 @@ class CoordinatorState:
         if (entry := self._entry(session, now)) is not None and metrics:
             entry.metrics = dict(metrics)
             self.history.measured(entry.member, metrics, now)
+        return self._out.take()
+
+    def logged(self, session: int, records: Sequence[logs_pb2.LogRecord], dropped: int, now: float) -> list[Action]:
+        """A member has logged; it had to drop some records before."""
+        if (entry := self._entry(session, now)) is not None and (records or dropped):
+            place = codec.role_to_proto(entry.member.role), entry.member.rank
+            self.history.logs.add(place, entry.member.node, records, dropped)
         return self._out.take()
 
     def leave(self, session: int, reason: str, now: float, *, finished: bool = False) -> list[Action]:
@@ -464,6 +473,11 @@ class CoordinatorState:
         """
         if caller.job != self.config.job and (caller.job or caller.incarnation):
             raise PermissionDenied(f"this coordinator runs job {self.config.job!r}, not {caller.job!r}")
+
+    @property
+    def membership(self) -> Membership:
+        """The members."""
+        return self._assembly.membership
 
     @property
     def specs(self) -> dict[str, JobSpec]:

@@ -64,11 +64,14 @@ class Feed:
 
     Args:
         shell: whose history it is.
+
+    Attributes:
+        history: id of the history.
     """
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._id = uuid.uuid4().hex[:12]
+        self.history = uuid.uuid4().hex[:12]
         self._began_s = time.time() - (shell.now() - shell.started_s)
         self._readers = 0
         self._number = 0
@@ -134,7 +137,7 @@ class Feed:
 
     def _message(self, event: watch_pb2.WatchEvent, unless: int = -1) -> Message:
         """Complete an event; without the membership of the generation `unless`."""
-        event.history, event.began_s = self._id, self._began_s
+        event.history, event.began_s = self.history, self._began_s
         status = self._shell.status()
         event.status.CopyFrom(status_to_proto(status))
         for name in [name for name in event.status.counters if "/" in name]:  # in `members`, too

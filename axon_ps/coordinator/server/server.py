@@ -23,6 +23,7 @@ from axon_ps.coordinator.server.servicer import CoordinatorServicer
 from axon_ps.coordinator.server.shell import Shell
 from axon_ps.coordinator.server.standby import Switch, rest, stand_by
 from axon_ps.errors import AxonError, Broken, StorageFull
+from axon_ps.observe.log_buffer import LogBuffer, collect
 from axon_ps.observe.metrics.sources import Source
 from axon_ps.rpc.channels import join_address, split_address
 from axon_ps.rpc.http import HttpServer, Route, healthz
@@ -75,6 +76,7 @@ async def serve(
     async def begin() -> None:
         ready(await server.start())
 
+    log = collect((security.token, security.observer_token))
     try:
         if http is not None:
             metrics = _metrics(config.job, switch)
@@ -83,13 +85,15 @@ async def serve(
         if isinstance(store, SharedStateStore):
             ready(await server.start(serving=False))
             store.address = _name_of(server.address)
-            await _lead_in_turn(config, store, switch, stop, server.set_serving)
+            await _lead_in_turn(config, store, switch, stop, server.set_serving, log)
         else:
-            await _lead(config, store, switch, stop, begin)
+            await _lead(config, store, switch, stop, begin, log)
     finally:
         if http is not None:
             await http.stop()
         await server.stop(GRACE_S)
+        if log is not None:
+            log.close()
 
 
 def _metrics(job: str, switch: Switch) -> Route:
@@ -103,12 +107,13 @@ async def _lead_in_turn(
     switch: Switch,
     stop: asyncio.Event,
     set_serving: Callable[[bool], Awaitable[None]],
+    log: LogBuffer | None,
 ) -> None:
     """Stand by, lead, stand by, ... until we are to stop."""
     while await stand_by(store, switch, stop):
         _logger.info("this coordinator leads")
         try:
-            await _lead(config, store, switch, stop, lambda: set_serving(True))
+            await _lead(config, store, switch, stop, lambda: set_serving(True), log)
         except (Broken, StorageFull) as error:  # or the store could not be reached, or not be made ready
             _logger.warning("%s; standing by", error)
         finally:
@@ -124,6 +129,7 @@ async def _lead(
     switch: Switch,
     stop: asyncio.Event,
     begin: Callable[[], Awaitable[None]],
+    log: LogBuffer | None,
 ) -> None:
     """Run the job from what is stored, until we are to stop.
 
@@ -137,7 +143,7 @@ async def _lead(
     if policy.directory and not (durable and any(model.spec for model in durable.models.values())):
         config = dataclasses.replace(config, resume=await asyncio.to_thread(_resume, config))
     state = CoordinatorState(config, asyncio.get_running_loop().time(), stored, new_id=uuid.uuid4().hex)
-    shell = Shell(state, store)
+    shell = Shell(state, store, log=log)
     feed = Feed(shell)
     _note_beginning(state, shell, known=bool(durable and durable.membership.generation))
     try:

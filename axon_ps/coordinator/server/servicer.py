@@ -28,20 +28,25 @@ from axon_ps.coordinator.messages import (
     vote_from_proto,
 )
 from axon_ps.coordinator.server import manifests
-from axon_ps.coordinator.server.feed import Feed
+from axon_ps.coordinator.server.feed import MAX_READERS, TICK_S, Feed
 from axon_ps.coordinator.server.shared_calls import SharedCalls
 from axon_ps.coordinator.server.shell import Session, Shell
 from axon_ps.errors import AxonError, Busy, InvalidRequest, Misuse, Timeout
+from axon_ps.observe.log_buffer import TAKEN
 from axon_ps.rpc.service import ServerStream
 from axon_ps.rpc.status import error_from_detail
 from axon_ps.rpc.stream import EOF
 from axon_ps.wire import codec
-from axon_ps.wire.v1 import common_pb2, coordinator_pb2, placement_pb2, session_pb2, status_pb2
+from axon_ps.wire.v1 import common_pb2, coordinator_pb2, logs_pb2, placement_pb2, session_pb2, status_pb2
 
 JOIN_S: Final = 10.0
 """How long a stream may stay silent before its Join."""
 
 MAX_METRICS: Final = 64
+MAX_LOGS_WAIT_S: Final = 10.0
+MAX_LOGS: Final = 2 * TAKEN
+"""Log records of a heartbeat; further ones count as dropped."""
+
 MAX_RANKS: Final = 1 << 16
 
 _logger = logging.getLogger(__name__)
@@ -63,6 +68,7 @@ class CoordinatorServicer:
         self.feed = feed
         self._registering = asyncio.Lock()
         self._saves = SharedCalls[CheckpointReply]()
+        self._log_readers = 0
 
     async def session(self, context: ServerStream) -> None:
         """A member's session."""
@@ -100,7 +106,9 @@ class CoordinatorServicer:
         state, now = self._shell.state, self._shell.now()
         kind = message.WhichOneof("message")
         if kind == "heartbeat":
-            return state.heartbeat(session, _metrics(message.heartbeat), now)
+            beat = message.heartbeat
+            logged = state.logged(session, beat.logs[:MAX_LOGS], beat.logs_dropped + len(beat.logs[MAX_LOGS:]), now)
+            return [*logged, *state.heartbeat(session, _metrics(beat), now)]
         if kind == "vote":
             return state.vote(session, vote_from_proto(message.vote), now)
         if kind == "arrived":
@@ -269,6 +277,35 @@ class CoordinatorServicer:
         async with contextlib.aclosing(self.feed.read()) as messages:
             async for message in messages:
                 await context.write(message.encoded)
+
+    async def logs(self, request: logs_pb2.LogsRequest, context: Any) -> logs_pb2.LogsReply:
+        """What the job's processes have logged, a page of it."""
+        self._shell.state.check_caller(_caller(request.context))
+        deadline_s = self._shell.now() + min(_timeout(request.wait_s), MAX_LOGS_WAIT_S)
+        if self._log_readers >= MAX_READERS:
+            raise Busy(f"{MAX_READERS} readers wait for the log already; try again later")
+        self._log_readers += 1
+        try:
+            reply = self.logs_after(request.history, request.after)
+            while not (reply.records or reply.finished) and self._shell.now() < deadline_s:
+                await asyncio.sleep(TICK_S)
+                reply = self.logs_after(request.history, request.after)
+            return reply
+        finally:
+            self._log_readers -= 1
+
+    def logs_after(self, history: str, after: float) -> logs_pb2.LogsReply:
+        """The records after one; from the first on, if that was of another history.
+
+        Raises:
+            Broken: the coordinator stops, or leads no more.
+        """
+        self._shell.take_logs()
+        logs, members = self._shell.state.history.logs, self._shell.state.membership
+        records, more = logs.after(after if history == self.feed.history else 0.0)
+        return logs_pb2.LogsReply(
+            history=self.feed.history, records=records, more=more, dropped=logs.dropped, finished=members.is_over
+        )
 
 
 async def _first(context: ServerStream, what: str) -> Any:

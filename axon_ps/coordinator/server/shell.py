@@ -19,16 +19,19 @@ import contextlib
 import dataclasses
 import logging
 import math
+import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from axon_ps.coordinator.core.actions import Action, CloseSession, Happened, Persist, Reply, SendEvent
 from axon_ps.coordinator.core.events import RestoreOrder, ServerEvent, SnapshotOrder, Status
+from axon_ps.coordinator.core.history.logs import COORDINATOR
 from axon_ps.coordinator.core.state import CoordinatorState
-from axon_ps.coordinator.messages import event_to_proto
+from axon_ps.coordinator.messages import event_to_proto, logged_to_proto
 from axon_ps.coordinator.server.checkpoint_log import CheckpointLog
 from axon_ps.errors import AxonError, Broken, Busy, InternalError, NotLeader, StorageFull
+from axon_ps.observe.log_buffer import LogBuffer
 from axon_ps.observe.moments import Moment, reached
 from axon_ps.storage.state_store.base import Record, StateStore
 from axon_ps.types import Decision, Membership, Outcome
@@ -105,14 +108,23 @@ class Shell:
         state: the state machine.
         store: where its records go; the shell owns neither.
         store_retry_s: how long to wait before a full disk is tried again.
+        log: what this process logs, for the job's log.
 
     Attributes:
         checkpoints: what is known of the job's checkpoints.
         started_s: when it began, by `now`.
     """
 
-    def __init__(self, state: CoordinatorState, store: StateStore, *, store_retry_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        state: CoordinatorState,
+        store: StateStore,
+        *,
+        store_retry_s: float = 1.0,
+        log: LogBuffer | None = None,
+    ) -> None:
         self.state = state
+        self._log_buffer = log
         self._store = store
         self._store_retry_s = store_retry_s
         self._store_trouble = ""
@@ -151,6 +163,17 @@ class Shell:
     def statistics(self) -> dict[str, float]:
         """The numbers of the job's status, by name."""
         return self.state.statistics(self.status(), self.now())
+
+    def take_logs(self) -> None:
+        """What this process has logged becomes part of the job's log.
+
+        Raises:
+            Broken: the coordinator is stopping.
+        """
+        self._check()
+        if self._log_buffer is not None:
+            records, dropped = self._log_buffer.take()
+            self.state.history.logs.add(COORDINATOR, socket.gethostname(), logged_to_proto(records), dropped)
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until something has been announced since the last call of this, or that time is over."""
@@ -377,6 +400,8 @@ class Shell:
             self._fail(NotLeader("no member was there any more, and another coordinator stands by for them"))
         self.perform(self.state.tick(self.now()))
         self._log_stragglers()
+        if not self._failing:
+            self.take_logs()
 
     def _is_cut_off(self) -> bool:
         """Whether the members may reach another coordinator that would lead, and not this one."""

@@ -1,5 +1,6 @@
 from axon_ps.wire.v1 import checkpoint_pb2 as _checkpoint_pb2
 from axon_ps.wire.v1 import common_pb2 as _common_pb2
+from axon_ps.wire.v1 import logs_pb2 as _logs_pb2
 from axon_ps.wire.v1 import membership_pb2 as _membership_pb2
 from axon_ps.wire.v1 import placement_pb2 as _placement_pb2
 from google.protobuf.internal import containers as _containers
@@ -71,7 +72,7 @@ class Join(_message.Message):
     def __init__(self, job: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., address: _Optional[str] = ..., requested_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., standby: bool = ..., optimizers: _Optional[_Iterable[str]] = ..., compressors: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("metrics",)
+    __slots__ = ("metrics", "logs", "logs_dropped")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,8 +81,12 @@ class Heartbeat(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    LOGS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    logs: _containers.RepeatedCompositeFieldContainer[_logs_pb2.LogRecord]
+    logs_dropped: int
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., logs: _Optional[_Iterable[_Union[_logs_pb2.LogRecord, _Mapping]]] = ..., logs_dropped: _Optional[int] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("generation", "step", "max_norm", "hyper", "version", "model", "copy", "blocked", "commit")

@@ -15,7 +15,7 @@ from axon_ps.errors import ConfigurationError, PermissionDenied
 from axon_ps.rpc.access import MAY_CALL, Principal, may_call, needs_no_token
 from axon_ps.rpc.security import Security
 from axon_ps.rpc.service import Stub
-from axon_ps.wire.v1 import coordinator_pb2, shard_pb2, status_pb2
+from axon_ps.wire.v1 import coordinator_pb2, logs_pb2, shard_pb2, status_pb2
 from rpc_fakes import COORDINATOR, SHARD, run, serving
 
 BOTH = Security(token="all-of-it", observer_token="read-only")
@@ -24,6 +24,7 @@ READ_ONLY = {
     "/axon_ps.wire.v1.Coordinator/Describe",
     "/axon_ps.wire.v1.Coordinator/Status",
     "/axon_ps.wire.v1.Coordinator/Watch",
+    "/axon_ps.wire.v1.Coordinator/Logs",
     "/axon_ps.wire.v1.Shard/Subscribe",
     "/axon_ps.wire.v1.Shard/Stats",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
@@ -81,8 +82,11 @@ def test_a_server_refuses_an_observer_whatever_changes_something() -> None:
         async def send(context: Any) -> None:
             await context.write(b"")
 
+        async def logs(_: Any, __: Any) -> Any:
+            return logs_pb2.LogsReply()
+
         of_shards = {"stats": reply, "subscribe": send}
-        of_coordinator = {"status": status, "describe": describe, "watch": send}
+        of_coordinator = {"status": status, "describe": describe, "watch": send, "logs": logs}
         for descriptor, readers in ((SHARD, of_shards), (COORDINATOR, of_coordinator)):
             async with serving(descriptor, security=BOTH, client=OBSERVER, **readers) as s:
                 for method in descriptor.methods:

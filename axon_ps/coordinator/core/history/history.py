@@ -15,6 +15,7 @@ from typing import Final
 from axon_ps.coordinator.core.events import UPLOADED, JobState, RestoreOrder, ServerEvent, SnapshotOrder
 from axon_ps.coordinator.core.history.curves import Curves
 from axon_ps.coordinator.core.history.loads import Loads
+from axon_ps.coordinator.core.history.logs import Logs
 from axon_ps.coordinator.core.history.timing import Timing
 from axon_ps.coordinator.core.steps.decision import format_ranks
 from axon_ps.sharding.placement import Placement
@@ -38,6 +39,9 @@ class History:
     Args:
         now: the time.
         steps: by model, its step when the history begins: decisions on earlier ones are repeated ones.
+
+    Attributes:
+        logs: what the processes of the job have logged.
     """
 
     def __init__(self, now: float, steps: Mapping[int, int]) -> None:
@@ -53,6 +57,7 @@ class History:
         self._membership: Membership | None = None
         self._commits, self._sampled, self._version, self._norm = 0, now, 0, 0.0
         self._timing, self._curves, self._loads = Timing(), Curves(), Loads()
+        self.logs = Logs()
 
     # ------------------------------------------------------------------ what is recorded
 

@@ -1,0 +1,129 @@
+"""The newest log records of this process, for whoever sends them on: a session, to the job's log.
+
+What axon_ps logs, at the levels at which this process logs it; and how a training script failed. Not what a script
+prints, or logs by its own loggers: a child of "axon_ps", such as "axon_ps.train", makes a record part of the job's log.
+
+Memory is bounded: `MAX_RECORDS` of `MAX_TEXT` characters; where there is no room the oldest give way, and are counted.
+Nothing secret is in what `take` gives: tokens of this process, and credentials in URIs and headers, are taken out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from axon_ps.observe.logging import ROOT
+
+MAX_RECORDS: Final = 256
+MAX_TEXT: Final = 8000
+"""Characters of a record's text. Of a longer one the middle is left out: a traceback's end says what happened."""
+
+TAKEN: Final = 32
+TAKEN_CHARACTERS: Final = 16_000
+"""At most so much is given at a time, and one record."""
+
+_REMOVED: Final = "***"
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=Bearer )[^\s\"']+")
+_claiming = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A record.
+
+    Attributes:
+        at_s: when, in seconds since 1970.
+        level: as Python's logging has it: 30 = warning.
+        logger: the logger's name.
+        text: the message, and a traceback below it.
+    """
+
+    at_s: float
+    level: int
+    logger: str
+    text: str
+
+
+class LogBuffer(logging.Handler):
+    """The records that were not taken yet. `collect` makes one; any thread may use it.
+
+    Args:
+        secrets: what must not be in any text.
+    """
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__(logging.INFO)
+        self._records: deque[Logged] = deque()
+        self._dropped = 0
+        self._lock = self.lock or threading.RLock()  # the handler's own, which a fork finds free
+        self._secrets = [secret for secret in secrets if secret]
+        self.setFormatter(logging.Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a record."""
+        text = self.format(record)
+        with self._lock:
+            self._add(Logged(record.created, record.levelno, record.name, text))
+        if self._is_the_only_one(record.name) and logging.lastResort and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)  # as if this handler were not there
+
+    def failed(self, error: BaseException) -> None:
+        """The script has failed: its traceback is to be in the job's log. Python prints it here."""
+        text = f"the script has failed\n{''.join(traceback.format_exception(error)).rstrip()}"
+        with self._lock:
+            self._add(Logged(time.time(), logging.ERROR, "script", text))
+
+    def take(self) -> tuple[list[Logged], int]:
+        """Some of the oldest records, which are not given again; and how many were dropped since the last call."""
+        taken: list[Logged] = []
+        with self._lock:
+            dropped, self._dropped = self._dropped, 0
+            while self._records and len(taken) < TAKEN and sum(len(r.text) for r in taken) < TAKEN_CHARACTERS:
+                taken.append(self._records.popleft())
+        return [replace(record, text=self._cleaned(record.text)) for record in taken], dropped
+
+    def close(self) -> None:
+        """Take no more records; those that are there can still be taken."""
+        logging.getLogger(ROOT).removeHandler(self)
+        super().close()
+
+    def _add(self, record: Logged) -> None:
+        if len(record.text) > MAX_TEXT:
+            end = MAX_TEXT * 3 // 4
+            record = replace(record, text=f"{record.text[: MAX_TEXT - end - 5]} ... {record.text[-end:]}")
+        if len(self._records) == MAX_RECORDS:
+            self._records.popleft()
+            self._dropped += 1
+        self._records.append(record)
+
+    def _is_the_only_one(self, name: str) -> bool:
+        """Whether no other handler gets the records of a logger."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
+
+    def _cleaned(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, _REMOVED)
+        return _CREDENTIALS.sub(_REMOVED, text)
+
+
+def collect(secrets: Iterable[str] = ()) -> LogBuffer | None:
+    """Have a buffer get what axon_ps logs in this process from now on, until its `close`; None if another one does."""
+    logger = logging.getLogger(ROOT)
+    with _claiming:
+        if any(isinstance(handler, LogBuffer) for handler in logger.handlers):
+            return None
+        buffer = LogBuffer(secrets)
+        logger.addHandler(buffer)
+        return buffer
