@@ -55,6 +55,7 @@ class _Launcher:
         self._master_port = launch.master_port or free_port()
         self._cpus = len(os.sched_getaffinity(0))
         self._address = ""  # of the coordinator, once it is known
+        self._url = ""  # of the coordinator's HTTP endpoint, if it is this node's
         self._private = ""  # directory for files that other users must not read, if any
 
     async def run(self) -> int:
@@ -95,7 +96,7 @@ class _Launcher:
         else:
             address = await self._start_services()
         self._address = address
-        self._print_status_command()
+        self._tell_where_to_watch()
         self._workers.start()
         await self._watch()
 
@@ -110,9 +111,7 @@ class _Launcher:
         coordinator = self._start_service("coordinator", self._coordinator_command(), ready=True)
         self._services.append(coordinator)
         self._start_shards("-")
-        at, _, url = (await coordinator.address()).partition(" ")
-        if url:
-            self._console.print(f"axon-ps: HTTP at {url}")
+        at, _, self._url = (await coordinator.address()).partition(" ")
         port = at.rpartition(":")[2]
         address = f"{launch.master_addr}:{port}"
         for shard in self._services[1:]:
@@ -169,24 +168,32 @@ class _Launcher:
             ready=ready,
         )
 
-    def _print_status_command(self) -> None:
-        """Print the `axon-ps status` command; a token that the launcher generated is in a file that it can read."""
+    def _tell_where_to_watch(self) -> None:
+        """Print the `axon-ps status` command, and the page's URL."""
         if self._launch.node_rank > 0:
             return  # node 0 prints it
         settings, command = self._settings, ["axon-ps status --coordinator", self._address]
         if settings.job != DEFAULT_JOB:
             command += ["--job", settings.job]
-        if settings.token_file is not None:
-            command += ["--token-file", str(settings.token_file)]
-        elif self._launch.token and not settings.resolved_token:
-            self._private = tempfile.mkdtemp(prefix="axon-ps-")  # for this user only
-            path = Path(self._private) / "token"
-            path.touch(mode=0o600)
-            path.write_text(self._launch.token)
-            command += ["--token-file", str(path)]
+        token_file = settings.token_file or self._new_token_file()
+        if token_file is not None:
+            command += ["--token-file", str(token_file)]
         if settings.tls_ca:
             command += ["--tls-ca", settings.tls_ca]
         self._console.print(f"axon-ps: to watch it from another terminal: {' '.join(command)}")
+        if self._url:
+            asks = f" (it asks for the token in {token_file})" if token_file else ""
+            self._console.print(f"axon-ps: to watch it in a browser: {self._url}{asks}")
+
+    def _new_token_file(self) -> Path | None:
+        """A file with the token that the launcher generated, for this user only; None if it generated none."""
+        if not self._launch.token or self._settings.resolved_token:
+            return None
+        self._private = tempfile.mkdtemp(prefix="axon-ps-")
+        path = Path(self._private) / "token"
+        path.touch(mode=0o600)
+        path.write_text(self._launch.token)
+        return path
 
     def _worker_environment(self) -> dict[str, str]:
         """The variables that all workers of this node get; each gets its ranks in addition."""
