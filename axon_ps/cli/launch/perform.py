@@ -96,7 +96,7 @@ class _Launcher:
         else:
             address = await self._start_services()
         self._address = address
-        self._tell_where_to_watch()
+        self._print_how_to_watch()
         self._workers.start()
         await self._watch()
 
@@ -168,7 +168,7 @@ class _Launcher:
             ready=ready,
         )
 
-    def _tell_where_to_watch(self) -> None:
+    def _print_how_to_watch(self) -> None:
         """Print the `axon-ps status` command, and the page's URL."""
         if self._launch.node_rank > 0:
             return  # node 0 prints it
